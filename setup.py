@@ -1,0 +1,47 @@
+"""Package metadata; tool settings live in pyproject.toml, exact pins in requirements.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vissl_zero/__init__.py").read_text())
+assert VERSION is not None
+
+setup(
+    name="vissl-zero",
+    version=VERSION.group(1),
+    description="Large vision models trained from a YAML file, on whatever memory there is.",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["vissl_zero*"]),
+    package_data={"vissl_zero": ["py.typed", "conf/**/*.yaml"]},
+    install_requires=[
+        "torch>=2.11",
+        "torchvision>=0.26",
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "fairscale>=0.4.13",
+        "classy-vision>=0.7.0",
+        "submitit>=1.5",
+        "hydra-submitit-launcher>=1.2",
+        "numpy>=1.26",
+        "pillow>=10",
+        "rich>=13",
+        "tensorboard>=2.15",
+        "matplotlib>=3.8",
+        "scikit-learn>=1.4",
+        "safetensors>=0.4.3",
+    ],
+    extras_require={"dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff", "mypy", "pre-commit"]},
+    entry_points={"console_scripts": ["vissl-zero = vissl_zero.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "License :: OSI Approved :: MIT License",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,20 @@
+"""Large vision models trained from a YAML file, on whatever memory there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vissl_zero.evaluation.trunk import load_trunk
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_trunk"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: `import vissl_zero` and a config error must not pay for importing torch.
+    if name == "load_trunk":
+        from vissl_zero.evaluation.trunk import load_trunk
+
+        return load_trunk
+    raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")

@@ -1,0 +1,141 @@
+"""What a run will do, every derived value decided: the frozen result of ``resolve(RunConfig)``.
+
+No torch here; dtypes are named by strings ("float32", "bfloat16", ...).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The number formats of a run.
+
+    Attributes:
+        master: dtype of the parameters the optimizer updates: "float32", or "float64" with TRAINER.DTYPE=float64.
+        autocast: dtype of torch.autocast around the forward pass, or None (AMP off, or level 3 with O2).
+        compute: dtype that parameters are cast to for forward and backward (FSDP_CONFIG.compute_dtype); equals
+            ``master`` unless parameters themselves are computed in half precision.
+        reduce: dtype gradients are reduced in.
+        use_loss_scale: dynamic loss scaling (float16 only).
+    """
+
+    master: str = "float32"
+    autocast: str | None = None
+    compute: str = "float32"
+    reduce: str = "float32"
+    use_loss_scale: bool = False
+
+
+@dataclass(frozen=True)
+class LarcPlan:
+    """LARC on top of the base optimizer: https://arxiv.org/abs/1708.03888, clipping as in apex."""
+
+    clip: bool = False
+    trust_coefficient: float = 0.001
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """The base optimizer that every level runs, after all forms of OPTIMIZER were merged.
+
+    Attributes:
+        name: registry name.
+        options: keyword arguments by the component's own config (momentum, nesterov, betas, eps ...), typed.
+        larc: None when LARC is off.
+        weight_decay: of the regularised parameters of the trunk.
+        head_weight_decay: of the head's; equals ``weight_decay`` unless head_optimizer_params say otherwise.
+        lr: schedule of the learning rate after automatic scaling: the scheduler's own config, a plain dict with a "name".
+        lr_head: the head's, likewise (equal to ``lr`` unless use_different_lr).
+        wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
+        regularize_bn, regularize_bias, non_regularized: which parameters decay.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    larc: LarcPlan | None = None
+    weight_decay: float = 0.0
+    head_weight_decay: float = 0.0
+    lr: dict[str, Any] = field(default_factory=dict)
+    lr_head: dict[str, Any] = field(default_factory=dict)
+    wd_schedule: dict[str, Any] | None = None
+    wd_head_schedule: dict[str, Any] | None = None
+    regularize_bn: bool = False
+    regularize_bias: bool = True
+    non_regularized: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What ``sharding`` is asked to do.
+
+    Attributes:
+        level: ZeRO level, 0 to 3.
+        engine: a name of the STRATEGIES registry.
+        shard_group_size: ranks that share one copy of the state; the world size unless HSDP.
+        wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
+        clip_grad: largest global L2 norm of the gradients, None: off.
+        sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronised.
+        checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
+        stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
+        precision: number formats.
+        timeout_s: of every collective.
+        verbose: print the wrap plan.
+    """
+
+    level: int
+    engine: str = "torch"
+    shard_group_size: int = 1
+    wrap_threshold: int = 0
+    clip_grad: float | None = None
+    sync_bn_group: int = 0
+    checkpoint_every: int = 0
+    stage_checkpoints: tuple[tuple[int, ...], ...] = ()
+    precision: Precision = Precision()
+    timeout_s: float = 600.0
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Everything a rank needs to know; saved as ``config.resolved.yaml`` and read by the workers.
+
+    Attributes:
+        config: the user's configuration plus defaults, as a plain nested dict under VISSL's names (no ``config:`` root),
+            ``${oc.env:...}`` already resolved (masked again when written to disk for people).
+        recipe: what ``config=`` named.
+        run_dir: absolute path of the run folder.
+        device: "cpu" or "cuda".
+        backend: "gloo" or "cpu:gloo,cuda:nccl".
+        world_size, num_nodes, procs_per_node: ranks.
+        threads_per_rank: CPU threads for torch in every rank.
+        seed: SEED_VALUE.
+        batch_per_rank: BATCHSIZE_PER_REPLICA, source images per rank and micro-batch.
+        accumulation_steps: micro-batches per optimizer step.
+        global_batch: source images per optimizer step = batch_per_rank * world_size * accumulation_steps.
+        num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
+        sharding, optimizer: see there.
+        notes: sentences to say once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
+    """
+
+    config: dict[str, Any]
+    recipe: str
+    run_dir: str
+    device: str
+    backend: str
+    world_size: int
+    num_nodes: int
+    procs_per_node: int
+    threads_per_rank: int
+    seed: int
+    batch_per_rank: int
+    accumulation_steps: int
+    global_batch: int
+    num_epochs: int
+    max_steps: int | None
+    sharding: ShardingPlan
+    optimizer: OptimizerPlan
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,114 @@
+"""What the training loop tells the rest of the program, and when.
+
+Hooks are how metrics, display, evaluation and reports attach to a run; the loop knows none of them. Every hook runs on
+every rank (some of them call collectives); one that only writes files checks ``run.is_main``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vissl_zero.sharding.strategy import Bytes, Sharded
+
+if TYPE_CHECKING:
+    from vissl_zero.config.resolved import ResolvedRun
+    from vissl_zero.data.loader import Loader
+    from vissl_zero.losses.criterion import Criterion
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished optimizer step, equal on every rank but for ``bytes``.
+
+    Attributes:
+        step: optimizer steps so far, this one included (the first is 1).
+        epoch: of the step, from 0.
+        loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
+        lr: learning rate of the trunk.
+        images_per_s: source images per second over all ranks, data loading included.
+        bytes: this rank's memory by kind.
+        skipped: the loss scaler skipped the update.
+        grad_norm: global L2 norm before clipping; None if the step was skipped.
+        loss_scale: 1.0 without loss scaling.
+        watch: figures of the criterion on its own health (``Criterion.health``), possibly empty.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    lr: float
+    images_per_s: float
+    bytes: Bytes
+    skipped: bool = False
+    grad_norm: float | None = None
+    loss_scale: float = 1.0
+    watch: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A run in progress, as hooks see it.
+
+    Attributes:
+        plan: the resolved configuration.
+        sharded: model and optimizer.
+        criterion: the loss.
+        loader: training data.
+        device: where the model computes.
+        rank, world_size: global.
+        steps_per_epoch, num_steps: length of the schedule, and the step the run will end at (MAX_STEPS included).
+        step, epoch, position: optimizer steps done, epoch in progress, source images consumed in all.
+        records: every step so far.
+        results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
+    """
+
+    plan: ResolvedRun
+    sharded: Sharded
+    criterion: Criterion
+    loader: Loader
+    device: torch.device
+    rank: int
+    world_size: int
+    steps_per_epoch: int
+    num_steps: int
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    records: list[StepRecord] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.plan.run_dir)
+
+
+class Hook:
+    """Base of all hooks; override what you need. Called in the order hooks were given, on every rank."""
+
+    def on_start(self, run: Run) -> None:
+        """After the model was sharded, before the first step."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """Before the first step of ``run.epoch``."""
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        """After every optimizer step."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """After the last step of ``run.epoch``."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step of the run (not after an error)."""
+
+    def close(self, run: Run) -> None:
+        """Always, also after an error: release files and the terminal. Never a collective; must not raise."""

@@ -1,0 +1,70 @@
+"""The errors a user can cause, each with a sentence that says what to do.
+
+Whatever is raised from here is printed without a traceback and ends the program with exit code 2. Anything else is a
+defect of ours (or of a plugin) and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+class VisslZeroError(Exception):
+    """Root of every error whose message is written for the user; ends the program with exit code 2."""
+
+
+class ConfigError(VisslZeroError):
+    """The configuration is wrong. Carries every problem found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem] | str):
+        self.problems: tuple[Problem, ...] = () if isinstance(problems, str) else tuple(problems)
+        super().__init__(problems if isinstance(problems, str) else "\n".join(str(p) for p in self.problems))
+
+
+class RegistryError(ConfigError):
+    """A component name is unknown, or registered twice."""
+
+
+class DataError(VisslZeroError):
+    """A data path is missing, empty, unreadable or holds a file that cannot be used."""
+
+
+class LaunchError(VisslZeroError):
+    """The processes of a run could not be started, or one of them died."""
+
+
+class CheckpointError(VisslZeroError):
+    """A checkpoint or weight file is missing, damaged or does not fit."""
+
+
+class OutOfMemoryError(VisslZeroError):
+    """Training ran out of memory; the message has the bytes by kind and the cheapest switch that would help."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: *key - must be - got - do this*.
+
+    Attributes:
+        key: full key path as the user writes it, such as ``config.MODEL.SHARDED_DDP_SETUP.USE_SDP``.
+        got: the value found there, as YAML would print it; empty if the key is missing.
+        must: what is allowed.
+        fix: what to write instead.
+    """
+
+    key: str
+    got: str
+    must: str
+    fix: str
+
+    def __str__(self) -> str:
+        got = f" (got {self.got})" if self.got else ""
+        return f"{self.key}: {self.must}{got}. {self.fix}"
+
+
+def did_you_mean(name: str, known: Iterable[str], num_matches: int = 3) -> str:
+    """``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
+    matches = get_close_matches(name, list(known), n=num_matches, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(m) for m in matches)}?" if matches else ""

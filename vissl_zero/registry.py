@@ -1,0 +1,258 @@
+"""The one component registry: trunks, heads, losses, optimizers, schedulers, transforms, data sources, hooks, strategies.
+
+A component is a class or a function registered under a name that YAML can say::
+
+    from vissl_zero.registry import HEADS
+
+    @HEADS.register("my_head", config=MyHeadConfig)
+    class MyHead(nn.Module): ...
+
+Built-in components are declared by the module that registers them, so that naming one (``vissl-zero list``, a rule that
+checks ``LOSS.name``) imports no torch; the module is imported when the component is first used. A user's components are
+registered when the modules of ``config.IMPORTS`` or of the entry-point group ``vissl_zero.components`` are imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from vissl_zero.errors import Problem, RegistryError, did_you_mean
+
+T = TypeVar("T")
+ENTRY_POINT_GROUP = "vissl_zero.components"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One registered component.
+
+    Attributes:
+        name: what YAML says.
+        build: the class or function.
+        config: dataclass of the component's own keys, or None where it takes none of its own.
+        summary: first line of its docstring.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    config: type | None
+    summary: str
+
+
+class Registry:
+    """Components of one kind by name.
+
+    Args:
+        kind: singular noun for messages, such as ``"trunk"``.
+        key: the configuration key that names one, for messages.
+        builtin: name -> (module that registers it, one sentence). The module is imported on first use.
+    """
+
+    def __init__(self, kind: str, key: str, builtin: Mapping[str, tuple[str, str]]):
+        self.kind = kind
+        self.key = key
+        self._builtin = dict(builtin)
+        self._components: dict[str, Component] = {}
+
+    def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
+        """Decorator that registers a class or function under ``name``.
+
+        Args:
+            name: what YAML will say.
+            config: dataclass with the component's own keys and their defaults; values from YAML are checked against it.
+        Raises:
+            RegistryError: ``name`` is taken by another component.
+        """
+
+        def decorate(build: T) -> T:
+            owner = self._components.get(name)
+            origin = getattr(build, "__module__", "")
+            declared = self._builtin.get(name)
+            taken_by = owner.build if owner else None
+            if owner is not None and not _same_source(owner.build, build):
+                raise RegistryError(self._duplicate(name, f"{taken_by!r}"))
+            if declared is not None and declared[0] != origin:
+                raise RegistryError(self._duplicate(name, declared[0]))
+            if not callable(build):
+                raise TypeError(f"{build!r} is not callable, so it cannot be a {self.kind}")
+            summary = (inspect.getdoc(build) or "").strip().split("\n", 1)[0]
+            self._components[name] = Component(name, build, config, summary)
+            return build
+
+        return decorate
+
+    def get(self, name: str) -> Component:
+        """The component called ``name``, importing its module if it is built in.
+
+        Raises:
+            RegistryError: no component of that name; the message lists the closest.
+        """
+        if name not in self._components and name in self._builtin:
+            import_module(self._builtin[name][0])
+        if name not in self._components:
+            raise RegistryError([self.unknown(name)])
+        return self._components[name]
+
+    def unknown(self, name: str) -> Problem:
+        """The problem to report for a name that is not registered."""
+        hint = did_you_mean(name, self)
+        return Problem(
+            key=self.key,
+            got=repr(name),
+            must=f"must be a known {self.kind}",
+            fix=f"Known: {', '.join(self)}.{hint} A component of your own is loaded by config.IMPORTS.",
+        )
+
+    def summary(self, name: str) -> str:
+        """One sentence about a component, without importing it if it is built in."""
+        return self._builtin[name][1] if name in self._builtin else self.get(name).summary
+
+    def _duplicate(self, name: str, owner: str) -> str:
+        return f"The {self.kind} name {name!r} is already taken by {owner}. Register yours under another name."
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self._builtin, *self._components}))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._builtin or name in self._components
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind}: {', '.join(self)})"
+
+
+def _same_source(a: Any, b: Any) -> bool:
+    """Whether two objects are the same definition, imported twice (a reload, or a module run as a script)."""
+    return getattr(a, "__qualname__", a) == getattr(b, "__qualname__", b) and _file(a) == _file(b)
+
+
+def _file(thing: Any) -> str:
+    try:
+        return inspect.getfile(thing)
+    except TypeError:
+        return repr(thing)
+
+
+def load_plugins(imports: list[str]) -> None:
+    """Import the user's modules, then every module of the entry-point group, so that they register their components.
+
+    Args:
+        imports: module names from ``config.IMPORTS``.
+    Raises:
+        RegistryError: a module cannot be found.
+    """
+    for name in imports:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise
+            problem = Problem(
+                "config.IMPORTS",
+                repr(name),
+                "must name importable Python modules",
+                f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name.",
+            )
+            raise RegistryError([problem]) from error
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+
+
+_TRUNKS = "vissl_zero.models.trunks"
+_HEADS = "vissl_zero.models.heads"
+_LOSSES = "vissl_zero.losses"
+_OPTIM = "vissl_zero.optim"
+_DATA = "vissl_zero.data"
+
+TRUNKS = Registry(
+    "trunk",
+    "config.MODEL.TRUNK.NAME",
+    {
+        "regnet": (f"{_TRUNKS}.regnet", "RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width."),
+        "resnet": (f"{_TRUNKS}.resnet", "ResNet 18 to 152, by depth and width multiplier."),
+    },
+)
+HEADS = Registry(
+    "head",
+    "config.MODEL.HEAD.PARAMS",
+    {
+        "swav_head": (f"{_HEADS}.swav_head", "Projection MLP and prototypes, as SwAV has it."),
+        "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
+    },
+)
+LOSSES = Registry(
+    "loss",
+    "config.LOSS.name",
+    {
+        "swav_loss": (f"{_LOSSES}.swav_loss", "SwAV: swapped prediction of Sinkhorn assignments across crops."),
+        "cross_entropy_multiple_output_single_target": (f"{_LOSSES}.cross_entropy", "Supervised cross-entropy."),
+        "CrossEntropyLoss": (f"{_LOSSES}.cross_entropy", "Supervised cross-entropy."),
+    },
+)
+OPTIMIZERS = Registry(
+    "base optimizer",
+    "config.OPTIMIZER.base_optimizer.name",
+    {
+        "sgd": (f"{_OPTIM}.elementwise", "SGD with momentum, plain or Nesterov."),
+        "adam": (f"{_OPTIM}.elementwise", "Adam, weight decay as an L2 term."),
+        "adamw": (f"{_OPTIM}.elementwise", "Adam with decoupled weight decay."),
+        "lars": (f"{_OPTIM}.lars", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
+    },
+)
+SCHEDULERS = Registry(
+    "schedule",
+    "config.OPTIMIZER.param_schedulers.lr.name",
+    {
+        name: (f"{_OPTIM}.schedules", text)
+        for name, text in {
+            "constant": "One value throughout.",
+            "cosine": "Half a cosine from start_value to end_value.",
+            "linear": "A straight line from start_value to end_value.",
+            "multistep": "A value per milestone.",
+            "step": "Equal steps through a list of values.",
+            "composite": "Several schedules one after another.",
+        }.items()
+    },
+)
+DATA_SOURCES = Registry(
+    "data source",
+    "config.DATA.TRAIN.DATA_SOURCES",
+    {
+        "disk_folder": (f"{_DATA}.sources.disk_folder", "Class folders, or one flat folder of unlabelled images."),
+        "digits": (f"{_DATA}.sources.digits", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
+        "synthetic": (f"{_DATA}.sources.synthetic", "Seeded images with a learnable class structure, made on the fly."),
+    },
+)
+TRANSFORMS = Registry(
+    "transform",
+    "config.DATA.TRAIN.TRANSFORMS",
+    {
+        "ImgPilToMultiCrop": (f"{_DATA}.transforms.multi_crop", "Random resized crops of several sizes."),
+        "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
+        "ImgPilGaussianBlur": (f"{_DATA}.transforms.blur", "Gaussian blur of a random radius, with a probability."),
+    },
+)
+HOOKS = Registry("hook", "config.HOOKS.EXTRA", {})
+STRATEGIES = Registry(
+    "sharding engine",
+    "config.ZERO.ENGINE",
+    {
+        "torch": ("vissl_zero.sharding.torch_engine.strategy", "torch's DDP and fully_shard, levels 0 to 3."),
+    },
+)
+
+REGISTRIES: dict[str, Registry] = {
+    "trunks": TRUNKS,
+    "heads": HEADS,
+    "losses": LOSSES,
+    "optimizers": OPTIMIZERS,
+    "schedulers": SCHEDULERS,
+    "sources": DATA_SOURCES,
+    "transforms": TRANSFORMS,
+    "hooks": HOOKS,
+    "engines": STRATEGIES,
+}

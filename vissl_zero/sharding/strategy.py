@@ -1,0 +1,156 @@
+"""The one interface that every ZeRO level and engine implements, and all that the training loop may call.
+
+The loop never asks which level or engine runs. Every method is a collective unless it says otherwise: all ranks of the
+world must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.param_groups import ParamGroup
+
+# Given torch-style groups (dicts with "params", "lr", "weight_decay") of *local shards*, returns the optimizer to run on
+# them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
+OptimizerFactory = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, Adaptation | None]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on every rank.
+
+    Attributes:
+        grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
+            synchronises; the loop reads it only when it logs).
+        skipped: the gradients held an inf or NaN under dynamic loss scaling, so nothing was updated.
+        loss_scale: the scale that was used, 1.0 without loss scaling.
+    """
+
+    grad_norm: Tensor
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory of this rank by kind, in bytes. See ``sharding/memory.py`` for how each is counted."""
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+    peak: int = 0
+
+
+class Sharded(ABC):
+    """A model and its optimizer under one ZeRO level of one engine.
+
+    Attributes:
+        model: call this (``sharded.model(crops)``), in training and evaluation alike; under no_grad too.
+        optimizer: torch optimizer over this rank's shards. Set ``lr`` and ``weight_decay`` in its ``param_groups``
+            (each has the ``name`` of its ParamGroup); never call its ``step`` or ``zero_grad``.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; gradients are communicated as late as the level allows."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if need be.
+
+        Args:
+            loss: 0-d, this rank's mean over its own samples.
+            weight: share of this micro-batch in the step times the correction for uneven batches:
+                ``num_local * world_size / num_samples_of_the_step``.
+        """
+
+    @abstractmethod
+    def freeze(self, names: Collection[str]) -> None:
+        """Parameters (full names) that ``step`` must leave untouched until the next call of ``freeze``. Not a collective."""
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradients; after ``step``, before the next forward. Not a collective."""
+
+    @abstractmethod
+    def normalize_rows(self, names: Collection[str]) -> None:
+        """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
+
+    @abstractmethod
+    def consolidate_buffers(self) -> None:
+        """Make buffers equal on all ranks: floating-point ones become the mean over ranks, others rank 0's."""
+
+    @abstractmethod
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Costs the whole model in memory."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Full names (no wrapper prefix) and this rank's shard, or the whole tensors inside ``full_parameters``."""
+
+    @abstractmethod
+    def full_state(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers on the CPU, gathered one by one: the dict on rank 0, empty elsewhere."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards of parameters, optimizer state, buffers and loss scale, with their place in the whole."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` of the same level, engine, world size and rank gave. Raises CheckpointError else."""
+
+    @abstractmethod
+    def ledger(self) -> Bytes:
+        """This rank's memory by kind now. Not a collective."""
+
+    @abstractmethod
+    def measure_activations(self) -> AbstractContextManager[None]:
+        """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; the loop uses it on the first step."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""
+
+
+class Strategy(ABC):
+    """Turns a built model into a ``Sharded`` one. Registered in ``STRATEGIES`` under the engine's name."""
+
+    @abstractmethod
+    def shard(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        device: torch.device,
+    ) -> Sharded:
+        """Shard ``model`` (initialised, on any device, equal on all ranks) as ``plan`` says.
+
+        Args:
+            model: whole model; it is changed in place.
+            groups: parameter groups by full parameter name; every trainable parameter in exactly one.
+            build_optimizer: called once with the local shards.
+            plan: level, thresholds, precision.
+            device: where to train.
+        Raises:
+            ConfigError: the combination cannot be run, with the reason and what to use instead.
+        """
