@@ -1,0 +1,62 @@
+"""From a resolved configuration to a run that can be trained: data, model, loss, sharding."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from vissl_zero import collectives
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.data.loader import build_loader
+from vissl_zero.engine.hook import Run
+from vissl_zero.engine.schedule import Frozen, Schedules
+from vissl_zero.losses.criterion import build_criterion
+from vissl_zero.models.init import initialize_
+from vissl_zero.models.model import build_model
+from vissl_zero.optim.build import build_optimizer
+from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
+from vissl_zero.registry import STRATEGIES
+
+
+def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, Frozen]:
+    """Build everything one rank needs. Collective: every rank calls it, after the process group is up.
+
+    Raises:
+        ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
+    """
+    rank, world_size = collectives.rank(), collectives.world_size()
+    dtype = getattr(torch, plan.sharding.precision.master)
+    loader = build_loader(
+        plan.config["DATA"],
+        "TRAIN",
+        seed=plan.seed,
+        batch_per_rank=plan.batch_per_rank,
+        rank=rank,
+        world_size=world_size,
+        accumulation_steps=plan.accumulation_steps,
+    )
+    model = build_model(plan.config["MODEL"])
+    initialize_(model, plan.seed)
+    model.to(dtype)
+    freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
+    groups = param_groups(model, plan.optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
+    criterion = build_criterion(plan.config["LOSS"]).to(device=device, dtype=dtype)
+    strategy = STRATEGIES.get(plan.sharding.engine).build()
+    factory = functools.partial(build_optimizer, plan.optimizer)
+    sharded = strategy.shard(model, groups, factory, plan.sharding, device)
+    num_steps = loader.steps_per_epoch * plan.num_epochs
+    run = Run(
+        plan=plan,
+        sharded=sharded,
+        criterion=criterion,
+        loader=loader,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        steps_per_epoch=loader.steps_per_epoch,
+        num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
+    )
+    return run, Schedules(plan, groups, loader.steps_per_epoch), frozen

@@ -1,0 +1,105 @@
+"""The training loop: steps, epochs, hooks. It knows nothing of levels, engines, losses or files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.data.batch import Batch
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.schedule import Frozen, Schedules
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.models.keyed_random import set_random_key
+
+
+class DivergedError(VisslZeroError):
+    """The loss became NaN or infinite; raised on every rank at the same step."""
+
+
+def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
+    """Train to the end of the schedule, or to ``run.num_steps`` if that comes first.
+
+    Every rank calls this with hooks in the same order (some are collective).
+
+    Raises:
+        DivergedError: the loss is not finite (and not skipped by the loss scaler).
+    """
+    try:
+        run.sharded.normalize_rows(run.criterion.normalized_rows())
+        for hook in hooks:
+            hook.on_start(run)
+        run.sharded.model.train()
+        while run.step < run.num_steps:
+            _train_epoch(run, schedules, frozen, hooks)
+            run.epoch += 1
+        for hook in hooks:
+            hook.on_end(run)
+    finally:
+        for hook in hooks:
+            hook.close(run)
+
+
+def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
+    for hook in hooks:
+        hook.on_epoch_start(run)
+    started = time.perf_counter()
+    for micro_batches in run.loader.epoch(run.epoch):
+        lr = schedules.apply(run.sharded, run.step)
+        run.sharded.freeze(frozen.at(run.step))
+        record = _train_step(run, micro_batches, lr, started)
+        run.records.append(record)
+        for hook in hooks:
+            hook.on_step(run, record)
+        if run.step >= run.num_steps:
+            break
+        started = time.perf_counter()
+    for hook in hooks:
+        hook.on_epoch_end(run)
+
+
+def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float) -> StepRecord:
+    """One optimizer step over its micro-batches. ``started``: clock before the data was asked for."""
+    sharded, criterion = run.sharded, run.criterion
+    num_samples = sum(batch.num_global for batch in micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    criterion.on_step(run.step, run.epoch)
+    for index, cpu_batch in enumerate(micro_batches):
+        batch = cpu_batch.to(run.device, getattr(torch, run.plan.sharding.precision.master))
+        set_random_key(run.plan.seed, run.step, batch.sample_ids)
+        is_first = run.step == 0 and index == 0
+        with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
+            with sharded.measure_activations() if is_first else nullcontext():
+                outputs = sharded.model(batch.images, criterion.probe())
+                loss = criterion(outputs, batch)
+            sharded.backward(loss, batch.num_local * run.world_size / num_samples)
+        criterion.after_micro_batch(outputs, batch)
+        loss_sum += loss.detach() * (batch.num_local / num_samples)
+    memory = sharded.ledger()  # before the step: gradients are still there
+    result = sharded.step()
+    sharded.zero_grad()
+    sharded.normalize_rows(criterion.normalized_rows())
+    loss_value = float(all_reduce_sum(loss_sum))
+    run.step += 1
+    run.position += num_samples
+    if not result.skipped and not math.isfinite(loss_value):
+        raise DivergedError(
+            f"The loss became {loss_value} at step {run.step} (learning rate {lr:g}). "
+            "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
+        )
+    return StepRecord(
+        step=run.step,
+        epoch=run.epoch,
+        loss=None if result.skipped else loss_value,
+        lr=lr,
+        images_per_s=num_samples / (time.perf_counter() - started),
+        bytes=memory,
+        skipped=result.skipped,
+        grad_norm=None if result.skipped else float(result.grad_norm),
+        loss_scale=result.loss_scale,
+        watch=criterion.health(),
+    )

@@ -1,0 +1,43 @@
+"""Joining the other ranks, and leaving them cleanly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"  # set by launch/local.py: a file in a folder only this user can enter
+
+
+@contextmanager
+def process_group(backend: str, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The world's process group, destroyed on the way out unless an error is on its way (peers may be gone by then).
+
+    Rank and world size come from torchrun's environment variables. Every collective of the group times out.
+
+    Args:
+        backend: such as "gloo" or "cpu:gloo,cuda:nccl".
+        device: of this rank; selected as the current one if it is a GPU.
+        timeout_s: of every collective, in seconds.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None
+    if path := os.environ.get(STORE_PATH_VARIABLE):
+        store = dist.FileStore(path, world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield
+    dist.barrier()  # nobody closes connections that a slower rank still uses
+    dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Start a run: here, in N processes, or as one rank of a job that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from vissl_zero.config.resolve import save_resolved
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.errors import LaunchError
+
+
+def is_under_torchrun() -> bool:
+    """Whether another launcher has already started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def prepare_folder(plan: ResolvedRun, user_yaml: str) -> None:
+    """Make the run folder and write the user's and the resolved configuration into it. One process calls this.
+
+    Raises:
+        LaunchError: the folder already holds a run, or cannot be written.
+    """
+    folder = Path(plan.run_dir)
+    if (folder / "metrics.jsonl").exists():
+        raise LaunchError(
+            f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "
+            "Name another folder, or move that one away."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.user.yaml").write_text(user_yaml)
+        save_resolved(plan, folder / "config.resolved.yaml")
+    except OSError as error:
+        raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}).") from error
+
+
+def run(plan: ResolvedRun, user_yaml: str) -> int:
+    """Run to the end; returns the exit code.
+
+    Args:
+        plan: the resolved run.
+        user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
+    """
+    if is_under_torchrun():
+        return _run_as_rank(plan, user_yaml)
+    from vissl_zero.launch.local import launch_local  # here, because it imports torch
+
+    prepare_folder(plan, user_yaml)
+    return launch_local(plan)
+
+
+def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
+    from vissl_zero import collectives
+    from vissl_zero.launch.process_group import process_group
+    from vissl_zero.launch.worker import fail, rank_device, train_rank
+
+    try:
+        with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
+            # Every rank composed the configuration by itself; the clock in the folder's name may differ: rank 0 decides.
+            plan = replace(plan, run_dir=collectives.broadcast_object(plan.run_dir))
+            problem: LaunchError | None = None
+            if collectives.rank() == 0:
+                try:
+                    prepare_folder(plan, user_yaml)
+                except LaunchError as error:
+                    problem = error
+            if problem := collectives.broadcast_object(problem):
+                raise problem
+            train_rank(plan)
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher
+        return fail(error)
+    return 0
