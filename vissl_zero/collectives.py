@@ -1,0 +1,79 @@
+"""A thin layer over torch.distributed that is the identity when no process group is there.
+
+For figures and statistics: none of these is differentiable. Every function but ``rank`` and ``world_size`` is a
+collective: all ranks must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Whether this process is a member of an initialised default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def rank() -> int:
+    """Global rank of this process; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum of ``tensor`` over all ranks, as a new tensor; same shape and dtype everywhere. Cost: one all-reduce."""
+    return _all_reduce(tensor, "sum")
+
+
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """Element-wise maximum of ``tensor`` over all ranks, as a new tensor. Cost: one all-reduce."""
+    return _all_reduce(tensor, "max")
+
+
+def all_gather_rows(tensor: Tensor) -> Tensor:
+    """Rows of all ranks, one below the other in the order of ranks.
+
+    Args:
+        tensor: (n_r, ...) with any n_r per rank, zero included; trailing dimensions and dtype equal on all ranks.
+    Returns:
+        (sum of n_r, ...), identical on every rank.
+    Cost: two all-gathers: the row counts (read on the host, which waits for the device) and ``max n_r`` rows per rank.
+    """
+    if world_size() == 1:
+        return tensor.detach().clone()
+    num_rows = torch.tensor([len(tensor)], device=tensor.device)
+    counts_tensor = torch.empty(world_size(), dtype=num_rows.dtype, device=tensor.device)
+    dist.all_gather_into_tensor(counts_tensor, num_rows)
+    counts = counts_tensor.tolist()
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor.detach()
+    gathered = tensor.new_empty(world_size() * max(counts), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded)
+    parts = gathered.view(world_size(), max(counts), *tensor.shape[1:])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's ``value`` on every rank, pickled; small objects between ranks of one run only. Cost: two broadcasts."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _all_reduce(tensor: Tensor, operation: str) -> Tensor:
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if world_size() > 1:
+        dist.all_reduce(result, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return result
