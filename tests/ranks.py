@@ -1,0 +1,238 @@
+"""Real ranks for tests: one pool of gloo processes for a whole test session.
+
+    from tests.ranks import run_on_ranks
+
+    def _sum_of_ranks(offset: int) -> float:  # a top-level function of the test module
+        total = torch.tensor(float(dist.get_rank() + offset))
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum() -> None:
+        assert run_on_ranks(3, _sum_of_ranks, 10) == [33.0, 33.0, 33.0]
+
+Processes are forked from one that has torch imported (about 3 s, once), and each task gets a process group of its own
+(about 0.05 s). A rank that raises fails the test with its traceback; one that hangs is killed after ``timeout_s``, with
+the stack it hung in, and the pool starts afresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MAX_RANKS = 4
+GRACE_S = 3.0  # for the others to finish once one rank has failed
+
+
+class RankError(AssertionError):
+    """A rank raised or hung; the message has the traceback or stack of every rank concerned."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What one worker runs. ``arguments`` is pickled apart: the test module must be imported before it can be read."""
+
+    module_name: str
+    source_file: str
+    function: str
+    arguments: bytes
+    rank: int
+    world_size: int
+    folder: str
+    timeout_s: float
+    group_timeout_s: float
+
+    @property
+    def stack_file(self) -> Path:
+        return Path(self.folder) / f"stack_{self.rank}.txt"
+
+
+def run_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, group_timeout_s: float | None = None
+) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` ranks with an initialised gloo group and one thread each.
+
+    Args:
+        world_size: 1 to 4.
+        fn: a top-level function of a module; its result must be picklable (tensors are).
+        args: picklable.
+        timeout_s: for the whole call; then the processes are killed.
+        group_timeout_s: of every collective; ``timeout_s`` if None.
+    Returns:
+        What each rank returned, by rank.
+    Raises:
+        RankError: a rank raised, died or hung.
+    """
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size must be 1 to {MAX_RANKS}, got {world_size}")
+    global _pool
+    if _pool is None:
+        _pool = _Pool()
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        tasks = [
+            _Task(
+                module_name=fn.__module__,
+                source_file=inspect.getsourcefile(fn) or "",
+                function=fn.__qualname__,
+                arguments=pickle.dumps(args),
+                rank=rank,
+                world_size=world_size,
+                folder=folder,
+                timeout_s=timeout_s,
+                group_timeout_s=group_timeout_s or timeout_s,
+            )
+            for rank in range(world_size)
+        ]
+        return _pool.run(tasks)
+
+
+def close_pool() -> list[int | None]:
+    """End the processes and give their exit codes; the next ``run_on_ranks`` starts new ones."""
+    global _pool
+    if _pool is None:
+        return []
+    codes = _pool.close()
+    _pool = None
+    return codes
+
+
+class _Pool:
+    """``MAX_RANKS`` worker processes and a pipe to each."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for _ in range(MAX_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, tasks: list[_Task]) -> list[Any]:
+        for pipe, task in zip(self._pipes, tasks, strict=False):
+            pipe.send(task)
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + tasks[0].timeout_s
+        while len(answers) < len(tasks) and (left := deadline - time.monotonic()) > 0:
+            waiting = {self._pipes[task.rank]: task.rank for task in tasks if task.rank not in answers}
+            for ready in multiprocessing.connection.wait(list(waiting), left):
+                rank = waiting[ready]
+                answers[rank] = self._receive(rank)
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        failures = [f"rank {rank}: {answer}" for rank, (is_ok, answer) in sorted(answers.items()) if not is_ok]
+        hung = [task for task in tasks if task.rank not in answers]
+        if hung or failures:
+            self._restart(hung)
+            failures += [f"rank {task.rank} did not end; it was in:\n{_stack(task)}" for task in hung]
+            raise RankError("\n\n".join(failures))
+        return [answers[rank][1] for rank in range(len(tasks))]
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            is_ok, answer = self._pipes[rank].recv()
+            return is_ok, pickle.loads(answer) if is_ok else answer
+        except EOFError:
+            self._processes[rank].join(GRACE_S)
+            return False, f"the process died with exit code {self._processes[rank].exitcode}"
+
+    def _restart(self, hung: list[_Task]) -> None:
+        """Kill everything: after a failure no group can be trusted. Hung ranks first write down where they are."""
+        for task in hung:
+            pid = self._processes[task.rank].pid
+            if pid is not None and self._processes[task.rank].is_alive():
+                os.kill(pid, _STACK_SIGNAL)
+        time.sleep(0.2 if hung else 0.0)
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._start()
+
+    def close(self) -> list[int | None]:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10.0)
+        return [process.exitcode for process in self._processes]
+
+
+_pool: _Pool | None = None
+_STACK_SIGNAL = signal.SIGUSR1
+
+
+def _stack(task: _Task) -> str:
+    return task.stack_file.read_text() if task.stack_file.exists() else "(no stack)"
+
+
+def _work(pipe: multiprocessing.connection.Connection) -> None:
+    import torch  # in the forkserver already; the tests that need no ranks must not wait for it
+
+    torch.set_num_threads(1)
+    while (task := pipe.recv()) is not None:
+        with task.stack_file.open("w") as stack_file:
+            faulthandler.register(_STACK_SIGNAL, stack_file)
+            try:
+                answer: tuple[bool, Any] = (True, pickle.dumps(_run(task)))
+            except BaseException:  # noqa: BLE001 - whatever it was, the parent reports it
+                answer = (False, traceback.format_exc())
+            faulthandler.unregister(_STACK_SIGNAL)
+        pipe.send(answer)
+
+
+def _run(task: _Task) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    function = getattr(_import_source(task.module_name, task.source_file), task.function)
+    args = pickle.loads(task.arguments)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{task.folder}/store", task.world_size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timedelta(seconds=task.group_timeout_s),
+    )
+    result = function(*args)
+    dist.barrier()  # nobody closes connections that a slower rank still uses
+    dist.destroy_process_group()
+    return result
+
+
+def _import_source(name: str, source_file: str) -> Any:
+    """The test module under the name the parent knows it by, whatever way pytest imported it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, source_file)
+        assert spec is not None and spec.loader is not None, source_file
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+atexit.register(close_pool)
