@@ -6,10 +6,12 @@ is registered with ``@LOSSES.register("my_loss", config=MyLossConfig)`` and buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from vissl_zero.registry import LOSSES
 
 
 class Batch(Protocol):
@@ -74,3 +76,17 @@ class Criterion(nn.Module):
     def normalized_rows(self) -> list[str]:
         """Full names of 2-d parameters whose rows are set to unit length after each optimizer step."""
         return []
+
+
+def build_criterion(loss_config: Mapping[str, Any]) -> Criterion:
+    """The loss that ``LOSS.name`` names, built with the keys under its own name.
+
+    Args:
+        loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
+
+    Raises:
+        ConfigError: the name or a key is wrong.
+    """
+    name = loss_config["name"]
+    criterion: Criterion = LOSSES.get(name).build(**(loss_config.get(name) or {}))
+    return criterion

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.keyed_random import key_dropout
 from vissl_zero.models.unit import Unit
+from vissl_zero.registry import HEADS, TRUNKS
 
 
 class Model(nn.Module):
@@ -54,3 +58,43 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, Unit):
         return [module]
     return [unit for child in module.children() for unit in _outermost_units(child)]
+
+
+# Where a built-in trunk's keys stand under MODEL.TRUNK, as VISSL has it; other trunks' stand under their own name.
+_TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
+# Constructors may draw, as long as all ranks draw the same; initialize_ then replaces what it has a rule for.
+_CONSTRUCTION_SEED = 0
+
+
+def build_model(model_config: Mapping[str, Any]) -> Model:
+    """Trunk and heads by name, in float32 on the CPU; call ``initialize_`` next.
+
+    Args:
+        model_config: ``config.MODEL`` after resolution: TRUNK (NAME and the trunk's own block) and HEAD (PARAMS as a
+            list of [name, keys], BATCHNORM_EPS, BATCHNORM_MOMENTUM).
+
+    Raises:
+        ConfigError: a name or a key is wrong, or a head does not fit the trunk.
+    """
+    trunk_config, head_config = model_config["TRUNK"], model_config["HEAD"]
+    name = trunk_config["NAME"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_CONSTRUCTION_SEED)
+        trunk = TRUNKS.get(name).build(**(trunk_config.get(_TRUNK_BLOCKS.get(name, name)) or {}))
+        for head_name, options in head_config["PARAMS"]:
+            _check_width(head_name, options, trunk)
+        model = Model(trunk, [HEADS.get(head_name).build(**options) for head_name, options in head_config["PARAMS"]])
+    for module in model.heads.modules():
+        if isinstance(module, _BatchNorm):
+            module.eps = float(head_config["BATCHNORM_EPS"])
+            module.momentum = head_config["BATCHNORM_MOMENTUM"]
+    key_dropout(model)
+    return model
+
+
+def _check_width(name: str, options: Mapping[str, Any], trunk: nn.Module) -> None:
+    dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
+    if dims and feature_dim is not None and dims[0] != feature_dim:
+        must = f"dims of {name} must begin with the trunk's {feature_dim} features"
+        fix = f"Write dims: {[feature_dim, *dims[1:]]}."
+        raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])

@@ -24,7 +24,7 @@ class SwAVHeadConfig:
     normalize_feats: bool = True
     """Divide embeddings by their L2 norm before they are scored."""
     activation_name: str = "ReLU"
-    """Activation between the layers: ReLU or GELU."""
+    """Activation between the layers: ReLU, GELU or SiLU."""
 
 
 @dataclass

@@ -27,11 +27,12 @@ class RegNetConfig:
     bottleneck_multiplier: float = 1.0
     """Width inside a block over the width of the block."""
     stem_type: str = "SIMPLE_STEM_IN"
-    """First layers: only SIMPLE_STEM_IN (3x3, stride 2) is built."""
+    """First layers: SIMPLE_STEM_IN (3x3, stride 2), RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64
+    pixels, RES_STEM_CIFAR (3x3, stride 1)."""
     stem_width: int = 32
     """Channels of the first convolution."""
     block_type: str = "RES_BOTTLENECK_BLOCK"
-    """RES_BOTTLENECK_BLOCK, VANILLA_BLOCK or RES_BASIC_BLOCK."""
+    """RES_BOTTLENECK_BLOCK, RES_BOTTLENECK_LINEAR_BLOCK, VANILLA_BLOCK or RES_BASIC_BLOCK."""
     activation_type: str = "RELU"
     """RELU or SILU."""
     use_se: bool = True
@@ -62,6 +63,12 @@ class ResNetConfig:
     """Channels per group of the first stage."""
     ZERO_INIT_RESIDUAL: bool = False
     """Start every residual branch at zero (weight of its last norm)."""
+    STANDARDIZE_CONVOLUTIONS: bool = False
+    """Bring each filter to mean 0 and deviation 1 whenever it is applied (for GroupNorm)."""
+    LAYER4_STRIDE: int = 2
+    """Stride of the last stage: 1 or 2."""
+    STEM_TYPE: str = "RES_STEM_IN"
+    """First layers: RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64 pixels, RES_STEM_CIFAR (3x3)."""
 
 
 # What makes a RegNet when no name does.

@@ -1,0 +1,95 @@
+"""Supervised cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.config.components.losses import CrossEntropyConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.losses.criterion import Batch, Criterion
+from vissl_zero.registry import LOSSES
+
+
+@LOSSES.register("CrossEntropyLoss", config=CrossEntropyConfig)
+@LOSSES.register("cross_entropy_multiple_output_single_target", config=CrossEntropyConfig)
+class CrossEntropy(Criterion):
+    """Supervised cross-entropy, summed over heads; every crop of an image has the image's label.
+
+    The mean is weighted by class and leaves ignored images out, over all ranks: each rank's loss is scaled so that the
+    loop's mean over ranks is exactly that, however ignored images are spread.
+
+    Args: the fields of ``CrossEntropyConfig``.
+    """
+
+    class_weights: Tensor | None
+
+    def __init__(
+        self,
+        weight: Sequence[float] | None = None,
+        ignore_index: int = -1,
+        normalize_output: bool = False,
+        temperature: float = 1.0,
+    ):
+        super().__init__()
+        if temperature <= 0:
+            key = "config.LOSS.cross_entropy_multiple_output_single_target.temperature"
+            raise ConfigError([Problem(key, str(temperature), "must be positive", "Write 1.0.")])
+        self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
+        self.ignore_index = ignore_index
+        self.normalize_output = normalize_output
+        self.temperature = temperature
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """Sum over heads of the mean over counted crops.
+
+        Args:
+            outputs: per head, logits (num_crops * B, number of classes).
+            batch: with targets.
+        Cost: one all-reduce of one number per head.
+        """
+        targets = _targets_of(batch)
+        total = torch.stack([self._one_head(logits, targets, batch) for logits in outputs]).sum()
+        self._last = (outputs[0].detach(), targets)
+        return total
+
+    def health(self) -> dict[str, float]:
+        """``top1``: share of counted crops that the first head gets right, over all ranks. Collective."""
+        if self._last is None:
+            return {}
+        logits, targets = self._last
+        is_counted = targets != self.ignore_index
+        is_right = (logits.argmax(dim=1) == targets) & is_counted
+        right, counted = all_reduce_sum(torch.stack([is_right.sum(), is_counted.sum()])).tolist()
+        return {"top1": right / max(counted, 1)}
+
+    def _one_head(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.normalize_output:
+            logits = F.normalize(logits, dim=1)
+        weights = self.class_weights if self.class_weights is None else self.class_weights.to(logits.dtype)
+        log_probabilities = F.log_softmax(logits / self.temperature, dim=1)
+        loss_sum = F.nll_loss(log_probabilities, targets, weights, ignore_index=self.ignore_index, reduction="sum")
+        share = all_reduce_sum(self._total_weight(targets, logits.dtype, weights)) / max(batch.num_global, 1)
+        # share is the mean weight of a sample; without weights and ignored images it is the number of crops.
+        return loss_sum / share.clamp(min=torch.finfo(share.dtype).tiny) / max(batch.num_local, 1)
+
+    def _total_weight(self, targets: Tensor, dtype: torch.dtype, weights: Tensor | None) -> Tensor:
+        is_counted = targets != self.ignore_index
+        if weights is None:
+            return is_counted.sum().to(dtype)
+        return (weights[torch.where(is_counted, targets, 0)] * is_counted).sum()
+
+
+def _targets_of(batch: Batch) -> Tensor:
+    """One label per row of the outputs, crop-major."""
+    if batch.targets is None:
+        fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."
+        raise ConfigError([Problem("config.LOSS.name", "", "this loss needs labels and the images have none", fix)])
+    return batch.targets.repeat(sum(batch.num_crops))

@@ -1,0 +1,39 @@
+"""Sinkhorn's algorithm over the samples of all ranks (https://arxiv.org/abs/2006.09882, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vissl_zero.collectives import all_reduce_max, all_reduce_sum
+
+
+@torch.no_grad()
+def sinkhorn(scores: Tensor, epsilon: float, num_iters: int) -> Tensor:
+    """Soft assignments that use all prototypes equally over the samples of all ranks.
+
+    Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
+    logarithm: small epsilons neither overflow nor leave a prototype with a sum of zero, so nothing depends on a
+    condition that ranks might see differently. Every rank must call this with the same C, K and number of iterations.
+
+    Args:
+        scores: (C, n, K), C independent problems over n samples of this rank (any n, also 0) and K prototypes; float32
+            or float64.
+        epsilon: weight of the entropy; smaller is harder.
+        num_iters: rounds; 0 gives the softmax of ``scores / epsilon``.
+    Returns:
+        (C, n, K), each row sums to 1. The same for a sample however samples are spread over ranks, up to rounding.
+    Cost: two all-reduces of C * K numbers per round.
+    """
+    logits = scores / epsilon
+    for _ in range(num_iters):
+        logits = logits - _logsumexp_over_samples(logits)
+        logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
+    return torch.softmax(logits, dim=2)
+
+
+def _logsumexp_over_samples(logits: Tensor) -> Tensor:
+    """(C, n, K) -> (C, 1, K) over the samples of all ranks; a rank without samples adds nothing."""
+    local = torch.logsumexp(logits, dim=1, keepdim=True)
+    largest = all_reduce_max(local)
+    return largest + torch.log(all_reduce_sum(torch.exp(local - largest)))

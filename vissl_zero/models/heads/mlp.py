@@ -1,0 +1,52 @@
+"""Linear layers with optional batch norm, ReLU and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from vissl_zero.config.components.heads import MLPConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import HEADS
+
+
+@HEADS.register("mlp", config=MLPConfig)
+class MLP(nn.Module):
+    """Linear layers, each followed by batch norm, ReLU and dropout where asked for; the last one by none of them.
+
+    Args: the fields of ``MLPConfig``.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        use_bn: bool = False,
+        use_relu: bool = False,
+        use_dropout: bool = False,
+        dropout_rate: float = 0.5,
+        use_bias: bool = True,
+        skip_last_layer_relu_bn: bool = True,
+    ):
+        super().__init__()
+        if len(dims) < 2:
+            must = "dims of mlp must have at least two widths, from the features to the outputs"
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, "Write dims: [440, 10].")])
+        layers: list[nn.Module] = []
+        for index, (width_in, width_out) in enumerate(pairwise(dims)):
+            layers.append(nn.Linear(width_in, width_out, bias=use_bias))
+            if index == len(dims) - 2 and skip_last_layer_relu_bn:
+                break
+            if use_bn:
+                layers.append(nn.BatchNorm1d(width_out))
+            if use_relu:
+                layers.append(nn.ReLU(inplace=True))
+            if use_dropout:
+                layers.append(nn.Dropout(dropout_rate))
+        self.clf = nn.Sequential(*layers)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (n, F) -> outputs (n, dims[-1])."""
+        outputs: Tensor = self.clf(features)
+        return outputs

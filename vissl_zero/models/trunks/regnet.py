@@ -1,0 +1,103 @@
+"""RegNet X/Y from classy-vision's building blocks (https://arxiv.org/abs/2003.13678)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from vissl_zero import torchvision_compat  # noqa: F401  (must come before what imports torchvision)
+
+# isort: split
+from classy_vision.models import MODEL_REGISTRY
+from classy_vision.models.anynet import ActivationType, BlockType, StemType
+from classy_vision.models.regnet import RegNet as ClassyRegNet
+from classy_vision.models.regnet import RegNetParams
+
+from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RegNetConfig
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.models.trunks.staged_trunk import StagedTrunk
+from vissl_zero.models.unit import Unit
+from vissl_zero.registry import TRUNKS
+
+_KEY = "config.MODEL.TRUNK.REGNET"
+# Keys that a published name fixes.
+_FIXED_BY_NAME = ("bottleneck_multiplier", "block_type", "activation_type", "use_se", "se_ratio", *REGNET_PARAMETERS)
+
+
+@TRUNKS.register("regnet", config=RegNetConfig)
+class RegNet(StagedTrunk):
+    """RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width.
+
+    Only the stem and the blocks are classy-vision's: its model's ``__call__`` forwards to an inner module, so the hooks
+    of fully_shard would never run. Images of any size of at least 1 pixel work.
+
+    Args:
+        options: fields of ``RegNetConfig``.
+
+    Raises:
+        ConfigError: the name is unknown, or the parameters make no RegNet.
+    """
+
+    def __init__(self, **options: Any):
+        config = RegNetConfig(**options)
+        net = _named(config) if config.name else _from_parameters(config)
+        stages = [list(stage) for stage in net.trunk_output]
+        norms = [layer for layer in stages[-1][-1].modules() if isinstance(layer, nn.BatchNorm2d)]
+        super().__init__(Unit(*net.stem.stem), stages, feature_dim=norms[-1].num_features)
+
+
+def regnet_names() -> list[str]:
+    """Published networks that ``REGNET.name`` can say."""
+    return sorted(name for name in MODEL_REGISTRY if name.startswith("regnet_"))
+
+
+def _named(config: RegNetConfig) -> ClassyRegNet:
+    assert config.name is not None
+    if config.name not in regnet_names():
+        fix = f"Known: {', '.join(regnet_names())}.{did_you_mean(config.name, regnet_names())}"
+        raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "must name a published RegNet", fix)])
+    default = RegNetConfig()
+    set_too = [key for key in _FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]
+    if set_too:
+        fix = f"Leave out {', '.join(set_too)}, or leave out name and give {', '.join(REGNET_PARAMETERS)}."
+        raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "decides the architecture by itself", fix)])
+    return MODEL_REGISTRY[config.name](**_common(config))
+
+
+def _from_parameters(config: RegNetConfig) -> ClassyRegNet:
+    missing = [key for key in REGNET_PARAMETERS if getattr(config, key) is None]
+    if missing:
+        raise ConfigError([Problem(_KEY, "", f"lacks {', '.join(missing)}", "Give them, or a name.")])
+    assert config.depth and config.w_0 and config.w_m and config.w_a is not None
+    if config.w_0 <= 0 or config.w_0 % 8 or config.w_a < 0 or config.w_m <= 1:
+        got = f"w_0 {config.w_0}, w_a {config.w_a}, w_m {config.w_m}"
+        raise ConfigError([Problem(_KEY, got, "needs w_0 a multiple of 8, w_a >= 0 and w_m > 1", "Change them.")])
+    params = RegNetParams(
+        **{key: getattr(config, key) for key in REGNET_PARAMETERS},
+        bottleneck_multiplier=config.bottleneck_multiplier,
+        block_type=_member(BlockType, "block_type", config.block_type),
+        activation=_member(ActivationType, "activation_type", config.activation_type),
+        use_se=config.use_se,
+        se_ratio=config.se_ratio,
+        **_common(config),
+    )
+    return ClassyRegNet(params)
+
+
+def _common(config: RegNetConfig) -> dict[str, Any]:
+    """Arguments that go with a name too."""
+    return {
+        "stem_type": _member(StemType, "stem_type", config.stem_type),
+        "stem_width": config.stem_width,
+        "bn_epsilon": config.bn_epsilon,
+        "bn_momentum": config.bn_momentum,
+    }
+
+
+def _member(enum: Any, key: str, value: str) -> Any:
+    name = value.upper()
+    if name not in enum.__members__:
+        known = ", ".join(enum.__members__)
+        raise ConfigError([Problem(f"{_KEY}.{key}", repr(value), f"must be one of {known}", "Correct it.")])
+    return enum[name]

@@ -1,0 +1,117 @@
+"""ResNet from torchvision's blocks (https://arxiv.org/abs/1512.03385, stride in the 3x3 convolution)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from vissl_zero import torchvision_compat  # noqa: F401  (must come before what imports torchvision)
+
+# isort: split
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from vissl_zero.config.components.trunks import ResNetConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.trunks.staged_trunk import StagedTrunk
+from vissl_zero.models.trunks.standardized_conv import standardize_convolutions
+from vissl_zero.models.unit import Unit
+from vissl_zero.registry import TRUNKS
+
+_KEY = "config.MODEL.TRUNK.RESNETS"
+_BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
+}
+_NORMS = ("BatchNorm", "GroupNorm")
+_STEMS = ("RES_STEM_IN", "RES_STEM_CIFAR")
+
+
+@TRUNKS.register("resnet", config=ResNetConfig)
+class ResNet(StagedTrunk):
+    """ResNet 18 to 152, by depth and width multiplier.
+
+    Args:
+        options: fields of ``ResNetConfig``.
+
+    Raises:
+        ConfigError: a key has a value that makes no ResNet.
+    """
+
+    def __init__(self, **options: Any):
+        config = ResNetConfig(**options)
+        _check(config)
+        norm = _norm_layer(config)
+        width = 64 * config.WIDTH_MULTIPLIER
+        stages, feature_dim = _stages(config, width, norm)
+        super().__init__(_stem(config, width, norm), stages, feature_dim)
+        self.zero_init_residual = config.ZERO_INIT_RESIDUAL
+        if config.STANDARDIZE_CONVOLUTIONS:
+            standardize_convolutions(self)
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Start residual branches at zero where asked for (https://arxiv.org/abs/1706.02677, section 5.1)."""
+        if not self.zero_init_residual:
+            return
+        for module in self.modules():
+            if isinstance(module, BasicBlock):
+                nn.init.zeros_(module.bn2.weight)
+            elif isinstance(module, Bottleneck):
+                nn.init.zeros_(module.bn3.weight)
+
+
+def _check(config: ResNetConfig) -> None:
+    problems = []
+    for key, known in (("DEPTH", tuple(_BLOCKS)), ("NORM", _NORMS), ("STEM_TYPE", _STEMS), ("LAYER4_STRIDE", (1, 2))):
+        if getattr(config, key) not in known:
+            must = f"must be one of {', '.join(map(str, known))}"
+            problems.append(Problem(f"{_KEY}.{key}", repr(getattr(config, key)), must, "Choose one of them."))
+    if config.DEPTH in (18, 34) and (config.GROUPS, config.WIDTH_PER_GROUP) != (1, 64):
+        got = f"GROUPS {config.GROUPS}, WIDTH_PER_GROUP {config.WIDTH_PER_GROUP}"
+        must = "depths 18 and 34 have neither groups nor another width per group"
+        problems.append(Problem(f"{_KEY}.DEPTH", got, must, "Set them to 1 and 64, or take depth 50 or more."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _norm_layer(config: ResNetConfig) -> Callable[[int], nn.Module]:
+    return nn.BatchNorm2d if config.NORM == "BatchNorm" else partial(nn.GroupNorm, config.GROUPNORM_GROUPS)
+
+
+def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> Unit:
+    """7x7 convolution and max pooling, or a 3x3 convolution that keeps the resolution, for images under 64 pixels."""
+    if config.STEM_TYPE == "RES_STEM_CIFAR":
+        return Unit(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
+    conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+    return Unit(conv, norm(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
+
+
+def _stages(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> tuple[list[list[nn.Module]], int]:
+    """The blocks of the four stages, and the channels of the last one."""
+    block_class, depths = _BLOCKS[config.DEPTH]
+    stages: list[list[nn.Module]] = []
+    channels = width
+    for index, (depth, stride) in enumerate(zip(depths, (1, 2, 2, config.LAYER4_STRIDE), strict=True)):
+        planes = width * 2**index
+        stage: list[nn.Module] = []
+        for block_index in range(depth):
+            block_stride = stride if block_index == 0 else 1
+            out_channels = planes * block_class.expansion
+            shortcut = None
+            if block_stride != 1 or channels != out_channels:
+                conv = nn.Conv2d(channels, out_channels, 1, stride=block_stride, bias=False)
+                shortcut = nn.Sequential(conv, norm(out_channels))
+            stage.append(
+                block_class(
+                    channels, planes, block_stride, shortcut, config.GROUPS, config.WIDTH_PER_GROUP, norm_layer=norm
+                )
+            )
+            channels = out_channels
+        stages.append(stage)
+    return stages, channels

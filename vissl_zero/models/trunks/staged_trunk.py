@@ -1,0 +1,39 @@
+"""What RegNet and ResNet share: a stem, stages of blocks, and average pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from vissl_zero.models.unit import Unit
+
+
+class StagedTrunk(nn.Module):
+    """A convolutional trunk in which the stem and every block are one unit each.
+
+    Args:
+        stem: first layers.
+        stages: blocks of each stage, in order.
+        feature_dim: channels of the last block, F.
+
+    Attributes:
+        stem: a Unit.
+        stages: list of lists of Units.
+        feature_dim: F.
+    """
+
+    def __init__(self, stem: Unit, stages: Sequence[Sequence[nn.Module]], feature_dim: int):
+        super().__init__()
+        self.stem = stem
+        self.stages = nn.ModuleList(nn.ModuleList(Unit(block) for block in stage) for stage in stages)
+        self.feature_dim = feature_dim
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        """R image tensors (b_r, 3, H_r, W_r) -> R average-pooled features (b_r, F)."""
+        xs: list[Tensor] = self.stem(images)
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for unit in stage:
+                xs = unit(xs)
+        return [x.mean(dim=(2, 3)) for x in xs]
