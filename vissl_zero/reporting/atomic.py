@@ -1,0 +1,24 @@
+"""Files that are whole or absent: whoever reads the run folder while it is being written never sees half of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` to write to; renamed over ``path`` at the end, removed after an error.
+
+    The data reach the disk before the rename, so that a power cut leaves the old file or the new one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

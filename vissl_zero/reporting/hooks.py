@@ -1,0 +1,35 @@
+"""All hooks of a run, in the order in which they are called."""
+
+from __future__ import annotations
+
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine.hook import Hook
+from vissl_zero.evaluation.knn_hook import KnnHook
+from vissl_zero.registry import HOOKS
+from vissl_zero.reporting.collapse import CollapseWatch
+from vissl_zero.reporting.display import Display
+from vissl_zero.reporting.metrics_file import MetricsFile
+from vissl_zero.reporting.opening import Opening
+from vissl_zero.reporting.peak_memory import PeakMemory
+from vissl_zero.reporting.report import ReportImage
+from vissl_zero.reporting.summary import Summary
+from vissl_zero.reporting.tensorboard import TensorBoard
+from vissl_zero.reporting.weights_file import WeightsFile
+
+
+def build_hooks(plan: ResolvedRun) -> list[Hook]:
+    """The hooks a configuration asks for. Every rank builds the same list: some hooks are collective.
+
+    The display comes first, so that something is seen before the first evaluation and its last frame stands above what
+    the others print at the end; the file of metrics before anything that may fail; what adds results (evaluation, the
+    user's hooks, peak memory) before what reports them.
+
+    Raises:
+        RegistryError: config.HOOKS.EXTRA names an unknown hook.
+    """
+    options = plan.config["HOOKS"]
+    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), KnnHook(plan)]
+    hooks += [HOOKS.get(name).build() for name in options["EXTRA"]]
+    if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
+        hooks.append(TensorBoard())
+    return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage()]

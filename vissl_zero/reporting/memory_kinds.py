@@ -1,0 +1,39 @@
+"""Memory by kind, as tables, bars and files show it: names, order, peaks over a run, figures of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+
+import torch
+
+from vissl_zero.collectives import all_gather_rows
+from vissl_zero.sharding.strategy import Bytes
+
+# What a rank holds, in the order it is shown. Bytes.peak is no part of the sum: it is measured from outside (resident
+# memory on the CPU, allocated on CUDA) and holds code, data and caches too.
+KINDS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "buffers": "buffers",
+}
+_FIELDS = tuple(field.name for field in fields(Bytes))
+
+
+def total(memory: Bytes) -> int:
+    """Bytes of all kinds together."""
+    return sum(getattr(memory, kind) for kind in KINDS)
+
+
+def largest(figures: Iterable[Bytes]) -> Bytes:
+    """The largest figure of each kind on its own; zeros for no figures."""
+    table = [asdict(memory) for memory in figures]
+    return Bytes(**{name: max((row[name] for row in table), default=0) for name in _FIELDS})
+
+
+def gather(memory: Bytes, device: torch.device) -> list[Bytes]:
+    """Every rank's figures, in rank order. Collective: every rank calls it. Cost: one all-gather of six numbers."""
+    row = torch.tensor([list(asdict(memory).values())], dtype=torch.int64, device=device)
+    return [Bytes(*figures) for figures in all_gather_rows(row).tolist()]

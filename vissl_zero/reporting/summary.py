@@ -1,0 +1,113 @@
+"""What came out: ``summary.json`` for scripts, a table for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import rich
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import vissl_zero
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.reporting.atomic import replacing
+from vissl_zero.reporting.memory_kinds import KINDS
+from vissl_zero.reporting.quantity import bytes_text, figure_text
+
+FILE_NAME = "summary.json"
+_MOST_RANKS_SHOWN = 8
+
+
+class Summary(Hook):
+    """Writes and prints at the end of the run; comes after every hook that adds results."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or rich.get_console()
+
+    def on_end(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        summary = summarise(run)
+        with replacing(run.folder / FILE_NAME) as temporary:
+            temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        self._console.print(table(run, summary))
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """The content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
+    losses = [record.loss for record in run.records if record.loss is not None]
+    return {
+        "vissl_zero": vissl_zero.__version__,
+        "recipe": run.plan.recipe,
+        "level": run.plan.sharding.level,
+        "engine": run.plan.sharding.engine,
+        "world_size": run.world_size,
+        "num_steps": run.step,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "knn_top1_before": None,
+        "knn_top1_after": None,
+        "images_per_s": images_per_s(run.records),
+        **run.results,
+    }
+
+
+def images_per_s(records: list[StepRecord]) -> float | None:
+    """Speed over the run: steps have equal numbers of images, so the harmonic mean of theirs.
+
+    The first step is left out when there are others: it measures activations and warms caches.
+    """
+    speeds = [record.images_per_s for record in (records[1:] or records)]
+    return len(speeds) / sum(1 / speed for speed in speeds) if speeds else None
+
+
+def table(run: Run, summary: dict[str, Any]) -> RenderableType:
+    """The summary for people."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True, style="bold")
+    rows.add_column(overflow="fold")
+    for name, text in _lines(run, summary):
+        rows.add_row(name, text)
+    return Group(Text(), rows, Text(), _memory(run, summary["bytes_per_rank"]), Text())
+
+
+def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    first, last = figure_text(summary["loss_first"], 5), figure_text(summary["loss_last"], 5)
+    lines = [("loss", f"{first} -> {last}  (first step -> last)")]
+    if summary["knn_top1_after"] is not None:
+        before, after = percent(summary["knn_top1_before"]), percent(summary["knn_top1_after"])
+        raw = summary.get("knn_top1_raw_pixels")
+        lines.append(("kNN top-1", f"{before} -> {after}" + (f"  (raw pixels {percent(raw)})" if raw else "")))
+    if "top1" in summary:
+        lines.append(("top-1", percent(summary["top1"])))
+    speed = figure_text(summary["images_per_s"], 4)
+    steps = f"{summary['num_steps']} steps of {run.plan.global_batch} images"
+    ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
+    return [
+        *lines,
+        ("speed", f"{speed} images/s, {steps}"),
+        ("sharding", f"ZeRO level {summary['level']}, {summary['engine']} engine, {ranks} on {run.device.type}"),
+        ("run folder", str(run.folder)),
+    ]
+
+
+def percent(fraction: float | None) -> str:
+    """``"93.9 %"``, ``"-"`` for None."""
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
+    outside = "allocated" if run.device.type == "cuda" else "resident"
+    columns = {**KINDS, "peak": outside}
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    grid.add_column("peak memory", no_wrap=True)
+    for name in columns.values():
+        grid.add_column(name, justify="right", overflow="fold")
+    for rank, memory in enumerate(per_rank[:_MOST_RANKS_SHOWN]):
+        grid.add_row(f"rank {rank}", *(bytes_text(memory[kind]) for kind in columns))
+    if len(per_rank) > _MOST_RANKS_SHOWN:
+        most = [bytes_text(max(memory[kind] for memory in per_rank)) for kind in columns]
+        grid.add_row(f"largest of {len(per_rank)}", *most)
+    return grid
