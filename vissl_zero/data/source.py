@@ -1,0 +1,159 @@
+"""Where images come from: the ``Source`` every kind of data set implements, and how a split's source is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from PIL import Image
+
+from vissl_zero.data.labels import relabel
+from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.registry import DATA_SOURCES
+
+
+class Source(Protocol):
+    """Images by index, in an order that is the same on every machine. Picklable: loader workers get a copy."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Name of each class, by label; empty when the images have no labels. A plain attribute will do."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+
+    def image(self, index: int) -> Image.Image:
+        """An RGB image. Raises BrokenImageError when it cannot be decoded."""
+
+    def label(self, index: int) -> int | None:
+        """The class of an image, or None without labels."""
+
+    def name(self, index: int) -> str:
+        """What to call an image in messages: its path, where it has one."""
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """What a source is asked for; the first argument of every component in ``DATA_SOURCES``.
+
+    Attributes:
+        split: "TRAIN" or "TEST".
+        paths: DATA_PATHS, possibly none.
+        limit: DATA_LIMIT, -1 for all. Sources that make images make this many; others may ignore it (the subset is
+            drawn by ``build_source``).
+        image_size: DEFAULT_GRAY_IMG_SIZE, the side in pixels of images that are made.
+        seed: SEED_VALUE.
+        class_names: classes that labels must count by (those of TRAIN, for TEST), or empty to take the source's own.
+    """
+
+    split: str
+    paths: tuple[str, ...] = ()
+    limit: int = -1
+    image_size: int = 224
+    seed: int = 0
+    class_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some images of a source, by index."""
+
+    source: Source
+    indices: tuple[int, ...]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Those of the whole source."""
+        return self.source.class_names
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def image(self, index: int) -> Image.Image:
+        return self.source.image(self.indices[index])
+
+    def label(self, index: int) -> int | None:
+        return self.source.label(self.indices[index])
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+
+def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
+    """The source of one split, with DATA_LIMIT and label files applied.
+
+    Args:
+        data_cfg: the resolved DATA block.
+        split: "TRAIN" or "TEST".
+        seed: SEED_VALUE; only sources that make images use it.
+        class_names: the classes of TRAIN when building TEST, so that a class has one number in both.
+    Raises:
+        ConfigError: no source is named, several different ones are, or a source's own keys are wrong.
+        DataError: paths are missing, empty or unreadable.
+    Cost: lists the folders; no image is read.
+    """
+    cfg = data_cfg[split]
+    component = DATA_SOURCES.get(_source_name(cfg, split))
+    request = SourceRequest(
+        split=split,
+        paths=tuple(cfg["DATA_PATHS"]),
+        limit=cfg["DATA_LIMIT"],
+        image_size=cfg["DEFAULT_GRAY_IMG_SIZE"],
+        seed=seed,
+        class_names=tuple(class_names),
+    )
+    source: Source = component.build(request, **_options(component.config, cfg, split))
+    if "disk_filelist" in cfg["LABEL_SOURCES"]:
+        source = relabel(source, tuple(cfg["LABEL_PATHS"]), request.class_names)
+    if len(source) == 0:
+        raise DataError(f"config.DATA.{split} holds no images. Point DATA_PATHS at a folder with images.")
+    return _limit(source, request.limit)
+
+
+def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, Source | None]:
+    """TRAIN's and TEST's sources with the same classes; None for TEST when it names no source."""
+    train = build_source(data_cfg, "TRAIN", seed)
+    if not data_cfg["TEST"]["DATA_SOURCES"]:
+        return train, None
+    return train, build_source(data_cfg, "TEST", seed, train.class_names)
+
+
+def _source_name(cfg: Mapping[str, Any], split: str) -> str:
+    names = list(dict.fromkeys(cfg["DATA_SOURCES"]))
+    if len(names) != 1:
+        fix = "Several DATA_PATHS of one source are joined." if names else f"Known: {', '.join(DATA_SOURCES)}."
+        raise ConfigError([Problem(f"config.DATA.{split}.DATA_SOURCES", str(names), "must name one data source", fix)])
+    return str(names[0])
+
+
+def _options(config: type | None, cfg: Mapping[str, Any], split: str) -> dict[str, Any]:
+    """SOURCE_PARAMS, checked against the component's own dataclass."""
+    given = dict(cfg.get("SOURCE_PARAMS") or {})
+    key = f"config.DATA.{split}.SOURCE_PARAMS"
+    if config is None:
+        if given:
+            raise ConfigError([Problem(key, str(given), "must be empty", "This data source has no keys of its own.")])
+        return {}
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config), given)
+    except OmegaConfBaseException as error:
+        known = ", ".join(OmegaConf.structured(config))
+        raise ConfigError([Problem(key, str(given), str(error).split("\n", 1)[0], f"Known keys: {known}.")]) from error
+    return {str(name): value for name, value in OmegaConf.to_container(merged, resolve=True).items()}  # type: ignore[union-attr]
+
+
+def _limit(source: Source, limit: int) -> Source:
+    """``limit`` images drawn at random, in the source's order; always the same ones, as VISSL's sampling seed 0 has it.
+
+    Not the first ``limit``: with class folders those would be a class or two.
+    """
+    if limit < 0 or limit >= len(source):
+        return source
+    if limit == 0:
+        raise DataError("DATA_LIMIT is 0, which leaves no images. Set it to -1 for all of them.")
+    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit]
+    return Subset(source, tuple(sorted(chosen.tolist())))

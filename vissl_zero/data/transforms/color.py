@@ -1,0 +1,27 @@
+"""SimCLR's colour distortion."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from vissl_zero.registry import TRANSFORMS
+from vissl_zero.torchvision_compat import torchvision
+
+
+@TRANSFORMS.register("ImgPilColorDistortion")
+class ImgPilColorDistortion:
+    """Colour jitter with probability 0.8, then grey with probability 0.2: https://arxiv.org/abs/2002.05709, appendix A.
+
+    Args:
+        strength: 1.0 jitters brightness, contrast and saturation by 0.8 and hue by 0.2; other values scale all four.
+    """
+
+    def __init__(self, strength: float = 1.0):
+        jitter = torchvision.transforms.ColorJitter(0.8 * strength, 0.8 * strength, 0.8 * strength, 0.2 * strength)
+        self._distort = torchvision.transforms.Compose(
+            [torchvision.transforms.RandomApply([jitter], p=0.8), torchvision.transforms.RandomGrayscale(p=0.2)],
+        )
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        distorted: Image.Image = self._distort(image)
+        return distorted

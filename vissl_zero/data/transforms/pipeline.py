@@ -1,0 +1,106 @@
+"""From the list under TRANSFORMS to one function from an image to its crops."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
+from vissl_zero.registry import TRANSFORMS
+from vissl_zero.torchvision_compat import torchvision
+
+InterpolationMode = torchvision.transforms.InterpolationMode
+
+
+class Pipeline:
+    """Transforms one after another; after one that makes several crops, the rest act on each crop by itself (VISSL)."""
+
+    def __init__(self, transforms: Sequence[Callable[[Any], Any]]):
+        self.transforms = tuple(transforms)
+
+    def __call__(self, image: Image.Image) -> list[Tensor]:
+        """The crops of an image, float (3, H, W) each, in the order in which they were made.
+
+        Raises:
+            DataError: the transforms do not end in tensors.
+        """
+        crops: list[Any] = [image]
+        for transform in self.transforms:
+            crops = [made for crop in crops for made in _as_list(transform(crop))]
+        if not all(isinstance(crop, Tensor) and crop.ndim == 3 and torch.is_floating_point(crop) for crop in crops):
+            raise DataError(
+                f"TRANSFORMS must turn an image into (3, H, W) float tensors, but end in {type(crops[0]).__name__}. "
+                "Add {name: ToTensor} after the transforms that work on images."
+            )
+        return crops
+
+
+def _as_list(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (list, tuple)) else (result,)
+
+
+def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
+    """The pipeline of a TRANSFORMS list.
+
+    Args:
+        entries: ``{name: ..., <argument>: ...}`` each. A name is one of the TRANSFORMS registry or of a class of
+            ``torchvision.transforms``; an argument that is itself a list of such entries (RandomApply) is built too.
+        key: where the list stands, for messages, such as ``config.DATA.TRAIN.TRANSFORMS``.
+    Raises:
+        ConfigError: every unknown name and every entry whose arguments do not fit.
+    """
+    built: list[Callable[[Any], Any]] = []
+    problems: list[Problem] = []
+    for entry in entries:
+        try:
+            built.append(_build(entry, key))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Pipeline(built)
+
+
+def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
+    if not isinstance(entry, Mapping) or "name" not in entry:
+        raise ConfigError([Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name.")])
+    arguments = {name: _argument(value, key) for name, value in entry.items() if name != "name"}
+    build = _find(str(entry["name"]), key)
+    try:
+        transform: Callable[[Any], Any] = build(**arguments)
+    except (TypeError, ValueError) as error:
+        fix = f"It takes: {inspect.signature(build)}."
+        raise ConfigError([Problem(f"{key}.{entry['name']}", str(arguments), str(error), fix)]) from error
+    return transform
+
+
+def _find(name: str, key: str) -> Callable[..., Callable[[Any], Any]]:
+    if name in TRANSFORMS:
+        return TRANSFORMS.get(name).build
+    known = torchvision_names()
+    if name in known:
+        return getattr(torchvision.transforms, name)
+    hint = did_you_mean(name, [*TRANSFORMS, *known])
+    fix = f"Known: {', '.join(TRANSFORMS)} and the classes of torchvision.transforms.{hint}"
+    raise ConfigError([Problem(key, repr(name), "must name known transforms", fix)])
+
+
+def torchvision_names() -> list[str]:
+    """The transforms that torchvision offers by class name."""
+    everything = vars(torchvision.transforms).items()
+    return sorted(name for name, thing in everything if inspect.isclass(thing) and not issubclass(thing, Enum))
+
+
+def _argument(value: Any, key: str) -> Any:
+    """An argument as the constructor wants it: YAML has neither nested transforms nor enumerations."""
+    if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
+        return InterpolationMode(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
+        return [_build(v, key) for v in value]
+    return value
