@@ -47,9 +47,9 @@ class Loader:
         Raises:
             DataError: an image cannot be used, or a loader worker died. On this rank alone.
         """
-        steps = list(self.order.steps(epoch, start_sample))
-        batches = self._stream.load(chain.from_iterable(steps))
-        for step in steps:
+        plans = chain.from_iterable(self.order.steps(epoch, start_sample))
+        batches = self._stream.load(plans)
+        for step in self.order.steps(epoch, start_sample):
             yield [next(batches) for _ in step]
 
 

@@ -107,11 +107,7 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         class_names=tuple(class_names),
     )
     source: Source = component.build(request, **_options(component.config, cfg, split))
-    if "disk_filelist" in cfg["LABEL_SOURCES"]:
-        source = relabel(source, tuple(cfg["LABEL_PATHS"]), request.class_names)
-    if len(source) == 0:
-        raise DataError(f"config.DATA.{split} holds no images. Point DATA_PATHS at a folder with images.")
-    return _limit(source, request.limit)
+    return _limit(_with_labels(source, cfg, request), request.limit)
 
 
 def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, Source | None]:
@@ -128,6 +124,25 @@ def _source_name(cfg: Mapping[str, Any], split: str) -> str:
         fix = "Several DATA_PATHS of one source are joined." if names else f"Known: {', '.join(DATA_SOURCES)}."
         raise ConfigError([Problem(f"config.DATA.{split}.DATA_SOURCES", str(names), "must name one data source", fix)])
     return str(names[0])
+
+
+def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest) -> Source:
+    """Apply LABEL_SOURCES: empty for whatever labels the source has, its own name to insist on them, or disk_filelist."""
+    names = list(cfg["LABEL_SOURCES"])
+    key = f"config.DATA.{request.split}.LABEL_SOURCES"
+    if not names:
+        return source
+    if names == ["disk_filelist"]:
+        return relabel(source, tuple(cfg["LABEL_PATHS"]), request.class_names)
+    if set(names) != set(cfg["DATA_SOURCES"]):
+        fix = "Write [disk_filelist] with LABEL_PATHS, the data source's own name, or [] for the labels it has."
+        raise ConfigError([Problem(key, str(names), "must say where labels come from", fix)])
+    if not source.class_names:
+        raise DataError(
+            f"{key} asks for labels, but the images have none: {', '.join(request.paths)} has no class folders. "
+            "Put the images of each class in a folder of its own, or set LABEL_SOURCES to []."
+        )
+    return source
 
 
 def _options(config: type | None, cfg: Mapping[str, Any], split: str) -> dict[str, Any]:
