@@ -1,0 +1,133 @@
+"""Which parameters decay and which belong to the head, decided by full name before anything is wrapped or flattened."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from vissl_zero.collectives import rank
+from vissl_zero.config.resolved import OptimizerPlan
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+
+_HEAD_PREFIX = "heads."
+_BIAS = re.compile(r"(^|_)bias(_|$)")
+# _NormBase: batch norm and instance norm of every kind, torch's synchronised one and subclasses included.
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share a learning rate and a weight decay.
+
+    Attributes:
+        name: "trunk", "trunk_no_decay", "head" or "head_no_decay".
+        params: full names, in the model's order.
+        is_head: under ``heads.``; follows the head's schedules.
+        is_decayed: follows the weight decay; the others have 0.
+        weight_decay: at the start; a schedule may change it.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    is_head: bool
+    is_decayed: bool
+    weight_decay: float
+
+
+def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
+    """Every parameter with ``requires_grad`` in exactly one of at most four groups, the same on every rank.
+
+    A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
+    ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs
+    both). A bias is a parameter called ``bias``, or with that word in its name (``in_proj_bias``, ``bias_hh_l0``).
+    A tied parameter counts once, by the first of its names. Groups without parameters are left out.
+
+    Args:
+        model: whole, not wrapped.
+        plan: decay rules.
+    Raises:
+        ConfigError: nothing is left to train.
+    """
+    _warn_of_unmatched(plan.non_regularized, model)
+    members: dict[tuple[bool, bool], list[str]] = {(h, d): [] for h in (False, True) for d in (True, False)}
+    for name, parameter, module in _owned_parameters(model):
+        if parameter.requires_grad:
+            members[name.startswith(_HEAD_PREFIX), _decays(name, module, plan)].append(name)
+    groups = [_group(is_head, is_decayed, names, plan) for (is_head, is_decayed), names in members.items() if names]
+    if not groups:
+        fix = "Leave at least one parameter out of it."
+        raise ConfigError([Problem("config.MODEL.NON_TRAINABLE_PARAMS", "", "leaves nothing to train", fix)])
+    return groups
+
+
+def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
+    """Take the parameters of MODEL.NON_TRAINABLE_PARAMS out of training for good (``requires_grad = False``).
+
+    Args:
+        model: whole, not wrapped.
+        names: full parameter names, or names of modules, for all parameters below; VISSL's ``module.`` prefix is allowed.
+    Raises:
+        ConfigError: a name is neither.
+    """
+    # Not named_parameters(): a tied parameter may be named by any of its names.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = [*parameters, *(name for name, _ in model.named_modules() if name)]
+    problems = []
+    for entry in names:
+        wanted = entry.removeprefix("module.")
+        found = [p for name, p in parameters.items() if name == wanted or name.startswith(f"{wanted}.")]
+        for parameter in found:
+            parameter.requires_grad_(False)
+        if not found:
+            fix = f"Use a full name.{did_you_mean(wanted, known)}"
+            must = "must name parameters or modules of the model"
+            problems.append(Problem("config.MODEL.NON_TRAINABLE_PARAMS", repr(entry), must, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the parameters of ``module`` itself scale and shift normalised values.
+
+    Batch, instance, layer, group and RMS norm, subclasses included; and any class with "norm" in its name whose own
+    parameters have at most one dimension, which is how norm layers outside torch are recognised.
+    """
+    if isinstance(module, _NORMS):
+        return True
+    own = list(module.parameters(recurse=False))
+    return "norm" in type(module).__name__.lower() and bool(own) and all(p.ndim <= 1 for p in own)
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Full name, parameter and the module that holds it; a tied parameter once, by its first name."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter, model.get_submodule(name.rpartition(".")[0])
+
+
+def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
+    if any(part in name for part in plan.non_regularized):
+        return False
+    if not plan.regularize_bias and _BIAS.search(name.rpartition(".")[2]):
+        return False
+    return plan.regularize_bn or not is_norm(module)
+
+
+def _group(is_head: bool, is_decayed: bool, names: Iterable[str], plan: OptimizerPlan) -> ParamGroup:
+    name = ("head" if is_head else "trunk") + ("" if is_decayed else "_no_decay")
+    weight_decay = plan.head_weight_decay if is_head else plan.weight_decay
+    return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0)
+
+
+def _warn_of_unmatched(parts: Iterable[str], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    unmatched = [part for part in parts if not any(part in name for name in names)]
+    if unmatched and rank() == 0:
+        logging.getLogger(__name__).warning(
+            "config.OPTIMIZER.non_regularized_parameters: no parameter's name contains %s, so it has no effect.",
+            " or ".join(map(repr, unmatched)),
+        )
