@@ -127,7 +127,7 @@ def _source_name(cfg: Mapping[str, Any], split: str) -> str:
 
 
 def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest) -> Source:
-    """Apply LABEL_SOURCES: empty for whatever labels the source has, its own name to insist on them, or disk_filelist."""
+    """Apply LABEL_SOURCES: empty for the labels the source has, its own name to insist on them, or disk_filelist."""
     names = list(cfg["LABEL_SOURCES"])
     key = f"config.DATA.{request.split}.LABEL_SOURCES"
     if not names:
