@@ -70,7 +70,8 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
 
     Args:
         model: whole, not wrapped.
-        names: full parameter names, or names of modules, for all parameters below; VISSL's ``module.`` prefix is allowed.
+        names: full names of parameters, or of modules, for all parameters below them; VISSL's ``module.`` prefix is
+            allowed.
     Raises:
         ConfigError: a name is neither.
     """

@@ -1,0 +1,100 @@
+"""Schedules of the learning rate and the weight decay, from classy-vision, under VISSL's keys."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Imports no torchvision; with torch there already it costs 50 ms.
+from classy_vision.optim.param_scheduler import (
+    CompositeParamScheduler,
+    ParamScheduler,
+    UpdateInterval,
+    build_param_scheduler,
+)
+
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import SCHEDULERS
+
+# Share of training done, from 0 up to but not including 1 -> value.
+Progression = Callable[[float], float]
+
+_KEY = "config.OPTIMIZER.param_schedulers"
+# The schedulers add WHERE_EPSILON against rounding; past this point that takes "step" beyond its last value. It
+# changes nothing before half a million steps.
+_LAST_PROGRESS = 1 - 2 * ParamScheduler.WHERE_EPSILON
+
+
+def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: int) -> Callable[[int], float]:
+    """A schedule as a function of the optimizer step (from 0): a pure one, so that a resumed run needs no state.
+
+    A schedule that is updated per epoch keeps the value of the epoch's first step. The parts of a composite follow the
+    composite's own ``update_interval``. Values after the last step are the last step's.
+
+    Args:
+        config: VISSL's dict: "name", the keys of that schedule, and "update_interval" ("step" or "epoch"; without it,
+            "epoch" for constant, multistep and step, "step" for the others). Keys of other schedules are ignored.
+        steps_per_epoch: optimizer steps of one epoch.
+        num_epochs: length of the whole schedule.
+    Raises:
+        ConfigError: the name is unknown, or the schedule cannot be built from its keys.
+    """
+    progression = _build_progression(copy.deepcopy(dict(config)), num_epochs)
+    try:
+        default = getattr(progression, "update_interval", UpdateInterval.STEP)
+        per_epoch = UpdateInterval.from_config({**config}, default) == UpdateInterval.EPOCH
+    except ValueError as error:
+        interval = repr(config["update_interval"])
+        raise ConfigError([Problem(_KEY, interval, "update_interval must be step or epoch", "Choose one.")]) from error
+    unit = steps_per_epoch if per_epoch else 1
+    num_units = num_epochs if per_epoch else num_epochs * steps_per_epoch
+
+    def value(step: int) -> float:
+        return float(progression(min(step // unit / num_units, _LAST_PROGRESS)))
+
+    return value
+
+
+def _build_progression(config: dict[str, Any], num_epochs: int) -> Progression:
+    component = SCHEDULERS.get(config["name"])
+    try:
+        progression: Progression = component.build(config, num_epochs)
+    except (ValueError, TypeError, KeyError, AssertionError) as error:  # all of these, for a value that is wrong
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        fix = "See docs/optimizers.md for the keys of each schedule."
+        must = f"the {config['name']} schedule cannot be built: {reason}"
+        raise ConfigError([Problem(_KEY, _without_nulls(config), must, fix)]) from error
+    return progression
+
+
+def _without_nulls(config: Mapping[str, Any]) -> str:
+    return str({key: value for key, value in config.items() if value not in (None, [])})
+
+
+def _single(config: dict[str, Any], num_epochs: int) -> Progression:
+    """A schedule of classy-vision's by its own name and keys."""
+    scheduler: Progression = build_param_scheduler({**config, "num_epochs": num_epochs})
+    return scheduler
+
+
+for _name in ("constant", "cosine", "linear", "multistep", "step"):
+    SCHEDULERS.register(_name)(_single)
+
+
+@SCHEDULERS.register("composite")
+def composite(config: dict[str, Any], num_epochs: int) -> Progression:
+    """Several schedules one after another, each for its share of training.
+
+    Args:
+        config: "schedulers", "lengths" (shares, which sum to 1) and "interval_scaling": per part "rescaled" (it runs
+            from its start to its end; what is not given) or "fixed" (as if it had run from the start of training).
+        num_epochs: length of the whole.
+    """
+    parts, lengths = config["schedulers"], list(config["lengths"])
+    scaling = list(config.get("interval_scaling") or ["rescaled"] * len(parts))
+    if len(scaling) != len(parts):
+        raise ValueError(f"{len(parts)} schedulers, {len(scaling)} entries in interval_scaling")
+    if any(length <= 0 for length in lengths):
+        raise ValueError(f"lengths must be positive, got {lengths}")
+    return CompositeParamScheduler([_build_progression(dict(part), num_epochs) for part in parts], lengths, scaling)
