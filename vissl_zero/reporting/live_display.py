@@ -23,8 +23,7 @@ _SPARKLINE_WIDTH = 32
 
 
 class LiveDisplay(Hook):
-    """Redraws from within ``on_step``, without a thread of its own: data workers are forked while it is up, and a lock
-    that such a thread held at that moment would stay locked in the worker.
+    """Redraws from within ``on_step``: a thread of its own would take time from the step and has nothing new to show.
 
     Args:
         console: a terminal that can show UTF-8.
@@ -111,7 +110,7 @@ def _memory(run: Run, record: StepRecord) -> RenderableType:
     where = "allocated" if run.device.type == "cuda" else "resident"
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, justify="right", min_width=8)
     table.add_column(no_wrap=True)
     table.add_row(
         Text("memory of rank 0", style="bold"), bytes_text(total(memory)), f"peak {bytes_text(memory.peak)} {where}"

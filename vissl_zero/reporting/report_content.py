@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -70,16 +69,3 @@ class ReportContent:
     peak_kind: str = "resident"
     crops: list[CropSample] = field(default_factory=list)
     neighbours: list[NeighbourRow] = field(default_factory=list)
-
-
-def denormalised(image: Any, mean: list[float], std: list[float]) -> np.ndarray:
-    """A picture from a normalised tensor.
-
-    Args:
-        image: (3, h, w) tensor on the CPU, any floating dtype.
-        mean, std: what it was normalised with, per channel.
-    Returns:
-        (h, w, 3) uint8.
-    """
-    picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
-    return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)

@@ -17,7 +17,7 @@ from vissl_zero.reporting.memory_kinds import KINDS
 from vissl_zero.reporting.quantity import bytes_text, figure_text
 
 FILE_NAME = "summary.json"
-_MOST_RANKS_SHOWN = 8
+_MOST_RANKS_SHOWN = 4
 
 
 class Summary(Hook):
@@ -99,15 +99,16 @@ def percent(fraction: float | None) -> str:
 
 
 def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
-    outside = "allocated" if run.device.type == "cuda" else "resident"
-    columns = {**KINDS, "peak": outside}
+    """Kinds down, ranks across: fits 80 columns."""
+    columns = {f"rank {rank}": memory for rank, memory in enumerate(per_rank[:_MOST_RANKS_SHOWN])}
+    if len(per_rank) > _MOST_RANKS_SHOWN:
+        kinds = per_rank[0]
+        columns[f"largest of {len(per_rank)}"] = {kind: max(memory[kind] for memory in per_rank) for kind in kinds}
     grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     grid.add_column("peak memory", no_wrap=True)
-    for name in columns.values():
-        grid.add_column(name, justify="right", overflow="fold")
-    for rank, memory in enumerate(per_rank[:_MOST_RANKS_SHOWN]):
-        grid.add_row(f"rank {rank}", *(bytes_text(memory[kind]) for kind in columns))
-    if len(per_rank) > _MOST_RANKS_SHOWN:
-        most = [bytes_text(max(memory[kind] for memory in per_rank)) for kind in columns]
-        grid.add_row(f"largest of {len(per_rank)}", *most)
+    for name in columns:
+        grid.add_column(name, justify="right", no_wrap=True)
+    outside = "allocated on the GPU" if run.device.type == "cuda" else "resident (whole process)"
+    for kind, name in {**KINDS, "peak": outside}.items():
+        grid.add_row(name, *(bytes_text(memory[kind]) for memory in columns.values()))
     return grid
