@@ -52,15 +52,10 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor.detach().clone()
     num_rows = torch.tensor([len(tensor)], device=tensor.device)
-    counts_tensor = torch.empty(world_size(), dtype=num_rows.dtype, device=tensor.device)
-    dist.all_gather_into_tensor(counts_tensor, num_rows)
-    counts = counts_tensor.tolist()
+    counts = torch.cat(_all_gather(num_rows)).tolist()
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
-    gathered = tensor.new_empty(world_size() * max(counts), *tensor.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded)
-    parts = gathered.view(world_size(), max(counts), *tensor.shape[1:])
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
 
 
 def broadcast_object(value: T) -> T:
@@ -70,6 +65,12 @@ def broadcast_object(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _all_gather(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
 
 
 def _all_reduce(tensor: Tensor, operation: str) -> Tensor:

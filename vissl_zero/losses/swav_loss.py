@@ -75,7 +75,7 @@ class SwAVLoss(Criterion):
         probe_scores: Sequence[Tensor | None] = output.probe_scores or [None] * len(output.scores)
         losses, assignments = [], []
         for scores, queue_scores in zip(output.scores, probe_scores, strict=True):
-            by_crop = self._upcast(scores).view(self.num_crops, batch.num_local, -1)
+            by_crop = self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local))
             assigned = self._assign(by_crop.detach()[self.crops_for_assign], queue_scores)
             losses.append(self._swapped_prediction(by_crop, assigned))
             assignments.append(assigned.flatten(0, 1))
@@ -111,7 +111,7 @@ class SwAVLoss(Criterion):
         """Assignments (C, B, K) of scores (C, B, K), the rows of the queue taking part."""
         num_assigned, num_samples, num_prototypes = scores.shape
         if queue_scores is not None:
-            past = queue_scores.to(scores.dtype).view(num_assigned, -1, num_prototypes)
+            past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
             scores = torch.cat((scores, past), dim=1)
         assigned = sinkhorn(scores, self.epsilon, self.num_iters)[:, :num_samples]
         if self._step < self.temp_hard_assignment_iters:
@@ -127,7 +127,7 @@ class SwAVLoss(Criterion):
 
     def _assigned_embeddings(self, output: SwAVOutput, batch: Batch) -> Tensor:
         """(C, B, D), without gradient."""
-        return output.embeddings.detach().view(self.num_crops, batch.num_local, -1)[self.crops_for_assign]
+        return output.embeddings.detach().unflatten(0, (self.num_crops, batch.num_local))[self.crops_for_assign]
 
     def _upcast(self, scores: Tensor) -> Tensor:
         wanted = torch.float64 if self.use_double_precision else torch.float32
