@@ -10,8 +10,9 @@ import torch
 from vissl_zero.collectives import all_gather_rows
 from vissl_zero.sharding.strategy import Bytes
 
-# What a rank holds, in the order it is shown. Bytes.peak is no part of the sum: it is measured from outside (resident
-# memory on the CPU, allocated on CUDA) and holds code, data and caches too.
+# What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured from
+# outside (resident memory on the CPU, allocated on CUDA) and holds code, data and caches too; ``params_step_peak`` is
+# what ``params`` grows to for a moment while units are gathered.
 KINDS = {
     "params": "parameters",
     "grads": "gradients",
@@ -34,6 +35,6 @@ def largest(figures: Iterable[Bytes]) -> Bytes:
 
 
 def gather(memory: Bytes, device: torch.device) -> list[Bytes]:
-    """Every rank's figures, in rank order. Collective: every rank calls it. Cost: one all-gather of six numbers."""
+    """Every rank's figures, in rank order. Collective: every rank calls it. Cost: one all-gather of a few numbers."""
     row = torch.tensor([list(asdict(memory).values())], dtype=torch.int64, device=device)
     return [Bytes(*figures) for figures in all_gather_rows(row).tolist()]

@@ -91,7 +91,7 @@ def _listed(title: str, found: list[Switch]) -> list[str]:
 
 def requested_bytes(error: BaseException) -> int | None:
     """Size of the allocation that failed, if the message has it."""
-    match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error), re.IGNORECASE)
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 

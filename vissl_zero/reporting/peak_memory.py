@@ -11,7 +11,7 @@ from vissl_zero.reporting.memory_kinds import gather, largest
 class PeakMemory(Hook):
     """Adds ``bytes_per_rank`` and ``bytes`` (the largest rank's, kind by kind) to the results.
 
-    Cost: one all-gather of six numbers at the end of the run.
+    Cost: one all-gather of a few numbers at the end of the run.
     """
 
     def on_end(self, run: Run) -> None:

@@ -109,6 +109,7 @@ def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
     for name in columns:
         grid.add_column(name, justify="right", no_wrap=True)
     outside = "allocated on the GPU" if run.device.type == "cuda" else "resident (whole process)"
-    for kind, name in {**KINDS, "peak": outside}.items():
+    rows = {**KINDS, "params_step_peak": "parameters, fullest moment", "peak": outside}
+    for kind, name in rows.items():
         grid.add_row(name, *(bytes_text(memory[kind]) for memory in columns.values()))
     return grid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 import vissl_zero
@@ -41,7 +42,7 @@ def save_weights(state: dict[str, Tensor], path: Path, metadata: dict[str, str])
     for name, tensor in state.items():
         address = tensor.untyped_storage().data_ptr()
         # safetensors refuses tensors that share memory.
-        separate[name] = tensor.clone() if address in seen else tensor.contiguous()
+        separate[name] = tensor.clone(memory_format=torch.contiguous_format) if address in seen else tensor.contiguous()
         seen.add(address)
     with replacing(path) as temporary:
         save_file(separate, temporary, metadata=metadata)

@@ -24,7 +24,7 @@ def test_every_step_is_a_line_with_the_documented_keys(run: Run, records: list[S
     assert [entry["step"] for entry in entries] == list(range(1, 21))
     assert [entry["epoch"] for entry in entries] == [0] * 10 + [1] * 10
     assert set(entries[0]) >= {"step", "epoch", "loss", "lr", "images_per_s", "bytes", "skipped", "grad_norm"}
-    assert set(entries[0]["bytes"]) == {"params", "grads", "optimizer", "activations", "buffers", "peak"}
+    assert set(entries[0]["bytes"]) >= {"params", "grads", "optimizer", "activations", "buffers", "peak"}
     assert entries[0]["bytes"]["optimizer"] == records[0].bytes.optimizer
     assert entries[0]["watch"] == records[0].watch
 
