@@ -61,10 +61,15 @@ def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImage
         ConfigError, DataError: as ``build_loader``; also a class of TEST that TRAIN does not have.
     """
     train, test = build_eval_sources(data_cfg, seed)
-    return _eval_images(train, data_cfg, seed), None if test is None else _eval_images(test, data_cfg, seed)
+    return eval_images(train, data_cfg, seed), None if test is None else eval_images(test, data_cfg, seed)
 
 
-def _eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:
+def eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:
+    """The images of ``source`` under the evaluation transforms of ``data_cfg``.
+
+    Raises:
+        ConfigError: a transform is unknown, or its arguments do not fit.
+    """
     pipeline = build_eval_pipeline(data_cfg)
     dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
     return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))

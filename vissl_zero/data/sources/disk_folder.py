@@ -33,7 +33,7 @@ class DiskFolder:
             raise DataError(
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
             )
-        found = [list_images(Path(path)) for path in request.paths]
+        found = [list_images(Path(path), f"config.DATA.{request.split}.DATA_PATHS") for path in request.paths]
         is_labelled = all(name is not None for names in found for name, _ in names)
         classes = sorted({name for names in found for name, _ in names if name is not None}) if is_labelled else []
         if request.class_names and classes:
@@ -62,15 +62,18 @@ class DiskFolder:
         return os.fsdecode(self._files[index])
 
 
-def list_images(root: Path) -> list[tuple[str | None, str]]:
+def list_images(root: Path, key: str) -> list[tuple[str | None, str]]:
     """Class name (None without labels) and path of every image beneath ``root``, sorted.
 
+    Args:
+        root: a folder with class folders, or with images.
+        key: the configuration key that named it, for messages.
     Raises:
         DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
     """
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
-        raise DataError(f"The data path {root} {what}. Correct DATA_PATHS.")
+        raise DataError(f"The data path {root} {what}. Correct {key}.")
     try:
         entries = sorted(_visible(root), key=lambda entry: entry.name)
         flat = any(_is_image(entry) for entry in entries)
@@ -78,9 +81,11 @@ def list_images(root: Path) -> list[tuple[str | None, str]]:
             (None if flat else entry.name, file) for entry in entries for file in _beneath(entry)
         ]
     except OSError as error:
-        raise DataError(f"The data path {error.filename or root} cannot be listed: {error.strerror}.") from error
+        raise DataError(
+            f"The data path {error.filename or root} cannot be listed: {error.strerror}. Correct {key}."
+        ) from error
     if not found:
-        raise DataError(_nothing_in(root))
+        raise DataError(_nothing_in(root, key))
     return found
 
 
@@ -121,8 +126,8 @@ def _nearest(path: Path) -> str:
     return f" ({parent} does)" if parent else ""
 
 
-def _nothing_in(root: Path) -> str:
+def _nothing_in(root: Path, key: str) -> str:
     others = Counter(Path(name).suffix.lower() for _, _, names in os.walk(root) for name in names)
     others.pop("", None)
     seen = f" It does hold {', '.join(f'{n} {s}' for s, n in others.most_common(3))} files." if others else ""
-    return f"The data path {root} holds no image files ({', '.join(EXTENSIONS)}).{seen} Correct DATA_PATHS."
+    return f"The data path {root} holds no image files ({', '.join(EXTENSIONS)}).{seen} Correct {key}."

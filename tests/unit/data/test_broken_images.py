@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.data.conftest import MakeData, save_image
+from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
+from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.errors import DataError
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"not an image at all")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def postscript(path: Path) -> None:
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+
+
+def flip_a_byte_of_a_png(path: Path) -> None:
+    content = bytearray(save_image(path.with_suffix(".png"), 5).read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "truncated"),
+        (scramble, "it is not an image in one of the formats JPEG, PNG"),
+        (empty, "it is not an image"),
+        (postscript, "it is not an image"),
+        (flip_a_byte_of_a_png, "png|broken|crc|checksum|incorrect"),
+        (Path.unlink, "the file is not there any more"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, damage: Callable[[Path], Any], reason: str) -> None:
+    path = save_image(tmp_path / "x.jpg", 1, (64, 64))
+    damage(path)
+    with pytest.raises(
+        BrokenImageError, match=rf"(?i)^The image {path} cannot be used: .*({reason}).* Delete or repair"
+    ):
+        read_image(path)
+
+
+def claim_size(path: Path, width: int, height: int) -> None:
+    """Write a PNG of a few bytes whose header claims a size, as a decompression bomb's does."""
+    content = bytearray(save_image(path, 1).read_bytes())
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("size", [(10_000, MAX_PIXELS // 10_000 + 1), (60_000, 60_000)])
+def test_oversized_images_and_bombs_are_refused_by_their_header(tmp_path: Path, size: tuple[int, int]) -> None:
+    path = tmp_path / "bomb.png"
+    claim_size(path, *size)
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(BrokenImageError, match=rf"{path} cannot be used: its .* pixels are more than the 89,478,485"),
+    ):
+        read_image(path)
+
+
+def loader(data: dict[str, Any], rank: int = 0, world_size: int = 1) -> Loader:
+    return build_loader(data, "TRAIN", 0, 6 // world_size, rank, world_size, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_image_stops_the_run_with_one_sentence(make_data: MakeData, photos: Path, num_workers: int) -> None:
+    truncate(photos / "a/3.jpg")
+    with pytest.raises(DataError) as caught:
+        list(loader(make_data("disk_folder", photos, num_workers=num_workers)).epoch(0))
+    assert str(caught.value).startswith(f"The image {photos}/a/3.jpg cannot be used: ")
+    assert str(caught.value).endswith("or set config.DATA.ON_BROKEN_IMAGE=skip to use another image in its place.")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_skipped_image_is_replaced_by_the_next_readable_one(
+    make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truncate(photos / "a/5.jpg")
+    scramble(photos / "b/0.png")
+    plain = [{"name": "ToTensor"}]
+    batches = [step[0] for step in loader(make_data("disk_folder", photos, TRANSFORMS=plain, broken="skip")).epoch(0)]
+    rows = {int(i): row for batch in batches for row, i in zip(batch.images[0], batch.sample_ids, strict=True)}
+    assert sorted(rows) == list(range(11))
+    labels = {
+        (int(i), int(t)) for b in batches if b.targets is not None for i, t in torch.stack([b.sample_ids, b.targets], 1)
+    }
+    assert labels == {(i, int(i >= 5)) for i in range(11)}
+    for broken in (5, 6):  # index 7, b/1.png, stands in for both, with its label
+        assert torch.equal(rows[broken], rows[7])
+    said = [message for message in caplog.messages if message.startswith("Skipping")]
+    assert sorted(Path(message.split(":")[0]).name for message in said) == ["0.png", "5.jpg"]
+
+
+def test_a_skipped_image_is_said_once_and_the_same_everywhere(
+    make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truncate(photos / "b/4.png")  # the last one: the first image of all stands in
+    data = make_data("disk_folder", photos, broken="skip")
+    alone, ranks = loader(data), [loader(data, rank, 2) for rank in range(2)]
+    for epoch in (0, 1):
+        for whole, *parts in zip(alone.epoch(epoch), *(rank.epoch(epoch) for rank in ranks), strict=True):
+            crops = [part[0].images[0].unflatten(0, (2, -1)) for part in parts]
+            assert torch.equal(torch.cat(crops, dim=1).flatten(0, 1), whole[0].images[0])
+    # Three loaders: once by the one alone, and by whichever rank met it.
+    by_rank = [r for r in ranks if any(10 in s[0].sample_ids for e in (0, 1) for s in r.epoch(e))]
+    assert len([m for m in caplog.messages if "b/4.png" in m]) == 1 + len(by_rank)
+
+
+def test_nothing_readable_is_an_error_even_when_skipping(make_data: MakeData, photos: Path) -> None:
+    for path in photos.glob("*/*"):
+        scramble(path)
+    with pytest.raises(DataError, match="None of the 11 images can be read"):
+        list(loader(make_data("disk_folder", photos, broken="skip")).epoch(0))

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+
+from tests.unit.data.conftest import MakeData
+from vissl_zero.data.source import Source, SourceRequest, build_eval_sources, build_source
+from vissl_zero.errors import ConfigError, DataError
+from vissl_zero.registry import DATA_SOURCES
+
+
+def gradients(source: Source) -> np.ndarray:
+    """Histograms of gradient directions, (N, 12): a hand-made feature that sees orientation and not colour."""
+    rows = []
+    for index in range(len(source)):
+        dy, dx = np.gradient(np.asarray(source.image(index).convert("L"), dtype=float))
+        angle = np.arctan2(dy, dx) % np.pi
+        rows.append(np.histogram(angle, bins=12, range=(0, np.pi), weights=np.hypot(dx, dy))[0])
+    features = np.array(rows)
+    return features / features.sum(1, keepdims=True)
+
+
+def test_digits_are_split_as_documented(make_data: MakeData) -> None:
+    train, test = build_eval_sources(make_data("digits"), 0)
+    assert test is not None
+    assert (len(train), len(test)) == (1437, 360)
+    data = load_digits()
+    assert [train.label(0), test.label(0), test.label(359)] == [data.target[0], data.target[1437], data.target[1796]]
+    image = test.image(2)
+    assert (image.mode, image.size) == ("RGB", (8, 8))
+    assert np.allclose(np.asarray(image)[..., 0], data.images[1439] * 255 / 16, atol=0.5)
+    assert test.name(2) == "digit 1439"
+
+
+def test_synthetic_images_depend_on_seed_split_and_index_alone(make_data: MakeData) -> None:
+    data = make_data("synthetic", DATA_LIMIT=20)
+    train, test = build_eval_sources(data, 5)
+    again, other = build_source(data, "TRAIN", 5), build_source(data, "TRAIN", 6)
+    assert test is not None
+    assert len(train) == 20
+    assert train.image(3).size == (16, 16)
+    assert train.image(3) == again.image(3)
+    assert train.image(3) not in (other.image(3), test.image(3), train.image(13))
+
+
+def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
+    keys = {"DATA_LIMIT": 300, "DEFAULT_GRAY_IMG_SIZE": 32}
+    train, test = build_eval_sources(make_data("synthetic", **keys, TEST=keys), 0)
+    assert test is not None
+    labels = [[source.label(i) for i in range(len(source))] for source in (train, test)]
+    model = LogisticRegression(C=100, max_iter=1000).fit(gradients(train), labels[0])
+    assert model.score(gradients(test), labels[1]) > 0.9
+    colours = [[np.asarray(s.image(i)).mean((0, 1)) for i in range(len(s))] for s in (train, test)]
+    by_colour = LogisticRegression(C=100, max_iter=1000).fit(np.array(colours[0]), labels[0])
+    assert by_colour.score(np.array(colours[1]), labels[1]) < 0.3
+
+
+def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeData) -> None:
+    whole = build_source(make_data("digits"), "TRAIN", 0)
+    some = build_source(make_data("digits", DATA_LIMIT=100), "TRAIN", 0)
+    again = build_source(make_data("digits", DATA_LIMIT=100), "TRAIN", 77)
+    names = [some.name(i) for i in range(100)]
+    assert len(some) == len(set(names)) == 100
+    assert names == [again.name(i) for i in range(100)]
+    assert {some.label(i) for i in range(100)} == set(range(10))
+    at = int(names[40].split()[1])
+    assert some.image(40) == whole.image(at)
+    with pytest.raises(DataError, match=r"DATA_LIMIT is 0, which leaves no images. Set it to -1"):
+        build_source(make_data("digits", DATA_LIMIT=0), "TRAIN", 0)
+
+
+def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
+    file = tmp_path / "labels.npy"
+    np.save(file, [30, 10, 20, 10, 10, 10, 30, 30, 30, 30, 30])
+    keys = {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [str(file)]}
+    data = make_data("disk_folder", photos, **keys, TEST={**keys, "DATA_PATHS": [str(photos / "a")]})
+    source = build_source(data, "TRAIN", 0)
+    assert [source.label(i) for i in range(4)] == [2, 0, 1, 0]
+    assert source.class_names == ("10", "20", "30")
+    with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
+        build_eval_sources(data, 0)
+    np.save(file, [0.5] * 11)
+    with pytest.raises(DataError, match="must hold a 1-d array of integers"):
+        build_source(data, "TRAIN", 0)
+    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"is not a plain \.npy array"):
+        build_source(data, "TRAIN", 0)
+    file.unlink()
+    with pytest.raises(DataError, match=r"labels.npy does not exist. Correct LABEL_PATHS"):
+        build_source(data, "TRAIN", 0)
+
+
+def test_asking_for_labels_that_are_not_there(make_data: MakeData, photos: Path) -> None:
+    labelled = make_data("disk_folder", photos, LABEL_SOURCES=["disk_folder"])
+    assert build_source(labelled, "TRAIN", 0).class_names == ("a", "b")
+    flat = make_data("disk_folder", photos / "a", LABEL_SOURCES=["disk_folder"])
+    with pytest.raises(DataError, match=r"LABEL_SOURCES asks for labels, but the images have none: .*/a has no class"):
+        build_source(flat, "TRAIN", 0)
+    with pytest.raises(ConfigError, match=r"LABEL_SOURCES: must say where labels come from \(got \['digits'\]\)"):
+        build_source(make_data("disk_folder", photos, LABEL_SOURCES=["digits"]), "TRAIN", 0)
+
+
+def test_exactly_one_known_source(make_data: MakeData) -> None:
+    with pytest.raises(
+        ConfigError, match=r"DATA_SOURCES: must be a known data source \(got 'digit'\).*Did you mean 'dig"
+    ):
+        build_source(make_data("digit"), "TRAIN", 0)
+    for names in ([], ["digits", "synthetic"]):
+        with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.DATA_SOURCES: must name one data source"):
+            build_source(make_data("digits", DATA_SOURCES=names), "TRAIN", 0)
+    assert build_eval_sources(make_data("digits", TEST={"DATA_SOURCES": []}), 0)[1] is None
+
+
+@dataclass
+class GreyConfig:
+    """Keys of the source below."""
+
+    level: int = 128
+    num_images: int = 4
+
+
+@DATA_SOURCES.register("grey", config=GreyConfig)
+class Grey:
+    """A user's own source, with keys of its own."""
+
+    class_names = ()
+
+    def __init__(self, request: SourceRequest, level: int, num_images: int):
+        self.level, self.num_images, self.size = level, num_images, request.image_size
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def image(self, index: int) -> Image.Image:
+        return Image.new("RGB", (self.size, self.size), (self.level,) * 3)
+
+    def label(self, index: int) -> int | None:
+        return None
+
+    def name(self, index: int) -> str:
+        return f"grey {index}"
+
+
+def test_a_source_of_ones_own_has_typed_keys(make_data: MakeData) -> None:
+    source = build_source(make_data("grey", SOURCE_PARAMS={"level": 7}), "TRAIN", 0)
+    assert len(source) == 4
+    assert source.image(0).getpixel((0, 0)) == (7, 7, 7)
+    for wrong in ({"levle": 7}, {"level": "bright"}):
+        with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.SOURCE_PARAMS: .*Known keys: level, num_images"):
+            build_source(make_data("grey", SOURCE_PARAMS=wrong), "TRAIN", 0)
+    with pytest.raises(ConfigError, match=r"SOURCE_PARAMS: must be empty"):
+        build_source(make_data("digits", SOURCE_PARAMS={"level": 7}), "TRAIN", 0)

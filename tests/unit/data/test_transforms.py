@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.unit.data.conftest import MULTI_CROP, MakeData
+from vissl_zero.data.seeding import seed_sample
+from vissl_zero.data.transforms.evaluation import build_eval_pipeline, derive_eval_transforms
+from vissl_zero.data.transforms.pipeline import build_pipeline
+from vissl_zero.errors import ConfigError, DataError
+from vissl_zero.registry import TRANSFORMS
+
+KEY = "config.DATA.TRAIN.TRANSFORMS"
+
+
+def picture(size: tuple[int, int] = (20, 16)) -> Image.Image:
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def test_later_transforms_act_on_every_crop_by_itself() -> None:
+    seed_sample(0, 0, 0)
+    crops = build_pipeline(MULTI_CROP, KEY)(picture())
+    assert [tuple(crop.shape) for crop in crops] == [(3, 12, 12)] * 2 + [(3, 8, 8)] * 3
+    flips = build_pipeline([*MULTI_CROP[:1], {"name": "RandomHorizontalFlip", "p": 0.5}, {"name": "ToTensor"}], KEY)
+    whole = Image.fromarray(np.tile(np.arange(16, dtype=np.uint8) * 8, (16, 1))).convert("RGB")
+    seen = set()
+    for sample in range(8):
+        seed_sample(0, 0, sample)
+        seen.add(tuple(bool(crop[0, 0, 0] > crop[0, 0, -1]) for crop in flips(whole)))
+    assert any(len(set(flipped)) == 2 for flipped in seen)  # some crops of one image flipped, others not
+
+
+def test_without_multi_crop_there_is_one_crop() -> None:
+    (crop,) = build_pipeline([{"name": "ToTensor"}], KEY)(picture())
+    assert torch.equal(crop, torch.from_numpy(np.array(picture())).permute(2, 0, 1) / 255)
+
+
+@pytest.mark.parametrize(
+    ("entry", "shape"),
+    [
+        ({"name": "Resize", "size": 8}, (3, 8, 10)),
+        ({"name": "Resize", "size": [8, 8], "interpolation": "bicubic"}, (3, 8, 8)),
+        ({"name": "CenterCrop", "size": 6}, (3, 6, 6)),
+        ({"name": "RandomResizedCrop", "size": 9, "scale": [0.2, 1.0]}, (3, 9, 9)),
+        ({"name": "RandomApply", "p": 1.0, "transforms": [{"name": "CenterCrop", "size": 5}]}, (3, 5, 5)),
+        ({"name": "RandomVerticalFlip"}, (3, 16, 20)),
+    ],
+)
+def test_torchvision_classes_go_by_their_own_names(entry: dict[str, Any], shape: tuple[int, ...]) -> None:
+    (crop,) = build_pipeline([entry, {"name": "ToTensor"}], KEY)(picture())
+    assert tuple(crop.shape) == shape
+
+
+def test_every_problem_is_reported_at_once_with_the_closest_names() -> None:
+    entries = [
+        {"name": "RandomHorizontalFlop"},
+        {"name": "ImgPilGausianBlur"},
+        {"name": "CenterCrop", "sise": 3},
+        {"size": 3},
+        {**MULTI_CROP[0], "total_num_crops": 9},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        build_pipeline(entries, KEY)
+    text = [str(problem) for problem in caught.value.problems]
+    assert len(text) == 5
+    assert "Did you mean 'RandomHorizontalFlip'" in text[0]
+    assert "Did you mean 'ImgPilGaussianBlur'" in text[1]
+    assert "config.DATA.TRAIN.TRANSFORMS.CenterCrop" in text[2] and "It takes: (size)" in text[2]
+    assert "must be a list of {name: ..., ...}" in text[3]
+    assert "With these num_crops, total_num_crops is 5." in text[4]
+
+
+def test_transforms_must_end_in_tensors() -> None:
+    with pytest.raises(DataError, match=r"but end in Image. Add \{name: ToTensor\} after"):
+        build_pipeline([{"name": "CenterCrop", "size": 3}], KEY)(picture())
+
+
+def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Any) -> None:
+    from tests.unit.data.conftest import save_image
+    from vissl_zero.data.loader import build_loader
+
+    save_image(tmp_path / "1.png", 1, (16, 16))
+    save_image(tmp_path / "2.png", 2, (16, 12))
+    data = make_data("disk_folder", tmp_path, TRANSFORMS=[{"name": "ToTensor"}])
+    with pytest.raises(DataError, match=r"crops of .*/\d.png have other shapes than those of .*/\d.png: \(3, 1"):
+        next(build_loader(data, "TRAIN", 0, 2, 0, 1, 1).epoch(0))
+
+
+def test_colour_distortion_and_blur_do_what_they_say() -> None:
+    image = picture((32, 32))
+    blur = TRANSFORMS.get("ImgPilGaussianBlur").build
+    assert blur(p=0.0)(image) is image
+    spread = [np.asarray(blur(p=1.0, radius_min=r, radius_max=r)(image)).std() for r in (0.5, 2.0)]
+    assert np.asarray(image).std() > spread[0] > spread[1]
+    distort = TRANSFORMS.get("ImgPilColorDistortion").build(strength=1.0)
+    untouched = grey = 0
+    for sample in range(400):
+        seed_sample(0, 0, sample)
+        pixels = np.asarray(distort(image)).astype(int)
+        untouched += bool((pixels == np.asarray(image)).all())
+        grey += bool((np.ptp(pixels, axis=2) == 0).all())
+    assert 40 < untouched < 90  # 0.2 without jitter x 0.8 without grey = 0.16 of 400
+    assert 55 < grey < 110  # 0.2 of 400
+
+
+def test_a_transform_of_ones_own() -> None:
+    @TRANSFORMS.register("Invert")
+    class Invert:
+        """Swaps dark and bright."""
+
+        def __call__(self, image: Image.Image) -> Image.Image:
+            return Image.eval(image, lambda value: 255 - value)
+
+    (crop,) = build_pipeline([{"name": "Invert"}, {"name": "ToTensor"}], KEY)(picture())
+    (plain,) = build_pipeline([{"name": "ToTensor"}], KEY)(picture())
+    assert torch.allclose(crop, 1 - plain)
+
+
+def test_evaluation_transforms_follow_from_train() -> None:
+    assert derive_eval_transforms(MULTI_CROP) == [
+        {"name": "Resize", "size": 12},
+        {"name": "CenterCrop", "size": [12, 12]},
+        {"name": "ToTensor"},
+        MULTI_CROP[-1],
+    ]
+    assert derive_eval_transforms([{"name": "ToTensor"}]) == [{"name": "ToTensor"}]
+    crops = [{"name": "Resize", "size": 256}, {"name": "RandomCrop", "size": [24, 32]}, {"name": "ToTensor"}]
+    assert derive_eval_transforms(crops)[:2] == [
+        {"name": "Resize", "size": 32},
+        {"name": "CenterCrop", "size": [24, 32]},
+    ]
+
+
+def test_evaluation_transforms_of_test_win(make_data: MakeData) -> None:
+    data = make_data("digits", TEST={"TRANSFORMS": [{"name": "CenterCrop", "size": 4}, {"name": "ToTensor"}]})
+    (crop,) = build_eval_pipeline(data)(picture())
+    assert tuple(crop.shape) == (3, 4, 4)
