@@ -121,7 +121,7 @@ class Lars(Adaptation):
 
 @contextmanager
 def decay_absorbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, every group of ``optimizer`` has weight decay 0: for a ``step`` on gradients that hold the decay already."""
+    """Inside, every group of ``optimizer`` has weight decay 0: for a step on gradients that hold the decay."""
     weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0

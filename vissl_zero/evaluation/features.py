@@ -1,0 +1,82 @@
+"""What a trunk makes of images, gathered from all ranks in the order of the images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vissl_zero.collectives import all_gather_rows
+from vissl_zero.data.eval_images import EvalImages
+from vissl_zero.data.transforms.pipeline import Pipeline
+from vissl_zero.engine.hook import Run
+from vissl_zero.evaluation.inference import evaluating, own_batches
+from vissl_zero.torchvision_compat import torchvision
+
+# Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
+THUMBNAIL_SIDE = 16
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of the images of a source, in its order, equal on every rank.
+
+    Attributes:
+        rows: (N, F) features of the trunk, float32 or float64.
+        labels: (N,) int64, or None without labels.
+        pixels: (N, 3 * h * w) the images themselves, from 0 to 1, at most ``THUMBNAIL_SIDE`` pixels long; None if they
+            were not asked for.
+    """
+
+    rows: Tensor
+    labels: Tensor | None
+    pixels: Tensor | None = None
+
+    def of_pixels(self) -> Features:
+        """The same images with their pixels for features."""
+        assert self.pixels is not None, "extract_features was not asked for pixels"
+        return Features(self.pixels, self.labels)
+
+
+def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) -> Features:
+    """Run the trunk in evaluation mode over every image of ``images`` once. Collective.
+
+    Cost: a forward pass over the images, shared among ranks; each rank then holds the features of all of them.
+    """
+    rows, pixels, ids, labels = [], [], [], []
+    with evaluating(run.sharded.model):
+        for batch, num_own in own_batches(run, images):
+            (features,) = run.sharded.model(batch.images, features_only=True)
+            rows.append(features[:num_own].to(torch.promote_types(features.dtype, torch.float32)))
+            ids.append(batch.sample_ids[:num_own])
+            targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
+            labels.append(targets[:num_own])
+            if with_pixels:
+                pixels.append(thumbnails(batch.images[0][:num_own], images.transform))
+    order = all_gather_rows(torch.cat(ids)).argsort()  # ids are those of the source: 0 to N - 1, each once
+    all_labels = all_gather_rows(torch.cat(labels))[order]
+    return Features(
+        rows=all_gather_rows(torch.cat(rows))[order],
+        labels=None if bool((all_labels < 0).any()) else all_labels,
+        pixels=all_gather_rows(torch.cat(pixels))[order] if with_pixels else None,
+    )
+
+
+def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:
+    """Images before their normalisation, averaged down to thumbnails, one row each.
+
+    Args:
+        images: (B, 3, H, W) as ``transform`` makes them.
+        transform: its Normalize, if it has one, is undone.
+    Returns:
+        (B, 3 * h * w) float32, h and w at most ``THUMBNAIL_SIDE``.
+    """
+    images = images.float()
+    for step in reversed(transform.transforms):
+        if isinstance(step, torchvision.transforms.Normalize):
+            mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (step.mean, step.std))
+            images = images * std + mean
+    height, width = (min(side, THUMBNAIL_SIDE) for side in images.shape[2:])
+    return F.adaptive_avg_pool2d(images, (height, width)).flatten(1)
