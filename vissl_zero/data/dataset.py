@@ -47,17 +47,17 @@ class MicroBatchDataset(Dataset[Loaded]):
         pipeline: from an image to its crops.
         seed: SEED_VALUE.
         skip_broken: use the next readable image of the source in place of a broken one, instead of raising.
-        targets_are_ids: VISSL's LABEL_TYPE sample_index: an image's target is its index.
+        label_type: LABEL_TYPE, what a sample's target is: "standard" (its class), "sample_index" or "zero".
     """
 
     def __init__(
-        self, source: Source, pipeline: Pipeline, seed: int, skip_broken: bool = False, targets_are_ids: bool = False
+        self, source: Source, pipeline: Pipeline, seed: int, skip_broken: bool = False, label_type: str = "standard"
     ):
         self.source = source
         self.pipeline = pipeline
         self.seed = seed
         self.skip_broken = skip_broken
-        self.targets_are_ids = targets_are_ids
+        self.label_type = label_type
         self._broken: dict[int, BrokenImageError] = {}
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
@@ -102,11 +102,17 @@ class MicroBatchDataset(Dataset[Loaded]):
             [index for index, shape in enumerate(shapes) if shape == wanted] for wanted in dict.fromkeys(shapes)
         ]
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
-        labels = list(plan.sample_ids) if self.targets_are_ids else [label for _, label in samples]
         return Batch(
             images=[torch.stack([sample[crop] for crop in same for sample in crops]) for same in resolutions],
             num_crops=[len(same) for same in resolutions],
-            targets=None if None in labels else torch.tensor(labels, dtype=torch.int64),
+            targets=self._targets([label for _, label in samples], ids),
             sample_ids=ids,
             num_global=plan.num_global,
         )
+
+    def _targets(self, labels: list[int | None], ids: Tensor) -> Tensor | None:
+        if self.label_type == "sample_index":
+            return ids.clone()
+        if self.label_type == "zero":
+            return torch.zeros_like(ids)
+        return None if None in labels else torch.tensor(labels, dtype=torch.int64)

@@ -93,7 +93,7 @@ def build_loader(
         transform,
         seed,
         skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip",
-        targets_are_ids=cfg["LABEL_TYPE"] == "sample_index",
+        label_type=cfg["LABEL_TYPE"],
     )
     return Loader(source, transform, order, BatchStream(dataset, data_cfg))
 

@@ -120,6 +120,9 @@ def test_labels_come_with_their_images(make_data: MakeData, photos: Path) -> Non
     (by_index,) = loaders(make_data("disk_folder", photos, LABEL_TYPE="sample_index"), 1)
     batch = next(by_index.epoch(0))[0]
     assert batch.targets is not None and torch.equal(batch.targets, batch.sample_ids)
+    (zero,) = loaders(make_data("disk_folder", photos, LABEL_TYPE="zero"), 1)
+    batch = next(zero.epoch(0))[0]
+    assert batch.targets is not None and batch.targets.tolist() == [0] * 8
     (unlabelled,) = loaders(make_data("disk_folder", photos / "a"), 1)
     assert next(unlabelled.epoch(0))[0].targets is None
 
