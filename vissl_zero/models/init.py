@@ -33,17 +33,14 @@ def initialize_(model: nn.Module, seed: int) -> None:
         model: whole and unsharded; on any device, in any number format.
         seed: of the run.
     """
-    filled: set[int] = set()
-    modules = dict(model.named_modules())
-    # Innermost first, so that init_parameters of a parent has the last word; among equals by name, so that a parameter
-    # tied under two names is drawn under the same one however the model was built.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # Innermost first, so that init_parameters of a parent has the last word; among equals by name, so that what is tied
+    # or shared under two names keeps what it was given under the same one, however the model was built.
     for name in sorted(modules, key=lambda name: (-len(name.split(".")) if name else 0, name)):
         module = modules[name]
-        tensors = [tensor for tensor in module.parameters(recurse=False) if id(tensor) not in filled]
         generator_for = partial(_generator, seed, name)
-        if tensors:
+        if next(module.parameters(recurse=False), None) is not None:
             _fill(module, generator_for)
-            filled.update(id(tensor) for tensor in tensors)
         if hasattr(module, "init_parameters"):
             module.init_parameters(generator_for)
 

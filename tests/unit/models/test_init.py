@@ -98,9 +98,12 @@ def test_norm_statistics_start_afresh() -> None:
     assert norm.running_mean is not None and norm.running_mean.eq(0).all()
 
 
-def test_a_tied_parameter_is_drawn_under_one_name_in_any_order() -> None:
+@pytest.mark.parametrize("is_module_shared", [False, True])
+def test_what_is_tied_or_shared_is_drawn_alike_in_any_order(is_module_shared: bool) -> None:
     def tied(order: tuple[str, str]) -> Tensor:
         layers = {name: nn.Linear(3, 3, bias=False) for name in order}
+        if is_module_shared:
+            layers[order[1]] = layers[order[0]]
         layers[order[1]].weight = layers[order[0]].weight
         model = nn.ModuleDict(layers)
         initialize_(model, 0)

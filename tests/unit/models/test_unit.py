@@ -79,3 +79,9 @@ def test_keyed_dropout_is_the_same_when_recomputed() -> None:
         assert plain is not None and recomputed is not None
         assert torch.equal(plain, recomputed)
         assert plain.abs().sum() > 0
+
+
+def test_keyed_dropout_differs_between_resolutions() -> None:
+    set_random_key(0, 0, torch.arange(2))
+    small, large = Unit(KeyedDropout(0.5, "layer"))([torch.ones(2, 50), torch.ones(2, 50)])
+    assert not torch.equal(small, large)
