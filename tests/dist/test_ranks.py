@@ -36,7 +36,7 @@ def test_every_rank_runs_in_one_group(world_size: int) -> None:
 
 @pytest.mark.timeout(30)
 def test_a_rank_that_raises_fails_with_its_traceback_and_the_pool_lives_on() -> None:
-    with pytest.raises(RankError, match="(?s)rank 1: .*ValueError: told to") as caught:
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: told to") as caught:
         run_on_ranks(2, _raise_on_rank_one, timeout_s=20)
     assert "_raise_on_rank_one" in str(caught.value)
     assert run_on_ranks(2, _sum_of_ranks, 0) == [1.0, 1.0]

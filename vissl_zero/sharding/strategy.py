@@ -42,7 +42,18 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Memory of this rank by kind, in bytes. See ``sharding/memory.py`` for how each is counted."""
+    """Memory of this rank by kind, in bytes. See ``sharding/memory.py`` for how each is counted.
+
+    Attributes:
+        params: parameters: this rank's shards, and whole ones where units are gathered at this moment.
+        grads: gradients, likewise.
+        optimizer: state of the optimizer, its step counters apart.
+        activations: what the forward pass that was measured kept alive for the backward pass.
+        buffers: running statistics and the like.
+        peak: largest so far: resident memory on CPU, allocated on CUDA.
+        params_step_peak: parameters at the fullest moment of a step, by the wrap plan: shards, and the units that are
+            whole at once.
+    """
 
     params: int = 0
     grads: int = 0
@@ -50,6 +61,7 @@ class Bytes:
     activations: int = 0
     buffers: int = 0
     peak: int = 0
+    params_step_peak: int = 0
 
 
 class Sharded(ABC):

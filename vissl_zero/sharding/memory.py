@@ -1,0 +1,113 @@
+"""Bytes of a rank by kind, counted as unique storages: padding included, shared memory once."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vissl_zero.sharding.shard import Shard
+
+
+class Storages:
+    """Unique storages by address; adding one twice counts it once."""
+
+    def __init__(self, tensors: Iterable[Tensor | None] = ()):
+        self._sizes: dict[int, int] = {}
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor | None]) -> None:
+        """Add the storage of each tensor; None and storages whose memory has been released count nothing."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = _plain(tensor).untyped_storage()
+                if size := storage.nbytes():
+                    self._sizes[storage.data_ptr()] = size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self._sizes.values())
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() in self._sizes
+
+
+def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
+    """This rank's shards, and whole parameters where units are gathered at this moment."""
+    storages = Storages(shard.local for shard in shards)
+    storages.add(model.parameters())
+    return storages
+
+
+def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
+    """This rank's shards of gradients, and whole gradients that wait for the last micro-batch."""
+    storages = Storages(shard.local_grad() for shard in shards)
+    storages.add(param.grad for param in model.parameters())
+    return storages
+
+
+def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
+    """The optimizer's state; step counters (one number a parameter) are left out."""
+    entries = (entry for state in optimizer.state.values() for entry in state.items())
+    return Storages(value for key, value in entries if isinstance(value, Tensor) and key != "step")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # not ru_maxrss: a process inherits that from the one that started it
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class ActivationCounter(TorchDispatchMode):
+    """Inside, notes every tensor that an operation makes; afterwards, how much of it is still alive.
+
+    Slow (Python runs at every operation) and exact: views, in-place results and what checkpointing drops are counted as
+    they are, whoever holds them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = _plain(tensor).untyped_storage()
+            self._made[storage._cdata] = weakref.ref(storage)
+        return result
+
+    def alive_bytes(self, *excluded: Storages) -> int:
+        """Bytes of the storages made inside that still live and are not among ``excluded``."""
+        storages = (reference() for reference in self._made.values())
+        alive = {
+            s.data_ptr(): s.nbytes() for s in storages if s is not None and not any(s in kind for kind in excluded)
+        }
+        return sum(alive.values())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for item in result:
+            yield from _tensors(item)

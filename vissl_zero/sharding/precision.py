@@ -1,0 +1,50 @@
+"""Number formats: what the parameters, the forward pass and the outputs of a model are in.
+
+The training loop has no case for any of it: it gives images in the master precision and gets float32 (or float64) back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.config.resolved import Precision
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name such as ``"bfloat16"``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Make ``model.forward`` enter autocast, where asked for, and give its outputs in float32 at least. In place.
+
+    The method is replaced rather than the model wrapped, so that names carry no prefix and hooks stay outside.
+    """
+    forward = model.forward
+
+    def in_precision(*args: Any, **kwargs: Any) -> Any:
+        if precision.autocast is None:
+            return widened(forward(*args, **kwargs))
+        with torch.autocast(device.type, dtype_of(precision.autocast)):
+            outputs = forward(*args, **kwargs)
+        return widened(outputs)
+
+    model.forward = in_precision  # type: ignore[method-assign]
+
+
+def widened(outputs: Any) -> Any:
+    """``outputs`` with half-precision tensors in float32, in any nesting of tuples, lists and dicts."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+    if isinstance(outputs, dict):
+        return type(outputs)((key, widened(value)) for key, value in outputs.items())
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(widened, outputs))
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(map(widened, outputs))
+    return outputs

@@ -1,0 +1,70 @@
+"""One rank's part of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(eq=False)
+class Shard:
+    """This rank's rows of one parameter: what the optimizer updates.
+
+    ``local`` is a plain tensor that shares memory with what the model holds, so that any element-wise optimizer runs on
+    it at full speed, and knows nothing of sharding.
+
+    Attributes:
+        name: full name, without any wrapper's prefix.
+        source: the parameter as the model holds it: a DTensor, or ``local`` itself where nothing is sharded.
+        local: this rank's rows; possibly none.
+        full_shape: of the whole parameter.
+        first_row: index of the first of them in the whole parameter.
+    """
+
+    name: str
+    source: nn.Parameter
+    local: nn.Parameter
+    full_shape: torch.Size
+    first_row: int = 0
+
+    def local_grad(self) -> Tensor | None:
+        """The gradient of these rows that the last backward left, or None."""
+        grad = self.source.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def take_grad(self) -> None:
+        """Hand the gradient to the optimizer's view of the parameter. No copy."""
+        if self.local is not self.source:
+            self.local.grad = self.local_grad()
+
+    def forget_grad(self) -> None:
+        """Release the gradient."""
+        self.source.grad = None
+        self.local.grad = None
+
+    def whole(self) -> Tensor:
+        """The whole parameter, on every rank. Collective; costs one all-gather of it."""
+        with torch.no_grad():
+            return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
+
+
+def shards_of(model: nn.Module) -> Iterator[Shard]:
+    """This rank's shard of every parameter, tied ones once, in the order of ``named_parameters``."""
+    for name, source in model.named_parameters():
+        if not isinstance(source, DTensor):
+            yield Shard(name, source, source, source.shape)
+            continue
+        with torch.no_grad():
+            local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
+        yield Shard(name, source, local, source.shape, _first_row(source))
+
+
+def _first_row(tensor: DTensor) -> int:
+    """Rows are dealt in chunks of equal size, the last ones smaller or empty, as ``torch.chunk`` does."""
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    shard_index, num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    return min(shard_index * -(-num_rows // num_shards), num_rows)

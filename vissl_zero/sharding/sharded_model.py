@@ -1,0 +1,207 @@
+"""All that the levels have in common: everything but when gradients and parameters travel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.memory import (
+    ActivationCounter,
+    Storages,
+    gradient_storages,
+    optimizer_storages,
+    parameter_storages,
+    peak_bytes,
+)
+from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.shard import shards_of
+from vissl_zero.sharding.state import load_sharded_state, sharded_state
+from vissl_zero.sharding.stepper import Stepper
+from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
+
+
+class ShardedModel(Sharded):
+    """A model whose parameters this rank holds whole or in part, with its optimizer.
+
+    Subclasses say how micro-batches communicate (``micro_batch``) and what to do before shards change
+    (``_before_shards_change``).
+
+    Args:
+        model: what to call.
+        module: the model without wrapper, already sharded; its names are the full names.
+        groups: parameter groups by full name.
+        build_optimizer: called once with this rank's shards.
+        plan: level, clipping, precision.
+        wrap_plan: the units.
+        device: of the computation.
+        group: the ranks among which parameters are sharded; None where every rank holds them whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ):
+        self.model = model
+        self._module = module
+        self._plan = plan
+        self._wrap_plan = wrap_plan
+        self._device = device
+        self._shards = {shard.name: shard for shard in shards_of(module)}
+        self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
+        self.optimizer, adaptation = build_optimizer(
+            [
+                {
+                    "name": parameter_group.name,
+                    "params": [self._shards[name].local for name in parameter_group.params],
+                    "lr": 0.0,
+                    "weight_decay": parameter_group.weight_decay,
+                }
+                for parameter_group in groups
+            ]
+        )
+        self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
+        self._stepper = Stepper(self._trained, self.optimizer, adaptation, plan.clip_grad, self._loss_scale, group)
+        self._frozen: frozenset[str] = frozenset()
+        self._activation_bytes = 0
+        self._whole: dict[str, Tensor] | None = None
+
+    def _before_shards_change(self) -> None:
+        """Drop whole copies of parameters that a change of the shards would leave behind."""
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """See ``Sharded``."""
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        (loss * (weight * scale)).backward()
+
+    def freeze(self, names: Collection[str]) -> None:
+        """See ``Sharded``.
+
+        Raises:
+            ValueError: a name is not a parameter's.
+        """
+        if unknown := sorted(set(names) - self._shards.keys()):
+            raise ValueError(f"freeze: not parameters of the model: {', '.join(unknown)}")
+        self._frozen = frozenset(names)
+
+    def step(self) -> StepResult:
+        """See ``Sharded``."""
+        self._before_shards_change()
+        for shard in self._trained:
+            shard.take_grad()
+        return self._stepper.step(self._frozen)
+
+    def zero_grad(self) -> None:
+        """See ``Sharded``."""
+        for shard in self._shards.values():
+            shard.forget_grad()
+
+    @torch.no_grad()
+    def normalize_rows(self, names: Collection[str]) -> None:
+        """See ``Sharded``. Shards are whole rows, so nothing is communicated."""
+        if names:
+            self._before_shards_change()
+        for name in names:
+            rows = self._shards[name].local
+            rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=1e-12))
+
+    @torch.no_grad()
+    def consolidate_buffers(self) -> None:
+        """See ``Sharded``."""
+        for buffer in self._module.buffers():
+            is_mean = buffer.is_floating_point() or buffer.is_complex()
+            share = buffer / collectives.world_size() if is_mean else buffer * (collectives.rank() == 0)
+            buffer.copy_(collectives.all_reduce_sum(share))
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """See ``Sharded``. The model itself is left as it is; only ``named_parameters`` gives whole tensors."""
+        self._whole = {name: shard.whole() for name, shard in self._shards.items()}
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Sharded``. A tied parameter appears once, under the first of its names."""
+        if self._whole is not None:
+            yield from self._whole.items()
+        else:
+            yield from ((name, shard.local) for name, shard in self._shards.items())
+
+    def full_state(self) -> dict[str, Tensor]:
+        """See ``Sharded``. Buffers are rank 0's (``consolidate_buffers`` first, where they may differ).
+
+        Tied parameters appear once, under the first of their names; buffers that are not saved are left out.
+        """
+        state = {}
+        for name, shard in self._shards.items():
+            whole = shard.whole()
+            if collectives.rank() == 0:
+                # clone: the file is written later, and training may go on meanwhile
+                state[name] = whole.to("cpu", copy=True)
+        if collectives.rank() == 0:
+            state |= {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(self._module)}
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Sharded``. Tensors are not copied."""
+        return sharded_state(
+            self._plan, self._shards, self.optimizer, dict(saved_buffers(self._module)), self._loss_scale
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Sharded``."""
+        self._before_shards_change()
+        load_sharded_state(
+            state, self._plan, self._shards, self.optimizer, dict(saved_buffers(self._module)), self._loss_scale
+        )
+
+    def ledger(self) -> Bytes:
+        """See ``Sharded``. ``activations`` are those that ``measure_activations`` counted last."""
+        shards = self._shards.values()
+        return Bytes(
+            params=parameter_storages(self._module, shards).num_bytes,
+            grads=gradient_storages(self._module, shards).num_bytes,
+            optimizer=optimizer_storages(self.optimizer).num_bytes,
+            activations=self._activation_bytes,
+            buffers=Storages(self._module.buffers()).num_bytes,
+            peak=peak_bytes(self._device),
+            params_step_peak=Storages(shard.local for shard in shards).num_bytes + self._wrap_plan.whole_bytes,
+        )
+
+    @contextmanager
+    def measure_activations(self) -> Iterator[None]:
+        """See ``Sharded``."""
+        with ActivationCounter() as counter:
+            yield
+        shards = self._shards.values()
+        excluded = (parameter_storages(self._module, shards), Storages(self._module.buffers()))
+        self._activation_bytes = counter.alive_bytes(*excluded)
+
+    def describe(self) -> str:
+        """See ``Sharded``."""
+        return self._wrap_plan.describe()
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Full names and values of the buffers that belong into a checkpoint."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -1,0 +1,139 @@
+"""The optimizer step that all levels share: unscale, agree on inf, clip, adapt, update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
+from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.norms import dots, squared_norms, sum_over_ranks
+from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.strategy import StepResult
+
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class Stepper:
+    """Runs the base optimizer on local shards as one process would run it on whole parameters.
+
+    Args:
+        shards: the trained parameters; the same names in the same order on every rank.
+        optimizer: over their ``local`` tensors.
+        adaptation: layer-wise adaptation of the gradients, or None.
+        clip_grad: largest global L2 norm, or None.
+        loss_scale: None without float16.
+        group: the ranks among which parameters are sharded; None where every rank has them whole, with equal gradients.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        optimizer: torch.optim.Optimizer,
+        adaptation: Adaptation | None,
+        clip_grad: float | None,
+        loss_scale: LossScale | None,
+        group: dist.ProcessGroup | None,
+    ):
+        self._shards = list(shards)
+        self._optimizer = optimizer
+        self._adaptation = adaptation
+        self._clip_grad = clip_grad
+        self._loss_scale = loss_scale
+        self._group = group
+        self._is_agreed = False
+        places = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
+
+    def step(self, frozen: Collection[str]) -> StepResult:
+        """One step from the gradients in ``shard.local.grad``, which it may change.
+
+        Parameters that are frozen or without gradient are left as they are: no decay, no momentum, no part in the norm.
+
+        Args:
+            frozen: full names; the same on every rank.
+        Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
+            outcome decides what to do: under loss scaling, and in the first step.
+        """
+        for shard in self._shards:
+            if shard.name in frozen:
+                shard.local.grad = None
+        shards = [shard for shard in self._shards if shard.name not in frozen]
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        if scale != 1.0 and (grads := _grads(shards)):
+            torch._foreach_mul_(grads, 1.0 / scale)
+        norms = self._norms(shards)
+        grad_norm = norms.grad_sq.sum().sqrt()
+        if self._loss_scale is not None:
+            found_inf = not bool(torch.isfinite(grad_norm))
+            self._loss_scale.update(found_inf)
+            if found_inf:
+                return StepResult(grad_norm, skipped=True, loss_scale=scale)
+        self._rescale(shards, norms, grad_norm)
+        with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
+            self._optimizer.step()
+        return StepResult(grad_norm, skipped=False, loss_scale=scale)
+
+    def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
+        """Norms of the whole tensors; a gradient that no rank has counts as zero."""
+        params = [shard.local for shard in shards]
+        grads = [param.new_empty(0) if param.grad is None else param.grad for param in params]
+        grad_sq = squared_norms(grads)
+        rows = [grad_sq, grad_sq.new_tensor([param.grad is not None for param in params])]
+        if self._adaptation is not None:
+            partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
+            rows += [squared_norms(params), dots(partners, grads)]
+        table = sum_over_ranks(torch.stack(rows), self._group)
+        self._agree_on_missing(shards, table[1])
+        param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)
+        return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
+
+    def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
+        """A gradient that only some ranks have is zero on the others: all of them must take the same step.
+
+        Reading ``num_present`` waits for the device; which parameters a model uses does not change from step to step, so
+        on a GPU it is read in the first step, and where loss scaling waits anyway.
+        """
+        if self._group is None or (num_present.is_cuda and self._is_agreed and self._loss_scale is None):
+            return
+        for shard, number in zip(shards, num_present.tolist(), strict=True):
+            if number and shard.local.grad is None:
+                shard.local.grad = torch.zeros_like(shard.local)
+        self._is_agreed = True
+
+    def _rescale(self, shards: Sequence[Shard], norms: TensorNorms, grad_norm: Tensor) -> None:
+        """Clip, then adapt: ``scale * (clip * grad + decay * param)``, without waiting for the device."""
+        clip = None
+        if self._clip_grad is not None:
+            clip = (self._clip_grad / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        if self._adaptation is None:
+            if clip is not None and (grads := _grads(shards)):
+                torch._foreach_mul_(grads, clip)
+            return
+        if clip is not None:
+            norms = TensorNorms(param_sq=norms.param_sq, grad_sq=norms.grad_sq * clip**2, dot=norms.dot * clip)
+        groups = [self._optimizer.param_groups[self._group_of[shard.name]] for shard in shards]
+        scale, decay = self._adaptation.coefficients(
+            norms,
+            lr=norms.grad_sq.new_tensor([group["lr"] for group in groups]),
+            weight_decay=norms.grad_sq.new_tensor([group["weight_decay"] for group in groups]),
+            num_dims=torch.tensor([len(shard.full_shape) for shard in shards], device=norms.grad_sq.device),
+        )
+        of_grad = scale if clip is None else scale * clip
+        of_param = scale * decay
+        factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
+        chosen = [(shard.local, g, p) for shard, g, p in factors if shard.local.grad is not None]
+        if chosen:
+            params, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
+            grads = [param.grad for param in params]
+            with torch.no_grad():
+                torch._foreach_mul_(grads, grad_factors)
+                torch._foreach_addcmul_(grads, params, param_factors)
+
+
+def _grads(shards: Sequence[Shard]) -> list[Tensor]:
+    return [shard.local.grad for shard in shards if shard.local.grad is not None]

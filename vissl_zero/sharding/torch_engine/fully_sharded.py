@@ -1,0 +1,90 @@
+"""Levels 1 to 3: one mechanism, torch's ``fully_shard``; the level is only *when* things are gathered and reduced.
+
+Level 3 frees the whole parameters of a unit after its forward pass and gathers them again for its backward pass. Levels 1
+and 2 keep them until the end of the step's last backward pass. Level 2 reduces gradients to shards in every backward
+pass; level 1 keeps them whole, without communication, until the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.plan import PlannedUnit, WrapPlan
+from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.strategy import OptimizerFactory
+
+
+class FullySharded(ShardedModel):
+    """A model of which each rank keeps a part. See ``ShardedModel``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        mesh = _mesh(device, wrap_plan.num_ranks)
+        _wrap(module, plan, wrap_plan, mesh)
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._is_last = True
+        group = mesh.get_group(mesh.ndim - 1)
+        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Between micro-batches levels 1 and 2 keep parameters whole, and level 1 keeps gradients whole."""
+        if is_last != self._is_last:
+            for unit in self._units:
+                if self._plan.level == 1:
+                    unit.set_requires_gradient_sync(is_last, recurse=False)
+                if self._plan.level < 3:
+                    unit.set_reshard_after_backward(is_last, recurse=False)
+            self._is_last = is_last
+        yield
+
+    def _before_shards_change(self) -> None:
+        """At levels 1 and 2 a forward pass without gradient leaves parameters whole; they would be out of date."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def _mesh(device: torch.device, num_shards: int) -> DeviceMesh:
+    """All ranks in one dimension, or replicas x shards where a shard group is smaller than the world."""
+    world_size = dist.get_world_size()
+    if num_shards == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _wrap(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh) -> None:
+    """Apply ``fully_shard`` unit by unit, inner ones first. In place."""
+    for unit in wrap_plan.units:
+        modules = [module.get_submodule(name) for name in unit.modules]
+        fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            mesh=mesh,
+            reshard_after_forward=plan.level == 3,
+            mp_policy=_policy(unit, plan.precision),
+        )
+
+
+def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
+    master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
+    if unit.is_float32:
+        return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
+    if compute == master:
+        return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
