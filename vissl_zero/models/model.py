@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
     return [unit for child in module.children() for unit in _outermost_units(child)]
 
 
-# Where a built-in trunk's keys stand under MODEL.TRUNK, as VISSL has it; other trunks' stand under their own name.
+# Where a built-in trunk's keys stand under MODEL.TRUNK, as VISSL has it; other trunks' stand under PARAMS.
 _TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 # Constructors may draw, as long as all ranks draw the same; initialize_ then replaces what it has a rule for.
 _CONSTRUCTION_SEED = 0
@@ -77,10 +78,9 @@ def build_model(model_config: Mapping[str, Any]) -> Model:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
     """
     trunk_config, head_config = model_config["TRUNK"], model_config["HEAD"]
-    name = trunk_config["NAME"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
-        trunk = TRUNKS.get(name).build(**(trunk_config.get(_TRUNK_BLOCKS.get(name, name)) or {}))
+        trunk = _build_trunk(trunk_config)
         for head_name, options in head_config["PARAMS"]:
             _check_width(head_name, options, trunk)
         model = Model(trunk, [HEADS.get(head_name).build(**options) for head_name, options in head_config["PARAMS"]])
@@ -90,6 +90,18 @@ def build_model(model_config: Mapping[str, Any]) -> Model:
             module.momentum = head_config["BATCHNORM_MOMENTUM"]
     key_dropout(model)
     return model
+
+
+def _build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
+    name = trunk_config["NAME"]
+    component = TRUNKS.get(name)
+    options = trunk_config.get(_TRUNK_BLOCKS.get(name, "PARAMS")) or {}
+    if name in _TRUNK_BLOCKS and component.config is not None:
+        # The block also holds what others read (stage_checkpoints).
+        own = {field.name for field in dataclasses.fields(component.config)}
+        options = {key: value for key, value in options.items() if key in own}
+    trunk: nn.Module = component.build(**options)
+    return trunk
 
 
 def _check_width(name: str, options: Mapping[str, Any], trunk: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import KeyedDropout
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.models.unit import Unit
+from vissl_zero.registry import TRUNKS
 
 TRUNK = {
     "NAME": "regnet",
@@ -107,6 +109,32 @@ def test_dropout_is_keyed_by_its_place() -> None:
     model = build_model(_config(("mlp", {"dims": [32, 4, 3], "use_dropout": True})))
     (layer,) = (module for module in model.modules() if isinstance(module, KeyedDropout))
     assert (layer.layer, layer.p) == ("heads.0.clf.1", 0.5)
+
+
+def test_keys_of_others_in_the_trunks_block_are_left_to_them() -> None:
+    trunk = {**TRUNK, "REGNET": {**TRUNK["REGNET"], "stage_checkpoints": [[1], [], []]}, "PARAMS": {"size": 3}}
+    assert len(build_model(_config(SWAV, trunk=trunk)).units()) == 5
+
+
+@pytest.fixture
+def own_trunk() -> Iterator[None]:
+    @TRUNKS.register("own_trunk")
+    class OwnTrunk(nn.Module):
+        def __init__(self, size: int):
+            super().__init__()
+            self.layer = nn.Linear(3, size)
+            self.feature_dim = size
+
+        def forward(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [self.layer(image.mean(dim=(2, 3))) for image in images]
+
+    yield
+    del TRUNKS._components["own_trunk"]
+
+
+def test_a_trunk_of_the_users_own_takes_params(own_trunk: None) -> None:
+    config = _config(("mlp", {"dims": [6, 2]}), trunk={"NAME": "own_trunk", "PARAMS": {"size": 6}})
+    assert build_model(config)(_images())[0].shape == (10, 2)
 
 
 def test_building_leaves_the_global_generator_alone() -> None:
