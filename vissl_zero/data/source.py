@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 
 from vissl_zero.data.labels import relabel
+from vissl_zero.data.options import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES
 
@@ -149,16 +148,11 @@ def _options(config: type | None, cfg: Mapping[str, Any], split: str) -> dict[st
     """SOURCE_PARAMS, checked against the component's own dataclass."""
     given = dict(cfg.get("SOURCE_PARAMS") or {})
     key = f"config.DATA.{split}.SOURCE_PARAMS"
-    if config is None:
-        if given:
-            raise ConfigError([Problem(key, str(given), "must be empty", "This data source has no keys of its own.")])
-        return {}
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), given)
-    except OmegaConfBaseException as error:
-        known = ", ".join(OmegaConf.structured(config))
-        raise ConfigError([Problem(key, str(given), str(error).split("\n", 1)[0], f"Known keys: {known}.")]) from error
-    return {str(name): value for name, value in OmegaConf.to_container(merged, resolve=True).items()}  # type: ignore[union-attr]
+    if config is not None:
+        return typed_options(config, given, key)
+    if given:
+        raise ConfigError([Problem(key, str(given), "must be empty", "This data source has no keys of its own.")])
+    return {}
 
 
 def _limit(source: Source, limit: int) -> Source:

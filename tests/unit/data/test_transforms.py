@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.unit.data.conftest import MULTI_CROP, MakeData
+from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
+from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline, derive_eval_transforms
 from vissl_zero.data.transforms.pipeline import build_pipeline
@@ -80,10 +83,7 @@ def test_transforms_must_end_in_tensors() -> None:
         build_pipeline([{"name": "CenterCrop", "size": 3}], KEY)(picture())
 
 
-def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Any) -> None:
-    from tests.unit.data.conftest import save_image
-    from vissl_zero.data.loader import build_loader
-
+def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Path) -> None:
     save_image(tmp_path / "1.png", 1, (16, 16))
     save_image(tmp_path / "2.png", 2, (16, 12))
     data = make_data("disk_folder", tmp_path, TRANSFORMS=[{"name": "ToTensor"}])
@@ -119,6 +119,33 @@ def test_a_transform_of_ones_own() -> None:
     (crop,) = build_pipeline([{"name": "Invert"}, {"name": "ToTensor"}], KEY)(picture())
     (plain,) = build_pipeline([{"name": "ToTensor"}], KEY)(picture())
     assert torch.allclose(crop, 1 - plain)
+
+
+@dataclass
+class AddConfig:
+    """Keys of the transform below."""
+
+    amount: int = 10
+
+
+@TRANSFORMS.register("Add", config=AddConfig)
+class Add:
+    """Brightens."""
+
+    def __init__(self, amount: int):
+        self.amount = amount
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return Image.eval(image, lambda value: min(value + self.amount, 255))
+
+
+def test_a_transform_of_ones_own_has_typed_keys() -> None:
+    black = Image.new("RGB", (2, 2))
+    for entry, value in (({"name": "Add"}, 10), ({"name": "Add", "amount": "51"}, 51)):
+        (crop,) = build_pipeline([entry, {"name": "ToTensor"}], KEY)(black)
+        assert torch.allclose(crop, torch.tensor(value / 255))
+    with pytest.raises(ConfigError, match=r"TRANSFORMS.Add: Key 'amunt' not in 'AddConfig'.*Known keys: amount\."):
+        build_pipeline([{"name": "Add", "amunt": 3}], KEY)
 
 
 def test_evaluation_transforms_follow_from_train() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from vissl_zero.data.source import SourceRequest
 from vissl_zero.registry import DATA_SOURCES
@@ -23,6 +22,8 @@ class Digits:
     class_names = tuple("0123456789")
 
     def __init__(self, request: SourceRequest):
+        from sklearn.datasets import load_digits  # here: takes a second, and loader workers get a filled copy
+
         data = load_digits()
         part = slice(None, NUM_TRAIN) if request.split == "TRAIN" else slice(NUM_TRAIN, None)
         self._first = part.start or 0

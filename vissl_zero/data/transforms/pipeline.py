@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vissl_zero.data.options import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
-from vissl_zero.registry import TRANSFORMS
+from vissl_zero.registry import TRANSFORMS, Component
 from vissl_zero.torchvision_compat import torchvision
 
 InterpolationMode = torchvision.transforms.InterpolationMode
@@ -70,22 +71,25 @@ def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
 def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
     if not isinstance(entry, Mapping) or "name" not in entry:
         raise ConfigError([Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name.")])
-    arguments = {name: _argument(value, key) for name, value in entry.items() if name != "name"}
-    build = _find(str(entry["name"]), key)
+    name = str(entry["name"])
+    component = _find(name, key)
+    arguments = {argument: _argument(value, key) for argument, value in entry.items() if argument != "name"}
+    if component.config is not None:
+        arguments = typed_options(component.config, arguments, f"{key}.{name}")
     try:
-        transform: Callable[[Any], Any] = build(**arguments)
+        transform: Callable[[Any], Any] = component.build(**arguments)
     except (TypeError, ValueError) as error:
-        fix = f"It takes: {inspect.signature(build)}."
-        raise ConfigError([Problem(f"{key}.{entry['name']}", str(arguments), str(error), fix)]) from error
+        fix = f"It takes: {inspect.signature(component.build)}."
+        raise ConfigError([Problem(f"{key}.{name}", str(arguments), str(error), fix)]) from error
     return transform
 
 
-def _find(name: str, key: str) -> Callable[..., Callable[[Any], Any]]:
+def _find(name: str, key: str) -> Component:
     if name in TRANSFORMS:
-        return TRANSFORMS.get(name).build
+        return TRANSFORMS.get(name)
     known = torchvision_names()
     if name in known:
-        return getattr(torchvision.transforms, name)
+        return Component(name, getattr(torchvision.transforms, name), None, "")
     hint = did_you_mean(name, [*TRANSFORMS, *known])
     fix = f"Known: {', '.join(TRANSFORMS)} and the classes of torchvision.transforms.{hint}"
     raise ConfigError([Problem(key, repr(name), "must name known transforms", fix)])
