@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook
+from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.collapse import CollapseWatch
@@ -11,7 +12,7 @@ from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.opening import Opening
 from vissl_zero.reporting.peak_memory import PeakMemory
-from vissl_zero.reporting.report import ReportImage
+from vissl_zero.reporting.report_image import ReportImage
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.tensorboard import TensorBoard
 from vissl_zero.reporting.weights_file import WeightsFile
@@ -28,8 +29,9 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         RegistryError: config.HOOKS.EXTRA names an unknown hook.
     """
     options = plan.config["HOOKS"]
-    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), KnnHook(plan)]
+    knn = KnnHook(plan)
+    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
     hooks += [HOOKS.get(name).build() for name in options["EXTRA"]]
     if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
         hooks.append(TensorBoard())
-    return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage()]
+    return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage(knn)]

@@ -63,7 +63,11 @@ class LiveDisplay(Hook):
 def frame(run: Run, record: StepRecord, progress: Progress) -> RenderableType:
     """Everything a person wants to know of a run in progress; lines are cropped where the terminal is narrow."""
     return Group(
-        _position(run, record, progress), _figures(run, record, progress), *_spread(record), _memory(run, record)
+        _position(run, record, progress),
+        _figures(run, record, progress),
+        *_health(record),
+        *_evaluation(run),
+        _memory(run, record),
     )
 
 
@@ -96,12 +100,21 @@ def _figures(run: Run, record: StepRecord, progress: Progress) -> RenderableType
     return Group(loss, Text("   ".join(rest), no_wrap=True, overflow="ellipsis"))
 
 
-def _spread(record: StepRecord) -> list[RenderableType]:
+def _health(record: StepRecord) -> list[RenderableType]:
     """The criterion's own figures on its health, if it has any."""
     if not record.watch:
         return []
     figures = "   ".join(f"{name.replace('_', ' ')} {figure_text(value, 3)}" for name, value in record.watch.items())
     return [Text(figures, style="dim", no_wrap=True, overflow="ellipsis")]
+
+
+def _evaluation(run: Run) -> list[RenderableType]:
+    """kNN top-1 so far, where it is measured."""
+    before, latest = run.results.get("knn_top1_before"), run.results.get("knn_top1_latest")
+    if before is None:
+        return []
+    text = f"kNN top-1 {100 * before:.1f} % before"
+    return [Text(text if latest is None else f"{text}, {100 * latest:.1f} % now", no_wrap=True, overflow="ellipsis")]
 
 
 def _memory(run: Run, record: StepRecord) -> RenderableType:

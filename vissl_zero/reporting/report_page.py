@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -20,7 +22,7 @@ BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, GREY = (
     "#CC79A7",
     "#9a9a9a",
 )
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
     "axes.titlesize": 13,

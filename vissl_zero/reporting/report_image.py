@@ -1,0 +1,107 @@
+"""``report.png`` at the end of a run: gathers what there is to show and has it drawn."""
+
+from __future__ import annotations
+
+import rich
+from rich.console import Console
+
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.evaluation.knn_hook import KnnHook
+from vissl_zero.evaluation.neighbours import Neighbours
+from vissl_zero.reporting.collapse import prototype_counts, trivial_loss
+from vissl_zero.reporting.first_crops import first_crops, original
+from vissl_zero.reporting.memory_kinds import total
+from vissl_zero.reporting.quantity import bytes_text, figure_text
+from vissl_zero.reporting.report_content import NeighbourRow, ReportContent
+from vissl_zero.reporting.summary import percent, summarise
+from vissl_zero.sharding.strategy import Bytes
+
+FILE_NAME = "report.png"
+
+
+class ReportImage(Hook):
+    """Draws the page on rank 0, after every hook that adds results.
+
+    Args:
+        knn: the run's kNN hook, for its curve and neighbours.
+        console: where to say that the file is there.
+    """
+
+    def __init__(self, knn: KnnHook, console: Console | None = None):
+        self._knn = knn
+        self._console = console or rich.get_console()
+
+    def on_end(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        from vissl_zero.reporting.report import write_report  # imports matplotlib: 1 s, on this rank only
+
+        path = run.folder / FILE_NAME
+        write_report(gather_content(run, self._knn), path)
+        self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def gather_content(run: Run, knn: KnnHook) -> ReportContent:
+    """Everything a finished run has to show. Not a collective; rank 0 reads some images again."""
+    plan = run.plan
+    ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
+    num_prototypes = prototype_counts(plan.config["MODEL"]["HEAD"]["PARAMS"])
+    per_rank = [Bytes(**memory) for memory in run.results.get("bytes_per_rank", [])]
+    return ReportContent(
+        title=plan.recipe,
+        subtitle=(
+            f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {ranks} on {run.device.type}; "
+            f"{run.step} steps of {plan.global_batch} images, {run.steps_per_epoch} steps per epoch"
+        ),
+        headlines=headlines(run, per_rank),
+        records=run.records,
+        trivial_loss=trivial_loss(num_prototypes) if num_prototypes else None,
+        knn=knn.curve,
+        knn_raw_pixels=run.results.get("knn_top1_raw_pixels"),
+        bytes_per_rank=per_rank,
+        peak_kind="allocated" if run.device.type == "cuda" else "resident",
+        crops=first_crops(run),
+        neighbours=neighbour_rows(knn.neighbours_before, knn.neighbours_after),
+    )
+
+
+def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
+    """The few figures at the top: (figure, what it is)."""
+    summary = summarise(run)
+    loss = f"{figure_text(summary['loss_first'])} → {figure_text(summary['loss_last'])}"
+    found = [(loss, "loss, first step → last")]
+    if summary["knn_top1_after"] is not None:
+        knn = f"{100 * summary['knn_top1_before']:.1f} → {percent(summary['knn_top1_after'])}"
+        found.append((knn, "kNN top-1, before → after"))
+    if summary.get("top1") is not None:
+        found.append((percent(summary["top1"]), "top-1 of the trained classifier"))
+    if summary["images_per_s"] is not None:
+        found.append((figure_text(summary["images_per_s"], 3), "images/s over all ranks"))
+    if per_rank:
+        found.append((bytes_text(max(total(memory) for memory in per_rank)), "peak memory by kind, largest rank"))
+    return found
+
+
+def neighbour_rows(before: Neighbours | None, after: Neighbours | None) -> list[NeighbourRow]:
+    """The same test images with what was near them before and after training.
+
+    Args:
+        before, after: with the same queries and the same number of neighbours; None where kNN was off.
+    Returns:
+        A row per test image; those with an image that cannot be read any more are left out.
+    """
+    if before is None or after is None:
+        return []
+    rows = []
+    for place, query_id in enumerate(before.query_ids):
+        wanted = [(before.query_source, query_id)]
+        for found in (before, after):
+            wanted += [(found.index_source, index) for index in found.neighbour_ids[place]]
+        pictures = [original(source, index) for source, index in wanted]
+        readable = [picture for picture in pictures if picture is not None]
+        if len(readable) < len(pictures):
+            continue
+        last = 1 + len(before.neighbour_ids[place])
+        matches = [None if found.matches is None else found.matches[place] for found in (before, after)]
+        rows.append(NeighbourRow(readable[0], readable[1:last], readable[last:], *matches))
+    return rows
