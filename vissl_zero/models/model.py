@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,15 @@ class Model(nn.Module):
 
     Args:
         trunk: list of R image tensors -> list of R features (b_r, F).
-        heads: each takes the rows of all resolutions, concatenated, and optionally a probe (see ``Criterion.probe``).
+        heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
+            given that too (see ``Criterion.probe``).
     """
 
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module]):
         super().__init__()
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
+        self._is_probed = ["probe" in inspect.signature(head.forward).parameters for head in heads]
 
     def forward(self, images: list[Tensor], probe: Tensor | None = None, features_only: bool = False) -> list[Any]:
         """One pass over all resolutions.
@@ -43,8 +46,8 @@ class Model(nn.Module):
         if features_only:
             return features
         rows = torch.cat(features)
-        # A head that no loss probes need not know what a probe is.
-        return [head(rows) if probe is None else head(rows, probe) for head in self.heads]
+        heads = zip(self.heads, self._is_probed, strict=True)
+        return [head(rows, probe=probe) if is_probed else head(rows) for head, is_probed in heads]
 
     def units(self) -> list[nn.Module]:
         """What is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.

@@ -72,6 +72,9 @@ def test_probe_is_scored_by_the_same_prototypes_without_gradient() -> None:
     output = head(torch.randn(2, 4), probe)
     assert output.probe_scores is not None and not output.probe_scores[0].requires_grad
     torch.testing.assert_close(output.probe_scores[0], probe @ head.prototypes0.weight.T)
+    both = Model(nn.Identity(), [head, nn.Linear(4, 3)])([torch.randn(2, 4)], probe)
+    torch.testing.assert_close(both[0].probe_scores[0], output.probe_scores[0])
+    assert both[1].shape == (2, 3)
     assert output.scores[0].requires_grad
     assert head(torch.randn(2, 4)).probe_scores is None
 
