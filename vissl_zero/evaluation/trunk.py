@@ -1,10 +1,12 @@
-"""A trained trunk in a notebook::
+"""A trained trunk to use elsewhere.
 
-import vissl_zero
-from PIL import Image
-trunk = vissl_zero.load_trunk("runs/my_run")
-image = trunk.transform(Image.open("cat.jpg").convert("RGB"))
-features = trunk(image[None])  # (1, feature_dim)
+In a notebook::
+
+    import vissl_zero
+    from PIL import Image
+    trunk = vissl_zero.load_trunk("runs/my_run")
+    image = trunk.transform(Image.open("cat.jpg").convert("RGB"))
+    features = trunk(image[None])  # (1, feature_dim)
 """
 
 from __future__ import annotations

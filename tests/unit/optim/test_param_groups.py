@@ -1,0 +1,166 @@
+"""Decay rules and groups by full parameter name."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from torch import nn
+
+from vissl_zero.config.resolved import OptimizerPlan
+from vissl_zero.errors import ConfigError
+from vissl_zero.optim.param_groups import freeze_untrainable, is_norm, param_groups
+
+
+class ScaleNorm(nn.Module):
+    """A norm layer of somebody else's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(nn.Linear(1, width).bias.detach().clone())
+
+
+class NormalizedLinear(nn.Linear):
+    """Has "norm" in its name and a matrix: not a norm layer."""
+
+
+class Net(nn.Module):
+    """Every kind of parameter that a rule speaks of."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleDict(
+            {
+                "conv": nn.Conv2d(3, 4, 1),
+                "bn": nn.BatchNorm2d(4),
+                "gn": nn.GroupNorm(2, 4),
+                "attention": nn.MultiheadAttention(4, 2),
+                "custom": ScaleNorm(4),
+            }
+        )
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))])
+
+
+CONV_AND_ATTENTION = {
+    "trunk.conv.weight",
+    "trunk.attention.in_proj_weight",
+    "trunk.attention.out_proj.weight",
+}
+BIASES = {"trunk.conv.bias", "trunk.attention.in_proj_bias", "trunk.attention.out_proj.bias"}
+NORM_WEIGHTS = {"trunk.bn.weight", "trunk.gn.weight", "trunk.custom.gain"}
+NORM_BIASES = {"trunk.bn.bias", "trunk.gn.bias"}
+
+
+def groups_of(model, **plan):
+    return {g.name: g for g in param_groups(model, OptimizerPlan("sgd", weight_decay=0.1, **plan))}
+
+
+@pytest.mark.parametrize(
+    ("bn", "bias", "decayed"),
+    [
+        (False, True, CONV_AND_ATTENTION | BIASES),
+        (False, False, CONV_AND_ATTENTION),
+        (True, False, CONV_AND_ATTENTION | NORM_WEIGHTS),
+        (True, True, CONV_AND_ATTENTION | BIASES | NORM_WEIGHTS | NORM_BIASES),
+    ],
+)
+def test_decay_rules(bn, bias, decayed):
+    groups = groups_of(Net(), regularize_bn=bn, regularize_bias=bias)
+    assert set(groups["trunk"].params) == decayed
+    everything = CONV_AND_ATTENTION | BIASES | NORM_WEIGHTS | NORM_BIASES
+    rest = groups["trunk_no_decay"].params if "trunk_no_decay" in groups else ()
+    assert set(rest) == everything - decayed
+
+
+def test_head_has_a_weight_decay_of_its_own():
+    groups = groups_of(Net(), head_weight_decay=0.5)
+    assert groups["head"].params == ("heads.0.0.weight", "heads.0.0.bias", "heads.0.2.weight")
+    assert groups["head_no_decay"].params == ("heads.0.1.weight", "heads.0.1.bias")
+    assert [(g.is_head, g.is_decayed, g.weight_decay) for g in groups.values()] == [
+        (False, True, 0.1),
+        (False, False, 0.0),
+        (True, True, 0.5),
+        (True, False, 0.0),
+    ]
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group():
+    model = Net()
+    freeze_untrainable(model, ["module.trunk.conv.weight", "heads.0.1"])
+    names = [name for group in groups_of(model).values() for name in group.params]
+    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert "trunk.conv.weight" not in names
+    assert "heads.0.1.weight" not in names
+    assert "heads.0.0.weight" in names
+
+
+def test_order_is_the_models():
+    first, second = (groups_of(Net()) for _ in range(2))
+    assert first == second
+    names = [name for name, _ in Net().named_parameters()]
+    assert all(list(g.params) == sorted(g.params, key=names.index) for g in first.values())
+
+
+def test_tied_parameters_count_once():
+    model = Net()
+    model.heads[0][2].weight = model.trunk["attention"].out_proj.weight
+    names = [name for group in groups_of(model).values() for name in group.params]
+    assert "trunk.attention.out_proj.weight" in names
+    assert "heads.0.2.weight" not in names
+
+
+def test_non_regularized_is_a_part_of_the_name():
+    groups = groups_of(Net(), non_regularized=("in_proj", "heads.0.2.weight"))
+    assert {"trunk.attention.in_proj_weight", "trunk.attention.in_proj_bias"} <= set(groups["trunk_no_decay"].params)
+    assert "heads.0.2.weight" in groups["head_no_decay"].params
+
+
+def test_non_regularized_without_a_match_is_said(caplog):
+    with caplog.at_level(logging.WARNING):
+        groups_of(Net(), non_regularized=("conv", "pos_embed", "cls_token"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "config.OPTIMIZER.non_regularized_parameters: no parameter's name contains 'pos_embed' or 'cls_token', "
+        "so it has no effect."
+    ]
+
+
+def test_empty_groups_are_left_out():
+    assert list(groups_of(nn.Linear(2, 2))) == ["trunk"]
+
+
+def test_nothing_to_train_is_refused():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ConfigError, match="NON_TRAINABLE_PARAMS: leaves nothing to train"):
+        groups_of(model)
+
+
+def test_an_unknown_untrainable_name_is_refused_with_the_closest():
+    with pytest.raises(ConfigError, match=r"got 'trunk\.conv\.weigth'.*Did you mean 'trunk\.conv\.weight'"):
+        freeze_untrainable(Net(), ["trunk.conv.weigth"])
+
+
+def test_a_module_name_does_not_freeze_its_namesakes():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
+    freeze_untrainable(model, ["a"])
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["ab.weight", "ab.bias"]
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.BatchNorm1d(2), True),
+        (nn.SyncBatchNorm(2), True),
+        (nn.InstanceNorm2d(2, affine=True), True),
+        (nn.LayerNorm(2), True),
+        (nn.GroupNorm(1, 2), True),
+        (nn.RMSNorm(2), True),
+        (type("MyLayer", (nn.LayerNorm,), {})(2), True),
+        (ScaleNorm(2), True),
+        (NormalizedLinear(2, 2), False),
+        (nn.Linear(2, 2), False),
+        (nn.PReLU(2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_norm_layers_of_every_type(module, expected):
+    assert is_norm(module) is expected
