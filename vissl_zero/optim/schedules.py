@@ -40,13 +40,10 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
     Raises:
         ConfigError: the name is unknown, or the schedule cannot be built from its keys.
     """
-    progression = _build_progression(copy.deepcopy(dict(config)), num_epochs)
-    try:
-        default = getattr(progression, "update_interval", UpdateInterval.STEP)
-        per_epoch = UpdateInterval.from_config({**config}, default) == UpdateInterval.EPOCH
-    except ValueError as error:
-        interval = repr(config["update_interval"])
-        raise ConfigError([Problem(_KEY, interval, "update_interval must be step or epoch", "Choose one.")]) from error
+    interval = _update_interval(config)
+    progression = _build_progression(config, num_epochs)
+    interval = interval or getattr(progression, "update_interval", UpdateInterval.STEP)
+    per_epoch = interval == UpdateInterval.EPOCH
     unit = steps_per_epoch if per_epoch else 1
     num_units = num_epochs if per_epoch else num_epochs * steps_per_epoch
 
@@ -56,20 +53,34 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
     return value
 
 
-def _build_progression(config: dict[str, Any], num_epochs: int) -> Progression:
-    component = SCHEDULERS.get(config["name"])
+def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
+    """What the configuration says; None where it says nothing."""
+    value = config.get("update_interval")
+    if value is None:
+        return None
     try:
-        progression: Progression = component.build(config, num_epochs)
+        return UpdateInterval(value)
+    except ValueError as error:
+        must = "update_interval must be step or epoch"
+        raise ConfigError([Problem(_KEY, repr(value), must, "Choose one of them.")]) from error
+
+
+def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progression:
+    # A copy: classy-vision's composite corrects its lengths in place. Without nulls: a key without a value is not there.
+    given = {key: value for key, value in copy.deepcopy(dict(config)).items() if value is not None}
+    if "name" not in given:
+        raise ConfigError(
+            [Problem(_KEY, str(given), "a schedule must have a name", f"Known: {', '.join(SCHEDULERS)}.")]
+        )
+    component = SCHEDULERS.get(given["name"])
+    try:
+        progression: Progression = component.build(given, num_epochs)
     except (ValueError, TypeError, KeyError, AssertionError) as error:  # all of these, for a value that is wrong
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        must = f"the {given['name']} schedule cannot be built: {reason}"
         fix = "See docs/optimizers.md for the keys of each schedule."
-        must = f"the {config['name']} schedule cannot be built: {reason}"
-        raise ConfigError([Problem(_KEY, _without_nulls(config), must, fix)]) from error
+        raise ConfigError([Problem(_KEY, str(given), must, fix)]) from error
     return progression
-
-
-def _without_nulls(config: Mapping[str, Any]) -> str:
-    return str({key: value for key, value in config.items() if value not in (None, [])})
 
 
 def _single(config: dict[str, Any], num_epochs: int) -> Progression:
@@ -97,4 +108,4 @@ def composite(config: dict[str, Any], num_epochs: int) -> Progression:
         raise ValueError(f"{len(parts)} schedulers, {len(scaling)} entries in interval_scaling")
     if any(length <= 0 for length in lengths):
         raise ValueError(f"lengths must be positive, got {lengths}")
-    return CompositeParamScheduler([_build_progression(dict(part), num_epochs) for part in parts], lengths, scaling)
+    return CompositeParamScheduler([_build_progression(part, num_epochs) for part in parts], lengths, scaling)

@@ -1,0 +1,102 @@
+"""From a plan to an optimizer, the user's own included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
+from vissl_zero.errors import ConfigError
+from vissl_zero.optim.adaptation import Larc, Lars
+from vissl_zero.optim.build import build_optimizer
+from vissl_zero.registry import OPTIMIZERS
+
+
+def groups():
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    return [
+        {"params": params[:1], "lr": 0.1, "weight_decay": 0.01, "name": "trunk"},
+        {"params": params[1:], "lr": 0.2, "weight_decay": 0.0, "name": "head_no_decay"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("lars", torch.optim.SGD)],
+)
+def test_built_in_optimizers_with_the_defaults_of_their_config(name, expected):
+    options = vars(OPTIMIZERS.get(name).config())
+    optimizer, adaptation = build_optimizer(OptimizerPlan(name, options), groups())
+    assert type(optimizer) is expected
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        ("trunk", 0.1, 0.01),
+        ("head_no_decay", 0.2, 0.0),
+    ]
+    assert adaptation == (Lars() if name == "lars" else None)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_larc_on_any_element_wise_optimizer(name):
+    plan = OptimizerPlan(name, larc=LarcPlan(clip=True, trust_coefficient=0.02, eps=1e-6))
+    assert build_optimizer(plan, groups())[1] == Larc(0.02, True, 1e-6)
+
+
+def test_larc_on_lars_is_refused():
+    with pytest.raises(ConfigError, match=r"OPTIMIZER\.use_larc: LARC cannot be put on top of lars.*use_larc=False"):
+        build_optimizer(OptimizerPlan("lars", larc=LarcPlan()), groups())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("sgd", {"momentum": 0.0, "nesterov": True}, "Nesterov momentum requires a momentum"),
+        ("sgd", {"momentum": -1.0}, "Invalid momentum"),
+        ("adamw", {"betas": [1.5, 0.9]}, "Invalid beta parameter"),
+    ],
+)
+def test_options_that_the_optimizer_refuses(name, options, reason):
+    with pytest.raises(ConfigError, match=rf"config\.OPTIMIZER\.base_optimizer: {name} refuses its options: {reason}"):
+        build_optimizer(OptimizerPlan(name, options), groups())
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError, match=r"got 'sdg'.*Did you mean 'sgd'"):
+        build_optimizer(OptimizerPlan("sdg"), groups())
+
+
+@dataclass
+class SignConfig:
+    """Keys of the optimizer below."""
+
+    factor: float = 1.0
+
+
+class Sign(torch.optim.Optimizer):
+    """Steps of equal length."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["lr"] * group["factor"])
+
+
+def test_an_optimizer_of_the_users_own(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_components", dict(OPTIMIZERS._components))
+
+    @OPTIMIZERS.register("sign", config=SignConfig)
+    def sign(groups, factor=1.0):
+        """Steps of equal length."""
+        return Sign(groups, {"factor": factor})
+
+    given = groups()
+    optimizer, adaptation = build_optimizer(OptimizerPlan("sign", {"factor": 2.0}, larc=LarcPlan()), given)
+    for group in given:
+        group["params"][0].grad = torch.tensor([1.0, -3.0, 0.0], dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(
+        given[0]["params"][0].detach(), torch.tensor([0.8, 1.2, 1.0], dtype=torch.float64), rtol=0, atol=1e-15
+    )
+    assert isinstance(adaptation, Larc)
