@@ -26,7 +26,7 @@ class SwAVLossConfig:
     temperature: float = 0.1
     """Divides the scores before the softmax."""
     use_double_precision: bool = False
-    """Compute the assignments in float64."""
+    """Compute assignments and loss in float64."""
     normalize_last_layer: bool = True
     """Divide prototypes by their L2 norm after every step."""
     num_iters: int = 3
