@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,26 @@ from vissl_zero.losses.criterion import Batch, Criterion
 from vissl_zero.losses.embedding_health import clustering_health
 from vissl_zero.losses.embedding_queue import EmbeddingQueue
 from vissl_zero.losses.sinkhorn import sinkhorn
-from vissl_zero.models.heads.swav_head import SwAVOutput
 from vissl_zero.registry import LOSSES
 
 _KEY = "config.LOSS.swav_loss"
+
+
+@runtime_checkable
+class ClusteredOutput(Protocol):
+    """What the loss needs of a head's output; ``swav_head`` gives it, and a head of your own may."""
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(n, D), rows crop-major."""
+
+    @property
+    def scores(self) -> list[Tensor]:
+        """Per layer of prototypes (n, K_i)."""
+
+    @property
+    def probe_scores(self) -> list[Tensor] | None:
+        """Per layer (q, K_i), the rows of ``Criterion.probe`` scored without gradient; None without a probe."""
 
 
 @LOSSES.register("swav_loss", config=SwAVLossConfig)
@@ -27,7 +43,7 @@ class SwAVLoss(Criterion):
 
     For every crop c of ``crops_for_assign`` and every other crop v, the cross-entropy between the assignment of c and
     the softmax of the scores of v, averaged over c, v, samples and layers of prototypes. Scores are brought to float32
-    at least; float64 stays. The model's first head must be ``swav_head``.
+    at least; float64 stays. The model's first head must give a ``ClusteredOutput``.
 
     Args: the fields of ``SwAVLossConfig``, with embedding_dim, num_crops and num_prototypes known.
 
@@ -125,7 +141,7 @@ class SwAVLoss(Criterion):
         num_terms = len(self.crops_for_assign) * (self.num_crops - 1) * max(scores.shape[1], 1)
         return -(assigned * others).sum() / num_terms
 
-    def _assigned_embeddings(self, output: SwAVOutput, batch: Batch) -> Tensor:
+    def _assigned_embeddings(self, output: ClusteredOutput, batch: Batch) -> Tensor:
         """(C, B, D), without gradient."""
         return output.embeddings.detach().unflatten(0, (self.num_crops, batch.num_local))[self.crops_for_assign]
 
@@ -136,10 +152,10 @@ class SwAVLoss(Criterion):
     def _is_queue_on(self) -> bool:
         return self._step >= self.queue_start_iter and self._epoch >= self.queue_start_epoch
 
-    def _output_of(self, outputs: list[Any], batch: Batch) -> SwAVOutput:
+    def _output_of(self, outputs: list[Any], batch: Batch) -> ClusteredOutput:
         """The first head's output, after checking that it is what this loss was built for."""
         output = outputs[0]
-        if not isinstance(output, SwAVOutput):
+        if not isinstance(output, ClusteredOutput):
             fix = 'Write config.MODEL.HEAD.PARAMS: [["swav_head", {...}]].'
             got = type(output).__name__
             raise ConfigError([Problem("config.LOSS.name", got, "swav_loss needs swav_head as the first head", fix)])

@@ -39,7 +39,7 @@ class Unit(nn.Sequential):
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
         """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ."""
         if self.checkpoint and self.training and torch.is_grad_enabled():
-            # Reentrant checkpointing gives wrong gradients under fully_shard with two forwards in one backward.
+            # Reentrant checkpointing of sharded modules gives wrong gradients with two forwards in one backward.
             result: list[Tensor] = checkpoint(self._apply_layers, xs, use_reentrant=False, context_fn=_contexts)
             return result
         return self._apply_layers(xs)

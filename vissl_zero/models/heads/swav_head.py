@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"ReLU": nn.ReLU, "GELU": nn.GELU, "S
 
 
 class SwAVOutput(NamedTuple):
-    """What the head gives; a plain tuple to the hooks of fully_shard.
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (n, D), of unit length where ``normalize_feats``; at least float32.

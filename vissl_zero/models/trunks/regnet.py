@@ -29,8 +29,8 @@ _FIXED_BY_NAME = ("bottleneck_multiplier", "block_type", "activation_type", "use
 class RegNet(StagedTrunk):
     """RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width.
 
-    Only the stem and the blocks are classy-vision's: its model's ``__call__`` forwards to an inner module, so the hooks
-    of fully_shard would never run. Images of any size of at least 1 pixel work.
+    Only the stem and the blocks are classy-vision's: its model's ``__call__`` forwards to an inner module, so hooks on
+    the model would never run. Images of any size of at least 1 pixel work.
 
     Args:
         options: fields of ``RegNetConfig``.
