@@ -12,11 +12,15 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; renamed over ``path`` at the end, removed after an error.
 
-    The data reach the disk before the rename, so that a power cut leaves the old file or the new one.
+    The data reach the disk before the rename, so that a power cut leaves the old file or the new one. Who may read the
+    file is decided by the umask alone, whatever library writes it (safetensors would make it private).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

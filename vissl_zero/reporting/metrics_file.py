@@ -15,7 +15,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile(Hook):
-    """Writes a line per step as soon as the step is done (about 30 us), so that a crash loses none."""
+    """Writes a line per step as soon as the step is done (0.1 ms), so that a crash loses none."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None

@@ -68,8 +68,9 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
     """The few figures at the top: (figure, what it is)."""
     summary = summarise(run)
-    loss = f"{figure_text(summary['loss_first'])} → {figure_text(summary['loss_last'])}"
-    found = [(loss, "loss, first step → last")]
+    found = []
+    if summary["loss_first"] is not None:
+        found.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
     if summary["knn_top1_after"] is not None:
         knn = f"{100 * summary['knn_top1_before']:.1f} → {percent(summary['knn_top1_after'])}"
         found.append((knn, "kNN top-1, before → after"))

@@ -74,8 +74,9 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
 
 
 def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    first, last = figure_text(summary["loss_first"], 5), figure_text(summary["loss_last"], 5)
-    lines = [("loss", f"{first} -> {last}  (first step -> last)")]
+    lines = []
+    if summary["loss_first"] is not None:
+        lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last)"))
     if summary["knn_top1_after"] is not None:
         before, after = percent(summary["knn_top1_before"]), percent(summary["knn_top1_after"])
         raw = summary.get("knn_top1_raw_pixels")

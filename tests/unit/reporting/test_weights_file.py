@@ -38,6 +38,8 @@ def test_weights_come_back_bit_for_bit_with_their_origin(tmp_path: Path) -> None
     weights, metadata = read(tmp_path / "weights.safetensors")
     assert weights.keys() == state.keys()
     assert all(torch.equal(weights[name], state[name]) and weights[name].dtype == state[name].dtype for name in state)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert metadata == {"vissl_zero": vissl_zero.__version__, "recipe": "quickstart/swav_digits", "step": "20"}
 
 
