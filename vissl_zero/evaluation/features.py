@@ -34,6 +34,11 @@ class Features:
     labels: Tensor | None
     pixels: Tensor | None = None
 
+    def at(self, places: Tensor) -> Features:
+        """Those of some of the images."""
+        labels, pixels = (None if t is None else t[places] for t in (self.labels, self.pixels))
+        return Features(self.rows[places], labels, pixels)
+
     def of_pixels(self) -> Features:
         """The same images with their pixels for features."""
         assert self.pixels is not None, "extract_features was not asked for pixels"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, rank, world_size
 from vissl_zero.data.order import rank_slice
+from vissl_zero.evaluation.features import Features
 
 _CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64
 # Between equally near neighbours the first in the index is chosen, also when the features of all images are the same (a
@@ -70,28 +71,31 @@ def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -
 
 
 def knn_top1(
-    queries: Tensor,
-    query_labels: Tensor,
-    index: Tensor,
-    index_labels: Tensor,
+    queries: Features,
+    index: Features,
     num_neighbours: int = 20,
     sigma: float = 0.07,
     is_cosine: bool = True,
-) -> float:
+    excluded: Tensor | None = None,
+) -> float | None:
     """Share of queries whose neighbours vote for their class. Collective: each rank looks up its share of the queries.
 
     Args:
-        queries: (Q, F), equal on every rank, as are all others.
-        query_labels: (Q,) int64.
-        index: (N, F).
-        index_labels: (N,) int64.
+        queries: Q images, equal on every rank, as are all others.
+        index: N images.
         num_neighbours: neighbours that vote.
         sigma: temperature of the vote.
         is_cosine: compare directions; else dot products.
+        excluded: as for ``nearest``.
+    Returns:
+        0 to 1, equal on every rank; None if queries or index have no labels.
     Cost: Q * N * F / ranks multiplications and two all-gathers.
     """
-    own = rank_slice(len(queries), rank(), world_size())
-    similarities, places = nearest(queries[own], index, num_neighbours, is_cosine)
-    num_classes = int(max(index_labels.max(), query_labels.max())) + 1
-    predicted = all_gather_rows(vote(similarities, index_labels[places], sigma, num_classes))
-    return float((predicted == query_labels).double().mean())
+    if queries.labels is None or index.labels is None:
+        return None
+    own = rank_slice(len(queries.rows), rank(), world_size())
+    without = None if excluded is None else excluded[own]
+    similarities, places = nearest(queries.rows[own], index.rows, num_neighbours, is_cosine, without)
+    num_classes = int(max(index.labels.max(), queries.labels.max())) + 1
+    predicted = all_gather_rows(vote(similarities, index.labels[places], sigma, num_classes))
+    return float((predicted == queries.labels).double().mean())

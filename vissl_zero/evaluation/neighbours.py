@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vissl_zero.data.source import Source
 from vissl_zero.evaluation.features import Features
@@ -35,23 +36,30 @@ def find_neighbours(
     queries: Features,
     index: Features,
     is_cosine: bool = True,
+    excluded: Tensor | None = None,
     num_queries: int = 6,
     num_neighbours: int = 5,
 ) -> Neighbours:
     """Neighbours of a few images, evenly spread over the source (so over its class folders too). Not a collective.
 
     Args:
-        query_source, index_source: may be the same; an image is then no neighbour of itself.
+        query_source, index_source: where the images are from.
         queries, index: features of their images.
         is_cosine: compare directions; else dot products.
+        excluded: place in the index, per query, that does not count (the query itself), or None.
         num_queries, num_neighbours: how many at most.
     """
-    num_queries = min(num_queries, len(query_source))
-    ids = [(2 * i + 1) * len(query_source) // (2 * num_queries) for i in range(num_queries)]
+    ids = middles(len(query_source), num_queries)
     places = torch.tensor(ids, device=queries.rows.device)
-    excluded = places if query_source is index_source else None
-    _, found = nearest(queries.rows[places], index.rows, num_neighbours, is_cosine, excluded)
+    chosen, without = queries.at(places), None if excluded is None else excluded[places]
+    _, found = nearest(chosen.rows, index.rows, num_neighbours, is_cosine, without)
     matches = None
-    if queries.labels is not None and index.labels is not None:
-        matches = (index.labels[found] == queries.labels[places, None]).tolist()
+    if chosen.labels is not None and index.labels is not None:
+        matches = (index.labels[found] == chosen.labels[:, None]).tolist()
     return Neighbours(query_source, index_source, ids, found.tolist(), matches)
+
+
+def middles(length: int, number: int) -> list[int]:
+    """The middle places of ``number`` equal parts of ``length`` places, or all places if there are fewer."""
+    number = min(number, length)
+    return [(2 * part + 1) * length // (2 * number) for part in range(number)]

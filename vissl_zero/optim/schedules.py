@@ -66,7 +66,7 @@ def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
 
 
 def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progression:
-    # A copy: classy-vision's composite corrects its lengths in place. Without nulls: a key without a value is not there.
+    # A copy: classy-vision's composite corrects its lengths in place. A key that is null is not there.
     given = {key: value for key, value in copy.deepcopy(dict(config)).items() if value is not None}
     if "name" not in given:
         raise ConfigError(

@@ -1,0 +1,42 @@
+"""Evaluation gives the same figures on any number of ranks and at any level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
+from vissl_zero.evaluation.accuracy import AccuracyHook
+from vissl_zero.evaluation.features import Features, extract_features
+from vissl_zero.evaluation.knn_hook import KnnHook
+
+
+def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, dict[str, Any], list[list[int]]]:
+    plan = make_plan(make_config(), level=level, world_size=world_size, max_steps=max_steps)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    hook = KnnHook(plan)
+    train(run, schedules, frozen, [hook, AccuracyHook()])
+    images, _ = build_eval_images(plan.config["DATA"], plan.seed)
+    features = extract_features(run, images, with_pixels=True)
+    assert hook.neighbours_after is not None
+    return features, run.results, hook.neighbours_after.neighbour_ids
+
+
+@pytest.mark.parametrize(
+    ("level", "world_size", "max_steps"),
+    [(0, 2, 3), (2, 2, 3), (3, 2, 3), (3, 3, 0), (0, 3, 0)],  # 16 images a step do not divide by 3: no training there
+)
+def test_the_same_on_every_rank_and_as_in_one_process(level: int, world_size: int, max_steps: int) -> None:
+    (wanted,) = run_on_ranks(1, _evaluate, 0, 1, max_steps)
+    for features, results, neighbours in run_on_ranks(world_size, _evaluate, level, world_size, max_steps):
+        torch.testing.assert_close(features.rows, wanted[0].rows, rtol=0, atol=1e-10)
+        assert torch.equal(features.labels, wanted[0].labels)
+        assert torch.equal(features.pixels, wanted[0].pixels)
+        assert results == wanted[1]
+        assert neighbours == wanted[2]
