@@ -45,4 +45,4 @@ class LARSConfig:
     eps: float = 1e-8
     """Added to the gradient's norm: without it a tensor whose true gradient is zero takes full steps of rounding noise."""
     exclude_bias_and_norm: bool = False
-    """Leave tensors with one dimension to plain SGD without weight decay."""
+    """Tensors with one dimension keep the plain learning rate; whether they decay is up to regularize_bias and _bn."""
