@@ -18,10 +18,10 @@ from vissl_zero.reporting.memory_kinds import KINDS, total
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.sharding.strategy import Bytes
 
-# Share of the activations that goes away. Recomputing a block keeps its input alone of about eight tensors of that
-# size; autocast halves what convolutions and batch norm keep and leaves the rest in float32.
+# Share of the activations that goes away, at least. Measured on the CPU with RegNets of 45 k and 3.9 M parameters:
+# recomputing keeps 13 to 17 % (and, for a moment, those of the block being recomputed); autocast saves 29 and 44 %.
 _SAVED_BY_RECOMPUTING = 0.7
-_SAVED_BY_BFLOAT16 = 0.4
+_SAVED_BY_BFLOAT16 = 0.3
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a switch
 _STATES_PER_PARAMETER = {"sgd": 1, "lars": 1, "adam": 2, "adamw": 2}
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
