@@ -1,0 +1,75 @@
+"""Imports between rooms go one way, and the rooms that answer --help import no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vissl_zero"
+ANYONE = {"errors", "registry", "collectives", "torchvision_compat", "__version__", ""}
+# room -> rooms it may import
+ALLOWED = {
+    "config": set(),
+    "models": {"config"},
+    "losses": {"config"},
+    "data": {"config"},
+    "optim": {"config"},
+    "sharding": {"config", "models", "losses", "data", "optim"},
+    "engine": {"config", "models", "losses", "data", "optim", "sharding"},
+    "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
+    "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},
+    "launch": {"config", "sharding", "engine", "evaluation", "reporting"},
+    "commands": {"config"},
+}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """First component after ``vissl_zero.`` of every import in a file, type-checking-only ones left out."""
+    rooms: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vissl_zero":
+            parts = node.module.split(".")[1:]
+            rooms.update([parts[0]] if parts else [alias.name for alias in node.names])
+        if isinstance(node, ast.Import):
+            rooms.update(a.name.split(".")[1] for a in node.names if a.name.startswith("vissl_zero."))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return rooms
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_room_imports_only_what_the_arrows_allow(room):
+    files = sorted((PACKAGE / room).rglob("*.py"))
+    assert files
+    for path in files:
+        extra = imported_rooms(path) - ALLOWED[room] - ANYONE - {room}
+        assert not extra, f"{path.relative_to(PACKAGE)} imports {sorted(extra)}"
+
+
+def test_every_folder_is_a_known_room():
+    folders = {p.parent.name for p in PACKAGE.glob("*/__init__.py")} - {"conf"}
+    assert folders == set(ALLOWED)
+
+
+@pytest.mark.parametrize("word", ["fully_shard", "FSDPModule", "DistributedDataParallel", "fairscale", "sharding.level"])
+def test_nothing_outside_sharding_asks_for_the_engine(word):
+    allowed = ("sharding/", "config/", "commands/", "conf/", "registry.py", "cli.py", "reporting/")
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if not name.startswith(allowed):
+            assert word not in path.read_text(), f"{name} mentions {word}"
+
+
+@pytest.mark.parametrize("module", ["vissl_zero", "vissl_zero.cli", "vissl_zero.config.resolve", "vissl_zero.registry"])
+def test_configuration_imports_no_torch(module):
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,77 @@
+"""The registry: names, duplicates, typed options, plugins."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.errors import RegistryError
+from vissl_zero.registry import REGISTRIES, Registry, load_plugins
+
+
+def make_registry() -> Registry:
+    return Registry("fruit", "config.FRUIT", {"queue": ("queue", "A built-in that is never imported here.")})
+
+
+def test_registered_component_is_found_with_its_summary():
+    fruits = make_registry()
+
+    @fruits.register("apple")
+    class Apple:
+        """Grows on trees.
+
+        More text.
+        """
+
+    component = fruits.get("apple")
+    assert component.build is Apple
+    assert component.summary == "Grows on trees."
+    assert list(fruits) == ["apple", "queue"]
+
+
+def test_duplicate_name_is_refused():
+    fruits = make_registry()
+    fruits.register("apple")(int)
+    with pytest.raises(RegistryError, match="'apple' is already taken"):
+        fruits.register("apple")(float)
+
+
+def test_name_of_a_builtin_is_refused_before_the_builtin_is_imported():
+    with pytest.raises(RegistryError, match="'queue' is already taken by queue"):
+        make_registry().register("queue")(float)
+
+
+def test_unknown_name_lists_the_closest():
+    with pytest.raises(RegistryError, match="Did you mean 'queue'"):
+        make_registry().get("queu")
+
+
+@pytest.mark.parametrize("kind", sorted(REGISTRIES))
+def test_every_builtin_is_registered_by_the_module_that_declares_it(kind):
+    registry = REGISTRIES[kind]
+    for name in registry:
+        component = registry.get(name)
+        assert component.name == name
+        assert component.summary, f"{kind} {name} has no docstring"
+
+
+def test_plugins_register_their_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_heads.py").write_text(
+        "from vissl_zero.registry import HEADS\n"
+        "@HEADS.register('head_of_a_test')\n"
+        "class Head:\n"
+        "    '''A head.'''\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_plugins(["my_heads"])
+    assert REGISTRIES["heads"].get("head_of_a_test").summary == "A head."
+    sys.modules.pop("my_heads")
+    import_module("my_heads")  # a second import of the same file is no duplicate
+
+
+def test_missing_plugin_module_says_what_to_do():
+    with pytest.raises(RegistryError, match=r"config.IMPORTS.*'no_such_module_here'.*PYTHONPATH"):
+        load_plugins(["no_such_module_here"])
