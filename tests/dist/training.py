@@ -106,8 +106,11 @@ class Head(nn.Module):
     def __init__(self, feature_dim: int, case: Case):
         super().__init__()
         width = 257 if case.giant else 9
-        norm = nn.BatchNorm1d(width) if case.norm == "batch" else nn.Identity()
-        self.projection_head = nn.Sequential(nn.Linear(feature_dim, width), norm, nn.Tanh(), nn.Linear(width, 4))
+        has_norm = case.norm == "batch"
+        # No bias before batch norm: its true gradient is zero, and layer-wise rates make steps of the rounding noise.
+        first = nn.Linear(feature_dim, width, bias=not has_norm)
+        norm = nn.BatchNorm1d(width) if has_norm else nn.Identity()
+        self.projection_head = nn.Sequential(first, norm, nn.Tanh(), nn.Linear(width, 4))
         self.prototypes0 = nn.Linear(4, 2, bias=False)
         if case.unused:
             self.never_called = nn.Linear(3, 3)

@@ -54,8 +54,11 @@ class BatchNorm(_BatchNorm):
         is_counted = self.training and self.running_mean is not None and not is_recomputing()
         momentum = self._count_batch() if is_counted else 0.0
         if self.group is None:
-            means = (self.running_mean, self.running_var) if is_counted else (None, None)
-            return F.batch_norm(input, *means, self.weight, self.bias, training=True, momentum=momentum, eps=self.eps)
+            running = (self.running_mean, self.running_var)
+            if not is_counted and self.running_mean is not None:
+                # Copies, not None: a recomputation must save as many tensors for backward as the first run did.
+                running = (self.running_mean.clone(), self.running_var.clone())  # type: ignore[union-attr]
+            return F.batch_norm(input, *running, self.weight, self.bias, training=True, momentum=momentum, eps=self.eps)
         output, mean, var, count = _Synchronised.apply(input, self.weight, self.bias, self.eps, self.group)
         if is_counted:
             unbiased = var * (count / (count - 1).clamp(min=1))

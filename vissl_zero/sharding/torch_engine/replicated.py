@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class Replicated(ShardedModel):
         device: torch.device,
     ):
         self._ddp: DistributedDataParallel | None = None
+        self._is_graph_known = False
         if collectives.world_size() > 1:
             self._ddp = DistributedDataParallel(
                 module,
@@ -45,9 +46,19 @@ class Replicated(ShardedModel):
         model = module if self._ddp is None else self._ddp
         super().__init__(model, module, groups, build_optimizer, plan, wrap_plan, device, group=None)
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged in the backward pass of the last micro-batch."""
-        return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Gradients are averaged in the backward pass of the last micro-batch, and in the very first one of all.
+
+        DDP learns the static graph in a backward pass that communicates and fails if the first one does not. Averaging
+        what is an average already changes nothing, so the sum of micro-batches stays right.
+        """
+        if self._ddp is None or is_last or not self._is_graph_known:
+            yield
+        else:
+            with self._ddp.no_sync():
+                yield
+        self._is_graph_known = True
 
 
 def _without_buffer_sync() -> dict[str, bool]:
