@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from vissl_zero.engine.hook import StepRecord
 from vissl_zero.reporting.memory_kinds import KINDS, largest, total
@@ -14,6 +14,7 @@ from vissl_zero.reporting.report_page import BLUE, GREEN, GREY, INK, ORANGE, PUR
 from vissl_zero.reporting.series import Series, series
 from vissl_zero.sharding.strategy import Bytes
 
+_ROUND = [1, 2, 5, 10]  # steps between ticks, times a power of ten
 KIND_COLORS = {"params": BLUE, "grads": SKY, "optimizer": ORANGE, "activations": PURPLE, "buffers": GREY}
 
 
@@ -71,7 +72,7 @@ def draw_knn(axes: Axes, points: Sequence[tuple[int, float]], raw_pixels: float 
             color=SOFT,
         )
     axes.margins(x=0.12, y=0.18)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
     _label_steps(axes)
 
 
@@ -114,5 +115,5 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
 
 def _label_steps(axes: Axes) -> None:
     axes.set_xlabel("step", loc="right", labelpad=2)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=_ROUND))
