@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 
+from vissl_zero.config.options import typed_options
 from vissl_zero.data.labels import relabel
-from vissl_zero.data.options import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES
 
@@ -105,7 +105,8 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         seed=seed,
         class_names=tuple(class_names),
     )
-    source: Source = component.build(request, **_options(component.config, cfg, split))
+    options = typed_options(component, cfg.get("SOURCE_PARAMS", {}), f"config.DATA.{split}.SOURCE_PARAMS")
+    source: Source = component.build(request, **options)
     return _limit(_with_labels(source, cfg, request), request.limit)
 
 
@@ -142,17 +143,6 @@ def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest)
             "Put the images of each class in a folder of its own, or set LABEL_SOURCES to []."
         )
     return source
-
-
-def _options(config: type | None, cfg: Mapping[str, Any], split: str) -> dict[str, Any]:
-    """SOURCE_PARAMS, checked against the component's own dataclass."""
-    given = dict(cfg.get("SOURCE_PARAMS") or {})
-    key = f"config.DATA.{split}.SOURCE_PARAMS"
-    if config is not None:
-        return typed_options(config, given, key)
-    if given:
-        raise ConfigError([Problem(key, str(given), "must be empty", "This data source has no keys of its own.")])
-    return {}
 
 
 def _limit(source: Source, limit: int) -> Source:

@@ -42,7 +42,7 @@ class DiskFolder:
         # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
         self.class_names: tuple[str, ...] = tuple(classes) if len(classes) > 1 else ()
         number = {name: index for index, name in enumerate(self.class_names)}
-        # Fixed-width bytes, not a list of str: a copy goes to every loader worker (ImageNet: 45 MB instead of 110 MB).
+        # Fixed-width bytes, not a list of str: a copy goes to every loader worker (ImageNet: 68 MB instead of 140 MB).
         self._files = np.array([os.fsencode(file) for names in found for _, file in names])
         self._labels = np.array([number.get(name or "", UNLABELLED) for names in found for name, _ in names])
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vissl_zero.data.options import typed_options
+from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
 from vissl_zero.torchvision_compat import torchvision
@@ -75,7 +75,7 @@ def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
     component = _find(name, key)
     arguments = {argument: _argument(value, key) for argument, value in entry.items() if argument != "name"}
     if component.config is not None:
-        arguments = typed_options(component.config, arguments, f"{key}.{name}")
+        arguments = typed_options(component, arguments, f"{key}.{name}")
     try:
         transform: Callable[[Any], Any] = component.build(**arguments)
     except (TypeError, ValueError) as error:
