@@ -1,0 +1,94 @@
+"""Bytes on the wire per step, counted, over those of DistributedDataParallel: 1.0, 1.0 and 1.5, multi-crop included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.test_memory import _shard
+from tests.ranks import run_on_ranks
+from vissl_zero.sharding.strategy import Sharded
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes a rank sends in ring algorithms, by operation of c10d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            hops = (dist.get_world_size() - 1) / dist.get_world_size()
+            self.calls[name] += 1
+            if name == "c10d::_allgather_base_":
+                self.sent["parameters"] += round(args[0].nbytes * hops)
+            elif name == "c10d::_reduce_scatter_base_":
+                self.sent["gradients"] += round(args[1].nbytes * hops)
+            elif name == "c10d::allgather_":
+                self.sent["statistics"] += sum(t.nbytes for t in args[1]) * (dist.get_world_size() - 1)
+            elif name == "c10d::allreduce_":
+                self.sent["statistics"] += round(2 * sum(t.nbytes for t in args[0]) * hops)
+            else:
+                raise AssertionError(f"{name} is not counted")
+        return func(*args, **(kwargs or {}))
+
+
+def _step(sharded: Sharded, num_resolutions: int, num_micro_batches: int) -> None:
+    for index in range(num_micro_batches):
+        with sharded.micro_batch(is_last=index == num_micro_batches - 1):
+            crops = [torch.randn(4 - resolution, 33) for resolution in range(num_resolutions)]
+            sharded.backward(sharded.model(crops).square().mean())
+    sharded.step()
+    sharded.zero_grad()
+
+
+def _bytes_per_step(level: int, num_resolutions: int, num_micro_batches: int) -> dict[str, float]:
+    sharded = _shard(level, "sgd")
+    bucket_bytes = []
+    if isinstance(sharded.model, DistributedDataParallel):
+
+        def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            bucket_bytes.append(bucket.buffer().nbytes)
+            return allreduce_hook(dist.group.WORLD, bucket)
+
+        sharded.model.register_comm_hook(None, count)
+    _step(sharded, num_resolutions, num_micro_batches)
+    bucket_bytes.clear()
+    with _Traffic() as traffic:
+        _step(sharded, num_resolutions, num_micro_batches)
+    hops = (dist.get_world_size() - 1) / dist.get_world_size()
+    state = 2 * hops * sum(bucket_bytes) + traffic.sent["parameters"] + traffic.sent["gradients"]
+    return {"state": state, "statistics": traffic.sent["statistics"], "all_reduces": traffic.calls["c10d::allreduce_"]}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("num_resolutions", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_over_ddp(world_size: int, num_resolutions: int) -> None:
+    ddp, *levels = (run_on_ranks(world_size, _bytes_per_step, level, num_resolutions, 1)[0] for level in range(4))
+    ratios = [level["state"] / ddp["state"] for level in levels]
+    print(f"world {world_size}, {num_resolutions} resolutions: levels 1 to 3 move {ratios} of DDP's bytes")
+    assert ratios == pytest.approx([1.0, 1.0, 1.5], rel=0.01)
+    assert all(level["statistics"] < 0.03 * ddp["state"] for level in levels)
+
+
+@pytest.mark.timeout(60)
+def test_level_1_communicates_once_a_step_however_many_micro_batches() -> None:
+    once, thrice = (run_on_ranks(2, _bytes_per_step, 1, 2, number)[0] for number in (1, 3))
+    assert thrice["state"] == once["state"]
+
+
+@pytest.mark.timeout(60)
+def test_norms_take_one_all_reduce() -> None:
+    # Four batch norms, two resolutions each: one all-reduce in backward per call, and one for all norms of the step.
+    assert run_on_ranks(2, _bytes_per_step, 3, 2, 1)[0]["all_reduces"] == 4 * 2 + 1
