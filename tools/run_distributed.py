@@ -1,0 +1,8 @@
+"""Train a recipe: ``python tools/run_distributed.py config=<recipe> [config.A.B=value ...]``; the same as ``vissl-zero``."""
+
+import sys
+
+from vissl_zero.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
+
+Other words first: ``vissl-zero list <kind>``, ``doctor``, ``--version``. Everything else is Hydra's: ``--help``,
+``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
+
+Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from vissl_zero.errors import VisslZeroError
+
+INTERRUPTED = 130
+HELP = """\
+vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
+
+Train:
+  vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]
+    config=quickstart/swav_digits                   a recipe; vissl-zero list recipes lists them
+    config.ZERO.LEVEL=3                             shard optimizer state (1), gradients (2), parameters (3)
+    config.DISTRIBUTED.NUM_PROC_PER_NODE=2          processes
+    config.DATA.TRAIN.DATA_PATHS=[/my/photos]       images
+    config.CHECKPOINT.DIR=runs/mine                 the run folder
+
+Look before you train:
+  vissl-zero config=<recipe> --cfg job              the whole composed configuration
+  vissl-zero config=<recipe> --help                 the same, with Hydra's hints
+  vissl-zero list recipes|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
+  vissl-zero doctor                                 what works on this machine, and why the rest does not
+
+Sweep:
+  vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3
+
+Under another launcher:
+  torchrun --nproc-per-node 2 tools/run_distributed.py config=<recipe>
+
+Exit codes: 0 done, 2 your input, 1 a crash, 130 interrupted. --hydra-help has Hydra's own flags, --version the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the ``vissl-zero`` command and of ``tools/run_distributed.py``; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except VisslZeroError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    word = arguments[0] if arguments else ""
+    if word in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    if word == "--version":
+        from vissl_zero import __version__
+
+        print(f"vissl_zero {__version__}")
+        return 0
+    if word == "doctor":
+        from vissl_zero.commands.doctor import doctor
+
+        return doctor()
+    if word == "list":
+        from vissl_zero.commands.list import list_kind
+
+        return list_kind(arguments[1] if len(arguments) > 1 else "")
+    return _train(arguments)
+
+
+def _train(arguments: list[str]) -> int:
+    """Compose through ``@hydra.main`` and run every job of it (one, or a sweep); the worst exit code of all jobs."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from vissl_zero.config.explain import EXPLAINABLE, explain
+    from vissl_zero.config.store import register
+
+    codes: list[int] = []
+    own_process = os.getpid()
+
+    @hydra.main(version_base="1.3", config_path="pkg://vissl_zero.conf", config_name="defaults")
+    def job(cfg: DictConfig) -> None:
+        code = _run_job(cfg)
+        if code == INTERRUPTED or os.getpid() != own_process:
+            raise SystemExit(code)  # ends a sweep; or tells a launcher that runs jobs elsewhere
+        codes.append(code)
+
+    register()
+    sys.argv = [sys.argv[0], *_quiet_on_other_ranks(arguments)]
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
+    try:
+        job()
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return max(codes, default=0)
+
+
+def _run_job(cfg: object) -> int:
+    """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig
+
+    from vissl_zero.config.compose import typed
+    from vissl_zero.config.resolve import resolve
+    from vissl_zero.launch.run import run
+
+    assert isinstance(cfg, DictConfig)
+    hydra_cfg = HydraConfig.get()
+    try:
+        composed = typed(cfg, str(hydra_cfg.runtime.choices["config"]))
+        return run(resolve(composed, hydra_cfg.runtime.output_dir), composed.user_yaml())
+    except VisslZeroError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _quiet_on_other_ranks(arguments: list[str]) -> list[str]:
+    """Under torchrun every rank composes; only rank 0 may leave Hydra's output folder behind."""
+    if os.environ.get("RANK", "0") == "0" or any(word.startswith("hydra.run.dir=") for word in arguments):
+        return arguments
+    return [*arguments, "hydra.run.dir=."]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

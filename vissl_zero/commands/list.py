@@ -1,0 +1,41 @@
+"""``vissl-zero list <kind>``: recipes and components, a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from vissl_zero.config.recipes import list_recipes
+from vissl_zero.errors import ConfigError, did_you_mean
+from vissl_zero.registry import REGISTRIES
+
+KINDS = ("recipes", *REGISTRIES)
+
+
+def list_kind(kind: str) -> int:
+    """Print everything of one kind by name.
+
+    Args:
+        kind: one of ``KINDS``.
+    Raises:
+        ConfigError: another word.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"vissl-zero list {kind}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+    if kind == "recipes":
+        _print((recipe.argument, recipe.summary) for recipe in list_recipes())
+    else:
+        registry = REGISTRIES[kind]
+        _print((name, registry.summary(name)) for name in registry)
+    return 0
+
+
+def _print(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
