@@ -34,6 +34,7 @@ CASES = {
     "group_norm": Case(norm="group"),
     "no_norm": Case(norm="none"),
     "every_layer_wrapped": Case(wrap_threshold=1, checkpoint_every=2),
+    "shard_groups": Case(optimizer="larc", clip=0.05, num_micro_batches=2, shard_group_size=2),
     "everything": Case(
         optimizer="larc",
         clip=0.05,
@@ -45,7 +46,7 @@ CASES = {
         checkpoint_every=1,
     ),
 }
-WORLDS = {"everything": (1, 2, 3, 4), "sgd": (1, 2, 3, 4)}
+WORLDS = {"everything": (1, 2, 3, 4), "sgd": (1, 2, 3, 4), "shard_groups": (4,)}
 
 
 @cache

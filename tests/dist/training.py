@@ -21,7 +21,7 @@ from vissl_zero.models.model import Model
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.strategy import Sharded, StepResult
 from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
 
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
@@ -284,7 +284,7 @@ def train_sharded(case: Case, level: int) -> Outcome:
     return outcome
 
 
-def train_step(sharded: Sharded, case: Case, step: int, outcome: Outcome) -> None:
+def train_step(sharded: Sharded, case: Case, step: int, outcome: Outcome) -> StepResult:
     """One optimizer step; notes loss and gradient norm in ``outcome``."""
     sharded.freeze(["heads.0.prototypes0.weight"] if step < case.frozen_steps else [])
     for group in sharded.optimizer.param_groups:
@@ -303,6 +303,7 @@ def train_step(sharded: Sharded, case: Case, step: int, outcome: Outcome) -> Non
     sharded.zero_grad()
     outcome.losses.append(float(collectives.all_reduce_sum(total)))
     outcome.grad_norms.append(float(result.grad_norm))
+    return result
 
 
 def _rows_of_this_rank(size: int) -> Tensor:

@@ -98,10 +98,12 @@ class _Synchronised(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
         grad = grads[0].contiguous()
-        # torch's own kernel sums grad * normalised x and grad per channel; the part it knows how to do in one pass.
-        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, inv_std, True, ctx.eps, [False, True, True]
-        )
+        grad_weight, grad_bias = mean.new_zeros(2, len(mean))
+        if x.numel():  # the kernel divides by the number of rows
+            # torch's own kernel sums grad * normalised x, and grad, per channel: the part that needs no other rank.
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, None, None, mean, inv_std, True, ctx.eps, [False, True, True]
+            )
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)

@@ -1,0 +1,147 @@
+"""Batch norm across ranks equals one process with all rows, to 1e-12 in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import RankError, run_on_ranks
+from vissl_zero.models.unit import Unit
+from vissl_zero.sharding.batch_norm import BatchNorm, batch_norm_group, convert_batch_norms
+
+NUM_FEATURES = 5
+PLACES = {1: (), 2: (4, 3), 3: (2, 3, 2)}
+CLASSES = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def _layer(num_dims: int, options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(3)
+    layer = CLASSES[num_dims](NUM_FEATURES, **options).double()
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def _rows(num_dims: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Inputs far from zero, where naive sums of squares lose digits, and output gradients."""
+    generator = torch.Generator().manual_seed(num_rows)
+    shape = (num_rows, NUM_FEATURES, *PLACES[num_dims])
+    x, grad = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    return x * 3 + 100, grad
+
+
+def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Two batches forward and backward, then evaluation; what a training run could see of the layer."""
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        output = layer(x)
+        output.backward(grad)
+    seen = {"output": output.detach(), "grad": x.grad, "eval": layer.eval()(x).detach()}
+    seen |= {f"grad of {name}": param.grad for name, param in layer.named_parameters()}
+    return seen | {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+
+def _run_on_rank(num_dims: int, options: dict[str, Any], counts: list[int], ranks_per_group: int) -> dict[str, Tensor]:
+    model = nn.Sequential(_layer(num_dims, options))
+    assert convert_batch_norms(model, batch_norm_group(ranks_per_group)) == 1
+    assert isinstance(model[0], BatchNorm)
+    start = sum(counts[: dist.get_rank()])
+    mine = slice(start, start + counts[dist.get_rank()])
+    x, grad = _rows(num_dims, sum(counts))
+    return _run(model[0], x[mine], grad[mine])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("num_dims", "options", "counts"),
+    [
+        (1, {}, [3, 4]),
+        (2, {}, [5, 1, 2]),
+        (2, {}, [4, 0, 3]),
+        (2, {"momentum": None}, [2, 2, 2, 2]),
+        (2, {"affine": False}, [3, 2]),
+        (2, {"track_running_stats": False}, [3, 2]),
+        (3, {"eps": 1e-2, "momentum": 0.3}, [1, 4]),
+    ],
+)
+def test_equals_one_process_with_all_rows(num_dims: int, options: dict[str, Any], counts: list[int]) -> None:
+    expected = _run(_layer(num_dims, options), *_rows(num_dims, sum(counts)))
+    answers = run_on_ranks(len(counts), _run_on_rank, num_dims, options, counts, -1)
+    for name, whole in expected.items():
+        parts = [answer[name] for answer in answers]
+        if name in ("output", "grad", "eval"):
+            found = torch.cat(parts)
+        else:
+            found = torch.stack(parts).sum(0) if name.startswith("grad of") else parts[0]
+            assert name.startswith("grad of") or all(torch.equal(part, found) for part in parts), name
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.timeout(60)
+def test_groups_share_statistics_among_their_own_ranks_only() -> None:
+    counts = [2, 3, 4, 1]
+    answers = run_on_ranks(4, _run_on_rank, 2, {}, counts, 2)
+    x, _ = _rows(2, sum(counts))
+    for ranks, rows in (((0, 1), x[:5]), ((2, 3), x[5:])):
+        layer = _layer(2, {})
+        layer(rows), layer(rows)
+        for rank in ranks:
+            torch.testing.assert_close(answers[rank]["running_mean"], layer.running_mean, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(answers[rank]["running_var"], layer.running_var, rtol=1e-12, atol=1e-12)
+
+
+def _half_on_rank(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    layer = BatchNorm(_layer(2, {}).float(), dist.group.WORLD)
+    x, grad = _rows(2, 8)
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    x = (x[mine] - 100).to(dtype).requires_grad_()
+    output = layer(x)
+    output.backward(grad[mine].to(dtype))
+    return output.detach(), x.grad, layer.running_var
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_input_is_normalised_with_float32_statistics(dtype: torch.dtype) -> None:
+    half, single = (run_on_ranks(2, _half_on_rank, kind)[0] for kind in (dtype, torch.float32))
+    assert half[0].dtype == half[1].dtype == dtype
+    assert half[2].dtype == torch.float32
+    for found, expected in zip(half, single, strict=True):
+        torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    seen = []
+    for checkpoint in (False, True):
+        unit = Unit(_layer(2, {}))
+        convert_batch_norms(unit, batch_norm_group(ranks_per_group))
+        unit.checkpoint = checkpoint
+        x = _rows(2, 4)[0].requires_grad_()
+        outputs = unit([x, x[:2] * 2])
+        sum(output.sin().sum() for output in outputs).backward()
+        grads = {"x": x.grad} | {name: param.grad for name, param in unit.named_parameters()}
+        seen.append(grads | dict(unit.named_buffers()))
+    return seen[0], seen[1]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks_per_group", [0, -1])
+def test_a_recomputed_batch_counts_once(ranks_per_group: int) -> None:
+    plain, recomputed = run_on_ranks(2, _recompute_on_rank, ranks_per_group)[0]
+    assert int(plain["0.num_batches_tracked"]) == 2
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, recomputed[name]), name
+
+
+def _group_of_two_in_three() -> None:
+    batch_norm_group(2)
+
+
+def test_a_group_size_that_does_not_divide_the_world_is_refused() -> None:
+    with pytest.raises(RankError, match=r"must divide the number of ranks, 3 \(got 2\). Write -1 for all ranks"):
+        run_on_ranks(3, _group_of_two_in_three)

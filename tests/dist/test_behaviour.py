@@ -1,0 +1,336 @@
+"""What the loop relies on beside the numbers: skips, state in and out, whole parameters, frozen rows, clean failures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
+from tests.ranks import RankError, close_pool, run_on_ranks
+from vissl_zero.config.resolved import Precision
+from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.agreement import ModelsDifferError, require_equal_models
+from vissl_zero.sharding.strategy import Sharded
+
+SCALED = Precision(master="float64", compute="float64", reduce="float64", use_loss_scale=True)
+LEVELS = pytest.mark.parametrize("level", [0, 1, 2, 3])
+PROTOTYPES = "heads.0.prototypes0.weight"
+
+
+def _whole(sharded: Sharded) -> dict[str, Tensor]:
+    with sharded.full_parameters():
+        return {name: tensor.clone() for name, tensor in sharded.named_parameters()}
+
+
+def _images(case: Case) -> list[Tensor]:
+    return [crops.flatten(0, 1) for crops in next(micro_batches(case, 0))]
+
+
+# --- loss scale ------------------------------------------------------------------------------------------------------
+
+
+def _train_with_inf(level: int, case: Case) -> dict[str, Any]:
+    """A good step, one with an inf on rank 1 alone, and the rest."""
+    sharded = shard(case, level, precision=SCALED)
+    outcome, skipped, scales = Outcome(), [], []
+    for step in (0, 1, 1, 2, 3):
+        is_bad = len(skipped) == 1
+        before = _whole(sharded)
+        if is_bad:
+            _put_inf(sharded, level)
+        result = train_step(sharded, case, step, outcome)
+        skipped.append(result.skipped)
+        scales.append(result.loss_scale)
+        if is_bad:
+            assert all(torch.equal(before[name], tensor) for name, tensor in _whole(sharded).items())
+            outcome.losses.pop()
+            outcome.grad_norms.pop()
+    outcome.state = sharded.full_state()
+    return {"outcome": outcome, "skipped": skipped, "scales": scales}
+
+
+def _put_inf(sharded: Sharded, level: int) -> None:
+    """Into rank 1's gradient of the step to come: before it is averaged at level 0, in its shard alone elsewhere."""
+    if dist.get_rank() != 1:
+        return
+    original = sharded.step
+
+    def poisoned() -> Any:
+        sharded.step = original  # type: ignore[method-assign]
+        for shard_ in sharded._trained:  # type: ignore[attr-defined]
+            grad = shard_.local_grad()
+            if grad is not None and grad.numel():
+                grad.view(-1)[0] = float("inf")
+                break
+        return original()
+
+    if level:
+        sharded.step = poisoned  # type: ignore[method-assign]
+    else:
+        param = next(param for param in sharded.model.parameters() if param.requires_grad)
+        handle = param.register_hook(lambda grad: handle.remove() or grad * float("inf"))
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_an_inf_on_one_rank_makes_all_skip_and_halve_the_scale(level: int) -> None:
+    case = Case(optimizer="larc", clip=0.05, norm="group")
+    answers = run_on_ranks(2, _train_with_inf, level, case)
+    for answer in answers:
+        assert answer["skipped"] == [False, True, False, False, False]
+        assert answer["scales"] == [65536.0, 65536.0, 32768.0, 32768.0, 32768.0]
+    # The steps that were taken are those of an unscaled run: norms, clipping and LARC see unscaled gradients.
+    distance = answers[0]["outcome"].distance(train_plainly(case))
+    assert max(distance.values()) < 1e-10, distance
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def _resume(level: int, case: Case) -> dict[str, Any]:
+    first = shard(case, level, precision=SCALED)
+    outcome = Outcome()
+    for step in range(2):
+        train_step(first, case, step, outcome)
+    state = _copied(first.state_dict())
+    for step in (2, 3):
+        train_step(first, case, step, outcome)
+    second, resumed = shard(case, level, precision=SCALED), Outcome()
+    second.load_state_dict(state)
+    for step in (2, 3):
+        train_step(second, case, step, resumed)
+    with pytest.raises(CheckpointError, match=r"another layout: level"):
+        shard(case, (level + 1) % 4, precision=SCALED).load_state_dict(state)
+    whole = first.full_state()
+    return {
+        "state": state,
+        "loss": max(abs(a - b) for a, b in zip(outcome.losses[2:], resumed.losses, strict=True)),
+        "end": max([(whole[name] - tensor).abs().max().item() for name, tensor in second.full_state().items()] or [0.0]),
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_a_resumed_run_goes_on_as_if_never_stopped_and_shards_say_where_they_belong(level: int) -> None:
+    case = Case(optimizer="adamw")
+    answers = run_on_ranks(3, _resume, level, case)
+    # DDP fills its buckets in another order in its first step, and with them gloo's order of summation.
+    tolerance = 0.0 if level else 1e-13
+    assert max(max(answer["loss"], answer["end"]) for answer in answers) <= tolerance
+    for name, param in build(case).named_parameters():
+        for kind in ("param", "exp_avg"):
+            states = [answer["state"] for answer in answers]
+            entries = [
+                state["params"][name] if kind == "param" else state["optimizer"]["state"][name][kind] for state in states
+            ]
+            assert {entry["full_shape"] for entry in entries} == {tuple(param.shape)}
+            rows = [range(e["first_row"], e["first_row"] + len(e["local"])) for e in entries]
+            covered = [row for part in rows for row in part]
+            assert covered == list(range(len(param))) * (1 if level else 3), (name, rows)
+
+
+def _export(level: int) -> dict[str, Any]:
+    case = Case(unused=True, tied=True)
+    sharded = shard(case, level)
+    inside = _whole(sharded)
+    outside = {name: tuple(tensor.shape) for name, tensor in sharded.named_parameters()}
+    return {"inside": inside, "outside": outside, "state": sharded.full_state()}
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_whole_parameters_come_back_under_their_own_names(level: int) -> None:
+    model = build(Case(unused=True, tied=True))
+    answers = run_on_ranks(3, _export, level)
+    for rank, answer in enumerate(answers):
+        for name, param in model.named_parameters():
+            assert torch.equal(answer["inside"][name], param), name
+            rows = -(-len(param) // 3)
+            local = max(0, min(rows, len(param) - rank * rows)) if level else len(param)
+            assert answer["outside"][name] == (local, *param.shape[1:]), name
+    expected = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    assert answers[0]["state"].keys() == expected
+    assert answers[1]["state"] == answers[2]["state"] == {}
+
+
+# --- rows, buffers, evaluation ---------------------------------------------------------------------------------------
+
+
+def _normalize(level: int) -> tuple[Tensor, Tensor, Tensor]:
+    case = Case()
+    sharded = shard(case, level)
+    sharded.model.eval()
+    with torch.no_grad():
+        sharded.model(_images(case))  # at levels 1 and 2 this leaves parameters whole, to go out of date
+        sharded.normalize_rows([PROTOTYPES])
+        (_, (scores,)) = sharded.model(_images(case))[0]
+    return _whole(sharded)[PROTOTYPES], scores, sharded.model(_images(case), features_only=True)[1]
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_rows_are_normalised_and_the_next_forward_pass_knows(level: int) -> None:
+    model = build(Case()).eval()
+    with torch.no_grad():
+        prototypes = model.get_parameter(PROTOTYPES)
+        prototypes.copy_(F.normalize(prototypes, dim=1))
+        (_, (scores,)) = model(_images(Case()))[0]
+        features = model(_images(Case()), features_only=True)[1]
+    for weight, sharded_scores, sharded_features in run_on_ranks(3, _normalize, level):
+        torch.testing.assert_close(weight, prototypes, rtol=0, atol=1e-14)
+        torch.testing.assert_close(sharded_scores, scores, rtol=0, atol=1e-12)
+        torch.testing.assert_close(sharded_features.detach(), features, rtol=0, atol=1e-12)
+
+
+def _consolidate(level: int) -> list[dict[str, Tensor]]:
+    case = Case()
+    sharded = shard(case, level, sync_bn_group=0)
+    train_step(sharded, case, 0, Outcome())
+    buffers = dict(build(case).named_buffers())
+    before = {name: tensor for name, tensor in sharded.state_dict()["buffers"].items() if name in buffers}
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    sharded.consolidate_buffers()
+    return [before, sharded.state_dict()["buffers"]]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [0, 3])
+def test_buffers_become_the_mean_over_ranks(level: int) -> None:
+    (first, merged), (second, other) = run_on_ranks(2, _consolidate, level)
+    name = "trunk.stem.1.running_mean"
+    assert not torch.equal(first[name], second[name])
+    torch.testing.assert_close(merged[name], (first[name] + second[name]) / 2)
+    assert torch.equal(merged[name], other[name])
+    assert int(merged["trunk.stem.1.num_batches_tracked"]) == 2  # one per resolution
+
+
+def _freeze_unknown() -> None:
+    shard(Case(), 3).freeze(["heads.0.prototypes9.weight"])
+
+
+def test_freezing_an_unknown_parameter_is_refused() -> None:
+    with pytest.raises(RankError, match=r"not parameters of the model: heads.0.prototypes9.weight"):
+        run_on_ranks(1, _freeze_unknown)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def _train_in(level: int, precision: Precision, changes: dict[str, Any]) -> dict[str, Any]:
+    case = Case(optimizer="larc", clip=1.0)
+    sharded = shard(case, level, precision=precision, **changes)
+    dtypes: set[torch.dtype] = set()
+    layer = sharded.model.get_submodule("module.trunk.blocks.0" if level == 0 and dist.get_world_size() > 1 else "trunk.blocks.0")
+    layer[1].register_forward_hook(lambda module, args, output: dtypes.add((module.weight.dtype, output.dtype)))
+    losses = []
+    for step in range(3):
+        images = [image.float() for image in _images(case)]
+        for group in sharded.optimizer.param_groups:
+            group["lr"] = 0.1
+        with sharded.micro_batch(is_last=True):
+            embeddings, (scores,) = sharded.model(images)[0]
+            assert embeddings.dtype == scores.dtype == torch.float32
+            loss = loss_of([(embeddings, [scores])], 12)
+            sharded.backward(loss)
+        losses.append(loss.item())
+        sharded.step()
+        sharded.zero_grad()
+    assert {tensor.dtype for _, tensor in sharded.named_parameters()} == {torch.float32}
+    return {"losses": losses, "dtypes": dtypes}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("changes", [{}, {"checkpoint_every": 1, "wrap_threshold": 40}], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_half_precision_parameters_keep_batch_norm_in_float32(level: int, changes: dict[str, Any]) -> None:
+    single = run_on_ranks(2, _train_in, level, Precision(), changes)[0]
+    half = Precision(compute="bfloat16", reduce="float32")
+    answer = run_on_ranks(2, _train_in, level, half, changes)[0]
+    assert answer["dtypes"] == {(torch.float32, torch.bfloat16)}
+    assert answer["losses"] == pytest.approx(single["losses"], rel=0.02)
+    assert answer["losses"] != single["losses"]
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("dtype", "use_loss_scale"), [("bfloat16", False), ("float16", True)])
+def test_autocast_is_entered_by_the_model(level: int, dtype: str, use_loss_scale: bool) -> None:
+    single = run_on_ranks(2, _train_in, level, Precision(), {})[0]
+    answer = run_on_ranks(2, _train_in, level, Precision(autocast=dtype, use_loss_scale=use_loss_scale), {})[0]
+    assert answer["losses"] == pytest.approx(single["losses"], rel=0.02)
+    assert answer["losses"] != single["losses"]
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def _differing(kind: str) -> None:
+    case = Case(unused=kind == "layout" and dist.get_rank() == 1)
+    model = build(case)
+    if kind == "value" and dist.get_rank() == 1:
+        with torch.no_grad():
+            weight = model.get_parameter("trunk.blocks.1.0.weight")
+            weight.copy_(weight.flatten().flip(0).view_as(weight))  # the same values in another order
+    with pytest.raises(ModelsDifferError) as caught:
+        require_equal_models(model, torch.device("cpu"))
+    expected = {"value": "trunk.blocks.1.0.weight differs between them", "layout": "names or shapes"}[kind]
+    assert expected in str(caught.value)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["value", "layout"])
+def test_ranks_with_different_models_are_told_so_on_every_rank(kind: str) -> None:
+    run_on_ranks(3, _differing, kind)
+
+
+def _raise_alone(level: int) -> tuple[str, float]:
+    case = Case()
+    sharded = shard(case, level)
+    train_step(sharded, case, 0, Outcome())
+    started = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 alone")
+        train_step(sharded, case, 1, Outcome())
+        ended = "no error"
+    except (RuntimeError, ValueError) as error:
+        ended = str(error)
+    time.sleep(max(0.0, 6.0 - (time.monotonic() - started)) if dist.get_rank() == 1 else 0.0)
+    raise AssertionError(f"ended after {time.monotonic() - started:.0f} s with {ended}")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_rank_that_raises_alone_leaves_nobody_hanging(level: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)ended after [0-5] s with (?!no error).*(Timed out|timeout|Connection)"):
+        run_on_ranks(2, _raise_alone, level, group_timeout_s=3, timeout_s=30)
+    assert time.monotonic() - started < 20
+
+
+def _train_briefly(level: int) -> None:
+    case = Case()
+    train_step(shard(case, level), case, 0, Outcome())
+
+
+@pytest.mark.timeout(60)
+def test_processes_exit_cleanly_after_every_level() -> None:
+    for level in range(4):
+        run_on_ranks(2, _train_briefly, level)
+    assert close_pool() == [0, 0, 0, 0]
+
+
