@@ -1,6 +1,6 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list <kind>``, ``doctor``, ``--version``. Everything else is Hydra's: ``--help``,
+Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``--version``. Everything else is Hydra's: ``--help``,
 ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 130 interrupted.
@@ -30,6 +30,7 @@ Look before you train:
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
   vissl-zero config=<recipe> --help                 the same, with Hydra's hints
   vissl-zero list recipes|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
+  vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
 Sweep:
@@ -72,6 +73,10 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.list import list_kind
 
         return list_kind(arguments[1] if len(arguments) > 1 else "")
+    if word == "verify":
+        from vissl_zero.commands.verify import verify
+
+        return verify(arguments[1:])
     return _train(arguments)
 
 

@@ -236,7 +236,11 @@ TRANSFORMS = Registry(
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.blur", "Gaussian blur of a random radius, with a probability."),
     },
 )
-HOOKS = Registry("hook", "config.HOOKS.EXTRA", {})
+HOOKS = Registry(
+    "hook",
+    "config.HOOKS.EXTRA",
+    {"weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the whole weights after every step.")},
+)
 STRATEGIES = Registry(
     "sharding engine",
     "config.ZERO.ENGINE",

@@ -23,7 +23,7 @@ ALLOWED = {
     "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},
     "launch": {"config", "sharding", "engine", "evaluation", "reporting"},
-    "commands": {"config"},
+    "commands": {"config", "launch"},
 }
 
 
@@ -60,7 +60,9 @@ def test_every_folder_is_a_known_room():
     assert folders == set(ALLOWED)
 
 
-@pytest.mark.parametrize("word", ["fully_shard", "FSDPModule", "DistributedDataParallel", "fairscale", "sharding.level"])
+@pytest.mark.parametrize(
+    "word", ["fully_shard", "FSDPModule", "DistributedDataParallel", "fairscale", "sharding.level"]
+)
 def test_nothing_outside_sharding_asks_for_the_engine(word):
     allowed = ("sharding/", "config/", "commands/", "conf/", "registry.py", "cli.py", "reporting/")
     for path in PACKAGE.rglob("*.py"):

@@ -1,0 +1,29 @@
+"""Whole weights after every step, for comparing two runs parameter by parameter (``vissl-zero verify``)."""
+
+from __future__ import annotations
+
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.registry import HOOKS
+from vissl_zero.reporting.weights_file import save_weights
+
+FOLDER = "weight_trace"
+
+
+@HOOKS.register("weight_trace")
+class WeightTrace(Hook):
+    """Saves the whole weights after every step into the run folder's weight_trace/ (large: one model per step)."""
+
+    def on_start(self, run: Run) -> None:
+        """Save what training starts from, as step 0. Collective."""
+        self._save(run, 0)
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        """Save what the step left. Collective."""
+        self._save(run, record.step)
+
+    def _save(self, run: Run, step: int) -> None:
+        state = run.sharded.full_state()
+        if run.is_main:
+            folder = run.folder / FOLDER
+            folder.mkdir(exist_ok=True)
+            save_weights(state, folder / f"{step:06d}.safetensors", {"step": str(step)})
