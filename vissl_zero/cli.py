@@ -1,6 +1,6 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``--version``. Everything else is Hydra's: ``--help``,
+Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``--version``. Everything else is Hydra's:
 ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 130 interrupted.

@@ -37,7 +37,7 @@ class Schedules:
         self._wd_of = {g.name: wd_head if g.is_head else wd for g in groups if g.is_decayed}
 
     def apply(self, sharded: Sharded, step: int) -> float:
-        """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); returns the trunk's LR."""
+        """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
             group["lr"] = self._lr_of[name](step)

@@ -68,7 +68,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 def _logs(plan: ResolvedRun) -> DefaultLogsSpecs:
     """Rank 0 keeps the terminal (the live display needs it); the others write to files."""
     _log_folder(plan).mkdir(parents=True, exist_ok=True)
-    others = {rank: Std.ALL for rank in range(1, plan.procs_per_node)}
+    others = dict.fromkeys(range(1, plan.procs_per_node), Std.ALL)
     return DefaultLogsSpecs(log_dir=str(_log_folder(plan)), redirects={0: Std.NONE, **others})
 
 

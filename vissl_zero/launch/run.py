@@ -58,7 +58,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
     try:
         with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
-            # Every rank composed the configuration by itself; the clock in the folder's name may differ: rank 0 decides.
+            # Every rank composed by itself, and the clock in the folder's name may differ: rank 0 decides.
             plan = replace(plan, run_dir=collectives.broadcast_object(plan.run_dir))
             problem: LaunchError | None = None
             if collectives.rank() == 0:

@@ -21,6 +21,7 @@ class WeightsFile(Hook):
     """
 
     def on_end(self, run: Run) -> None:
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
         state = run.sharded.full_state()  # a collective: every rank
         if run.is_main:
             metadata = {"vissl_zero": vissl_zero.__version__, "recipe": run.plan.recipe, "step": str(run.step)}
