@@ -1,4 +1,4 @@
-"""What the loop relies on beside the numbers: skips, state in and out, whole parameters, frozen rows, clean failures."""
+"""What the loop relies on beside the numbers: skips, state in and out, whole parameters, clean failures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
 from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.adaptation import Larc
 from vissl_zero.sharding.agreement import ModelsDifferError, require_equal_models
+from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Sharded
 
 SCALED = Precision(master="float64", compute="float64", reduce="float64", use_loss_scale=True)
@@ -90,6 +93,37 @@ def test_an_inf_on_one_rank_makes_all_skip_and_halve_the_scale(level: int) -> No
     assert max(distance.values()) < 1e-10, distance
 
 
+# --- gradients that not every rank has -------------------------------------------------------------------------------
+
+
+def _step_with_missing(adaptation: Larc | None) -> list[list[float]]:
+    """Three shards of two rows a rank: with a gradient everywhere, on rank 0 alone, and nowhere."""
+    shards = []
+    for name in ("everywhere", "on_rank_0", "nowhere"):
+        param = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        if name == "everywhere" or (name == "on_rank_0" and dist.get_rank() == 0):
+            param.grad = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        shards.append(Shard(name, param, param, torch.Size([2 * dist.get_world_size()])))
+    group = {"params": [shard.local for shard in shards], "lr": 1.0, "weight_decay": 0.1}
+    stepper = Stepper(shards, torch.optim.SGD([group]), adaptation, None, None, dist.group.WORLD)
+    result = stepper.step(frozen=())
+    return [*(shard.local.tolist() for shard in shards), [float(result.grad_norm) ** 2]]
+
+
+@pytest.mark.timeout(30)
+def test_a_gradient_missing_on_some_ranks_is_zero_there_and_one_missing_everywhere_is_no_gradient() -> None:
+    first, second = run_on_ranks(2, _step_with_missing, None)
+    assert first[0] == second[0] == pytest.approx([3.0 - 1.3, 4.0 - 2.4])
+    assert first[1] == pytest.approx([3.0 - 1.3, 4.0 - 2.4])
+    assert second[1] == pytest.approx([3.0 - 0.3, 4.0 - 0.4])
+    assert first[2] == second[2] == [3.0, 4.0]
+    assert first[3] == second[3] == pytest.approx([5.0 * 3])
+    adapted, _ = run_on_ranks(2, _step_with_missing, Larc(trust_coefficient=0.1, eps=0.0))
+    norm, grad = 50**0.5, 5**0.5  # of the whole tensor: two ranks' parameters, rank 0's gradient
+    rate = 0.1 * norm / (grad + 0.1 * norm)
+    assert adapted[1] == pytest.approx([3.0 - rate * 1.3, 4.0 - rate * 2.4])
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +145,9 @@ def _resume(level: int, case: Case) -> dict[str, Any]:
     return {
         "state": state,
         "loss": max(abs(a - b) for a, b in zip(outcome.losses[2:], resumed.losses, strict=True)),
-        "end": max([(whole[name] - tensor).abs().max().item() for name, tensor in second.full_state().items()] or [0.0]),
+        "end": max(
+            [(whole[name] - tensor).abs().max().item() for name, tensor in second.full_state().items()] or [0.0]
+        ),
     }
 
 
@@ -135,7 +171,8 @@ def test_a_resumed_run_goes_on_as_if_never_stopped_and_shards_say_where_they_bel
         for kind in ("param", "exp_avg"):
             states = [answer["state"] for answer in answers]
             entries = [
-                state["params"][name] if kind == "param" else state["optimizer"]["state"][name][kind] for state in states
+                state["params"][name] if kind == "param" else state["optimizer"]["state"][name][kind]
+                for state in states
             ]
             assert {entry["full_shape"] for entry in entries} == {tuple(param.shape)}
             rows = [range(e["first_row"], e["first_row"] + len(e["local"])) for e in entries]
@@ -234,10 +271,12 @@ def _train_in(level: int, precision: Precision, changes: dict[str, Any]) -> dict
     case = Case(optimizer="larc", clip=1.0)
     sharded = shard(case, level, precision=precision, **changes)
     dtypes: set[torch.dtype] = set()
-    layer = sharded.model.get_submodule("module.trunk.blocks.0" if level == 0 and dist.get_world_size() > 1 else "trunk.blocks.0")
+    layer = sharded.model.get_submodule(
+        "module.trunk.blocks.0" if level == 0 and dist.get_world_size() > 1 else "trunk.blocks.0"
+    )
     layer[1].register_forward_hook(lambda module, args, output: dtypes.add((module.weight.dtype, output.dtype)))
     losses = []
-    for step in range(3):
+    for _ in range(3):
         images = [image.float() for image in _images(case)]
         for group in sharded.optimizer.param_groups:
             group["lr"] = 0.1
@@ -332,5 +371,3 @@ def test_processes_exit_cleanly_after_every_level() -> None:
     for level in range(4):
         run_on_ranks(2, _train_briefly, level)
     assert close_pool() == [0, 0, 0, 0]
-
-

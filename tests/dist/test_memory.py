@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,7 @@ class _Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [33, 1001, 1003, 997, 305]
-        pairs = zip(widths[:-1], widths[1:], strict=True)
-        self.blocks = nn.ModuleList(Unit(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairs)
+        self.blocks = nn.ModuleList(Unit(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairwise(widths))
         self.head = nn.Linear(widths[-1], 3001)
 
     def forward(self, xs: list[Tensor]) -> Tensor:
@@ -116,9 +117,7 @@ def _activations(checkpoint_every: int) -> int:
     model = _Stack()
     group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, False, 0.0)
     plan = ShardingPlan(level=3, checkpoint_every=checkpoint_every)
-    sharded = TorchStrategy().shard(
-        model, [group], lambda groups: (torch.optim.SGD(groups, lr=0.1), None), plan, CPU
-    )
+    sharded = TorchStrategy().shard(model, [group], lambda groups: (torch.optim.SGD(groups, lr=0.1), None), plan, CPU)
     with sharded.micro_batch(is_last=True):
         with sharded.measure_activations():
             loss = sharded.model([torch.randn(64, 33)]).square().mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Trunk(nn.Module):
         super().__init__()
         widths = [3, 5, 7, 7, 64 if case.giant else 6]
         self.stem = _block(widths[0], widths[1], case.norm)
-        self.blocks = nn.ModuleList(_block(a, b, case.norm) for a, b in zip(widths[1:-1], widths[2:], strict=True))
+        self.blocks = nn.ModuleList(_block(a, b, case.norm) for a, b in pairwise(widths[1:]))
         self.feature_dim = widths[-1]
         if case.tied:
             first, second = _block(7, 7, case.norm), _block(7, 7, case.norm)

@@ -68,16 +68,22 @@ class WrapPlan:
         lines = [f"ZeRO level {self.level} over {self.num_ranks} ranks, {total:,} parameters, {_MOMENT[self.level]}"]
         if self.level:
             width = max(len(_title(unit)) for unit in self.units)
-            lines += [
-                f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {_remarks(unit, self.compute)}".rstrip()
-                for unit in self.units
-            ]
+            for unit in self.units:
+                lines.append(f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {self._remarks(unit)}")
             lines.append(
                 f"  largest unit {largest:,} parameters, each rank keeps about {-(-total // self.num_ranks):,}"
             )
         if self.checkpointed:
             lines.append(f"  recomputed in backward: {', '.join(self.checkpointed)}")
         return "\n".join(lines)
+
+    def _remarks(self, unit: PlannedUnit) -> str:
+        remarks = ["float32" if unit.is_float32 else self.compute]
+        if unit.is_checkpointed:
+            remarks.append("recomputed")
+        if len(unit.modules) > 1:
+            remarks.append("bound by a tied parameter")
+        return ", ".join(remarks)
 
 
 _MOMENT = {
@@ -139,11 +145,11 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         blocks = list(child.children())
         is_container = isinstance(child, nn.ModuleList | nn.Sequential)
-        if is_container and len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
-            if all(_has_parameters(block) for block in blocks):
-                yield from blocks
-                continue
-        yield from _repeated_blocks(child)
+        is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+        if is_container and is_repeated and all(map(_has_parameters, blocks)):
+            yield from blocks
+        else:
+            yield from _repeated_blocks(child)
 
 
 def _large_layers(model: nn.Module, threshold: int) -> list[str]:
@@ -284,12 +290,3 @@ def _elements(params: Iterator[nn.Parameter]) -> int:
 
 def _title(unit: PlannedUnit) -> str:
     return " + ".join(name or "(model)" for name in unit.modules)
-
-
-def _remarks(unit: PlannedUnit, compute: str) -> str:
-    remarks = ["float32" if unit.is_float32 else compute]
-    if unit.is_checkpointed:
-        remarks.append("recomputed")
-    if len(unit.modules) > 1:
-        remarks.append("bound by a tied parameter")
-    return ", ".join(remarks)

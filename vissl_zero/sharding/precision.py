@@ -34,7 +34,7 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
             outputs = forward(*args, **kwargs)
         return widened(outputs)
 
-    model.forward = in_precision  # type: ignore[method-assign]
+    model.forward = in_precision
 
 
 def widened(outputs: Any) -> Any:

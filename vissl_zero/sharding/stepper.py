@@ -95,8 +95,8 @@ class Stepper:
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
         """A gradient that only some ranks have is zero on the others: all of them must take the same step.
 
-        Reading ``num_present`` waits for the device; which parameters a model uses does not change from step to step, so
-        on a GPU it is read in the first step, and where loss scaling waits anyway.
+        Reading ``num_present`` waits for the device. Which parameters a model uses does not change from step to step,
+        so on a GPU it is read in the first step, and where loss scaling waits anyway.
         """
         if self._group is None or (num_present.is_cuda and self._is_agreed and self._loss_scale is None):
             return

@@ -19,8 +19,8 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 
-# Given torch-style groups (dicts with "params", "lr", "weight_decay") of *local shards*, returns the optimizer to run on
-# them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
+# Given torch-style groups (dicts with "name", "params", "lr", "weight_decay") of *local shards*, returns the optimizer to
+# run on them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
 OptimizerFactory = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, Adaptation | None]]
 
 
@@ -92,7 +92,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def freeze(self, names: Collection[str]) -> None:
-        """Parameters (full names) that ``step`` must leave untouched until the next call of ``freeze``. Not a collective."""
+        """Full names of parameters that ``step`` must leave untouched until the next ``freeze``. Not a collective."""
 
     @abstractmethod
     def step(self) -> StepResult:
@@ -112,7 +112,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Costs the whole model in memory."""
+        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Takes the whole model's memory."""
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +128,11 @@ class Sharded(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same level, engine, world size and rank gave. Raises CheckpointError else."""
+        """Restore what ``state_dict`` of the same level, engine, world size and rank gave.
+
+        Raises:
+            CheckpointError: it comes from another layout or another model.
+        """
 
     @abstractmethod
     def ledger(self) -> Bytes:
@@ -136,7 +140,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def measure_activations(self) -> AbstractContextManager[None]:
-        """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; the loop uses it on the first step."""
+        """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; meant for the first step."""
 
     @abstractmethod
     def describe(self) -> str:

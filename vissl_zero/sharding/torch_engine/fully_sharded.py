@@ -1,7 +1,7 @@
 """Levels 1 to 3: one mechanism, torch's ``fully_shard``; the level is only *when* things are gathered and reduced.
 
-Level 3 frees the whole parameters of a unit after its forward pass and gathers them again for its backward pass. Levels 1
-and 2 keep them until the end of the step's last backward pass. Level 2 reduces gradients to shards in every backward
+Level 3 frees the whole parameters of a unit after its forward pass and gathers them again for its backward pass. Levels
+1 and 2 keep them until the end of the step's last backward pass. Level 2 reduces gradients to shards in every backward
 pass; level 1 keeps them whole, without communication, until the last one.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,8 +62,8 @@ class Replicated(ShardedModel):
         self._is_graph_known = True
 
 
-def _without_buffer_sync() -> dict[str, bool]:
-    """DDP would overwrite the running statistics of all ranks by rank 0's before each forward pass; torch 2.13 renamed it.
+def _without_buffer_sync() -> dict[str, Any]:
+    """DDP would overwrite every rank's running statistics by rank 0's before each forward pass; torch 2.13 renamed it.
 
     Batch norm is synchronised by ``sharding/batch_norm.py``, or differs between ranks on purpose.
     """

@@ -88,6 +88,6 @@ def _check(plan: ShardingPlan) -> None:
             "config.MODEL.FSDP_CONFIG.compute_dtype",
             precision.compute,
             f"must be {precision.master} at ZeRO level 0, where parameters have no second copy to compute with",
-            "Set config.MODEL.AMP_PARAMS.USE_AMP=true for half precision by autocast, or config.ZERO.LEVEL=1 or higher.",
+            "Set config.MODEL.AMP_PARAMS.USE_AMP=true for half precision by autocast, or config.ZERO.LEVEL=1 or above.",
         )
         raise ConfigError([problem])

@@ -1,0 +1,142 @@
+"""Which modules become units: decided without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.model import Model
+from vissl_zero.models.unit import Unit
+from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+
+HALF = Precision(compute="bfloat16")
+
+
+class _Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Unit(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.stages = nn.ModuleList(
+            nn.ModuleList(Unit(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(count)) for count in (1, 3)
+        )
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return images
+
+
+def _model() -> Model:
+    return Model(_Trunk(), [nn.Sequential(nn.Linear(4, 50), nn.Linear(50, 2))])
+
+
+def _names(wrap_plan: WrapPlan, kind: str) -> list[tuple[str, ...]]:
+    return [unit.modules for unit in wrap_plan.units if unit.kind == kind]
+
+
+def test_units_of_the_model_are_wrapped_in_forward_order_and_the_root_comes_last() -> None:
+    wrap_plan = plan_wrap(_model(), ShardingPlan(level=3), num_ranks=2)
+    blocks = [f"trunk.stages.{stage}.{index}" for stage, index in ((0, 0), (1, 0), (1, 1), (1, 2))]
+    assert [unit.modules for unit in wrap_plan.units] == [(name,) for name in ("trunk.stem", *blocks, "heads.0", "")]
+    total = sum(param.numel() for param in _model().parameters())
+    assert sum(unit.num_params for unit in wrap_plan.units) == total
+    assert wrap_plan.units[-1].num_params == 0
+
+
+def test_threshold_wraps_layers_of_any_type_and_0_wraps_none() -> None:
+    assert _names(plan_wrap(_model(), ShardingPlan(level=3), 2), "layer") == []
+    large = plan_wrap(_model(), ShardingPlan(level=3, wrap_threshold=102), 2)
+    assert _names(large, "layer") == [("trunk.stem.0",), ("heads.0.0",), ("heads.0.1",)]
+    every = plan_wrap(_model(), ShardingPlan(level=3, wrap_threshold=1), 2)
+    assert ("trunk.stages.1.2.1",) in _names(every, "layer")  # a batch norm
+    order = [unit.modules[0] for unit in every.units]
+    assert order.index("heads.0.0") < order.index("heads.0") < order.index("")
+
+
+def test_a_child_that_attention_reads_without_calling_is_not_wrapped() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    assert _names(plan_wrap(model, ShardingPlan(level=3, wrap_threshold=1), 2), "layer") == [("0",), ("1",)]
+
+
+def test_batch_norm_stays_float32_only_where_parameters_are_half() -> None:
+    assert _names(plan_wrap(_model(), ShardingPlan(level=3), 2), "norm") == []
+    half = plan_wrap(_model(), ShardingPlan(level=3, precision=HALF), 2)
+    assert len(_names(half, "norm")) == 5
+    assert all(unit.is_float32 == (unit.kind == "norm") for unit in half.units)
+
+
+def test_a_tied_parameter_binds_its_units() -> None:
+    model = _model()
+    first, second = (model.get_submodule(f"trunk.stages.1.{index}.0") for index in (0, 2))
+    second.weight = first.weight
+    wrap_plan = plan_wrap(model, ShardingPlan(level=3), 2)
+    assert ("trunk.stages.1.0", "trunk.stages.1.2") in [unit.modules for unit in wrap_plan.units]
+    assert sum(unit.num_params for unit in wrap_plan.units) == sum(param.numel() for param in model.parameters())
+    assert "bound by a tied parameter" in wrap_plan.describe()
+
+
+def test_a_unit_tied_to_what_is_around_it_is_left_to_that() -> None:
+    model = _model()
+    model.temperature = model.get_submodule("trunk.stem.0").bias  # type: ignore[assignment]
+    names = [unit.modules for unit in plan_wrap(model, ShardingPlan(level=3), 2).units]
+    assert ("trunk.stem",) not in names
+    inner = plan_wrap(model, ShardingPlan(level=3, wrap_threshold=100), 2)
+    assert ("trunk.stem.0",) not in [unit.modules for unit in inner.units]
+
+
+class _Foreign(nn.Module):
+    """A model that knows nothing of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.net = nn.ModuleDict({"layers": nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3))})
+        self.mixed = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def test_repeated_blocks_of_a_foreign_model_become_units() -> None:
+    wrap_plan = plan_wrap(_Foreign(), ShardingPlan(level=3), 2)
+    assert [unit.modules[0] for unit in wrap_plan.units] == [*(f"net.layers.{index}" for index in range(3)), ""]
+    assert wrap_plan.units[-1].num_params == 40 + 20
+
+
+def test_level_0_has_one_unit_and_whole_bytes_follow_the_level() -> None:
+    total = sum(param.numel() for param in _model().parameters())
+    plans = [plan_wrap(_model(), ShardingPlan(level=level), 2) for level in range(4)]
+    assert [unit.kind for unit in plans[0].units] == ["root"]
+    assert [plan.whole_bytes for plan in plans[:3]] == [0, 4 * total, 4 * total]
+    assert plans[3].whole_bytes == 4 * (28 + 352)  # the last block and the head
+    assert plan_wrap(_model(), ShardingPlan(level=2, precision=HALF), 2).whole_bytes == 2 * total
+
+
+def test_checkpointing_takes_every_nth_unit_or_stages() -> None:
+    every_second = plan_wrap(_model(), ShardingPlan(level=0, checkpoint_every=2), 1)
+    assert every_second.checkpointed == ("trunk.stem", "trunk.stages.1.0", "trunk.stages.1.2")
+    stages = plan_wrap(_model(), ShardingPlan(level=3, stage_checkpoints=((), (1, 2))), 2)
+    assert stages.checkpointed == ("trunk.stages.1.0", "trunk.stages.1.1")
+    assert [unit.is_checkpointed for unit in stages.units] == [False, False, True, True, False, False, False]
+    assert "recomputed in backward: trunk.stages.1.0, trunk.stages.1.1" in stages.describe()
+
+
+def test_checkpointing_of_a_model_without_units_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a model made of units, and this trunk has none"):
+        plan_wrap(_Foreign(), ShardingPlan(level=3, checkpoint_every=1), 2)
+    with pytest.raises(ConfigError, match="must be a list of block ends per stage, for 2 stages"):
+        plan_wrap(_model(), ShardingPlan(level=3, stage_checkpoints=((1,), (1,), (2,))), 2)
+
+
+def test_the_description_names_every_unit() -> None:
+    text = plan_wrap(_model(), ShardingPlan(level=3, precision=HALF, wrap_threshold=200), 4).describe()
+    assert text.startswith("ZeRO level 3 over 4 ranks")
+    for line in ("block  trunk.stages.1.2 ", "layer  heads.0.0 ", "norm   trunk.stem.1 ", "root   (model) "):
+        assert line in text, text
+    assert "float32" in text and "bfloat16" in text
+
+
+def test_planning_changes_nothing() -> None:
+    model = _model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan_wrap(model, ShardingPlan(level=3, checkpoint_every=1, precision=HALF), 4)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(unit.checkpoint for unit in model.modules() if isinstance(unit, Unit))

@@ -1,0 +1,76 @@
+"""The order of a step, on whole parameters in one process; many ranks are in tests/dist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vissl_zero.optim.adaptation import Larc
+from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.stepper import Stepper
+
+
+def _shards(**grads: list[float] | None) -> list[Shard]:
+    shards = []
+    for name, grad in grads.items():
+        param = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        param.grad = None if grad is None else torch.tensor(grad, dtype=torch.float64)
+        shards.append(Shard(name, param, param, param.shape))
+    return shards
+
+
+def _stepper(shards: list[Shard], lr: float = 1.0, weight_decay: float = 0.0, **changes: object) -> Stepper:
+    group = {"params": [shard.local for shard in shards], "lr": lr, "weight_decay": weight_decay}
+    settings = {"adaptation": None, "clip_grad": None, "loss_scale": None, "group": None} | changes
+    return Stepper(shards, torch.optim.SGD([group], momentum=0.9), **settings)  # type: ignore[arg-type]
+
+
+def test_the_norm_is_of_unscaled_gradients_before_clipping() -> None:
+    shards = _shards(a=[3.0 * 8, 0.0], b=[0.0, 4.0 * 8])
+    result = _stepper(shards, clip_grad=2.5, loss_scale=LossScale(scale=8.0)).step(frozen=())
+    assert (float(result.grad_norm), result.skipped, result.loss_scale) == (5.0, False, 8.0)
+    assert shards[0].local.tolist() == pytest.approx([3.0 - 1.5, 4.0], abs=1e-5)
+    assert shards[1].local.tolist() == pytest.approx([3.0, 4.0 - 2.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_inf_and_nan_skip_only_under_loss_scaling(bad: float) -> None:
+    shards, scale = _shards(a=[bad, 1.0], b=[1.0, 1.0]), LossScale(scale=8.0)
+    result = _stepper(shards, loss_scale=scale).step(frozen=())
+    assert result.skipped and scale.scale == 4.0
+    assert shards[1].local.tolist() == [3.0, 4.0]
+    assert not _stepper(_shards(a=[bad, 1.0])).step(frozen=()).skipped
+
+
+def test_frozen_and_missing_gradients_neither_decay_nor_move_nor_count() -> None:
+    shards = _shards(moving=[3.0, 4.0], frozen=[100.0, 100.0], missing=None)
+    stepper = _stepper(shards, weight_decay=0.5)
+    result = stepper.step(frozen={"frozen"})
+    assert float(result.grad_norm) == 5.0
+    assert shards[0].local.tolist() == [3.0 - 4.5, 4.0 - 6.0]
+    assert shards[1].local.tolist() == shards[2].local.tolist() == [3.0, 4.0]
+    assert list(stepper._optimizer.state) == [shards[0].local]
+
+
+def test_adaptation_takes_over_weight_decay_for_the_step_only() -> None:
+    shards = _shards(a=[0.0, 1.0])
+    stepper = _stepper(shards, weight_decay=0.1, adaptation=Larc(trust_coefficient=0.3, eps=0.0))
+    stepper.step(frozen=())
+    rate = 0.3 * 5 / (1 + 0.1 * 5)
+    assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
+    assert stepper._optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_clipping_comes_before_adaptation() -> None:
+    shards = _shards(a=[0.0, 100.0])
+    _stepper(shards, clip_grad=1.0, weight_decay=0.1, adaptation=Larc(trust_coefficient=0.3, eps=0.0)).step(frozen=())
+    rate = 0.3 * 5 / (1 + 0.1 * 5)
+    assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
+
+
+def test_nothing_to_move_is_no_error() -> None:
+    shards = _shards(a=None)
+    result = _stepper(shards, clip_grad=1.0, adaptation=Larc(), loss_scale=LossScale()).step(frozen=())
+    assert float(result.grad_norm) == 0.0 and not result.skipped
