@@ -48,7 +48,7 @@ class OptimizerPlan:
         larc: None when LARC is off.
         weight_decay: of the regularised parameters of the trunk.
         head_weight_decay: of the head's; equals ``weight_decay`` unless head_optimizer_params say otherwise.
-        lr: schedule of the learning rate after automatic scaling: the scheduler's own config, a plain dict with a "name".
+        lr: schedule of the learning rate after automatic scaling: a plain dict with a "name" and that schedule's keys.
         lr_head: the head's, likewise (equal to ``lr`` unless use_different_lr).
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
@@ -104,8 +104,9 @@ class ResolvedRun:
     """Everything a rank needs to know; saved as ``config.resolved.yaml`` and read by the workers.
 
     Attributes:
-        config: the user's configuration plus defaults, as a plain nested dict under VISSL's names (no ``config:`` root),
-            ``${oc.env:...}`` already resolved (masked again when written to disk for people).
+        config: the user's configuration plus defaults, as a plain nested dict under VISSL's names (no ``config:``
+            root), ``${oc.env:...}`` already resolved (masked again when written to disk for people). The blocks of
+            the chosen trunk, heads and loss hold all their keys, and those only.
         recipe: what ``config=`` named.
         run_dir: absolute path of the run folder.
         device: "cpu" or "cuda".
@@ -119,6 +120,7 @@ class ResolvedRun:
         num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
         sharding, optimizer: see there.
         notes: sentences to say once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
+        interpolations: key path under ``config`` (list positions as numbers) -> the ``${...}`` that was written there.
     """
 
     config: dict[str, Any]
@@ -139,3 +141,4 @@ class ResolvedRun:
     sharding: ShardingPlan
     optimizer: OptimizerPlan
     notes: tuple[str, ...] = ()
+    interpolations: dict[str, str] = field(default_factory=dict)

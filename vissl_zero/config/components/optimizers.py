@@ -43,6 +43,6 @@ class LARSConfig:
     eta: float = 0.001
     """Trust coefficient: the largest update of a tensor over its norm, per unit of learning rate."""
     eps: float = 1e-8
-    """Added to the gradient's norm: without it a tensor whose true gradient is zero takes full steps of rounding noise."""
+    """Added to the gradient's norm: without it a tensor whose true gradient is zero steps by rounding noise."""
     exclude_bias_and_norm: bool = False
     """Tensors with one dimension keep the plain learning rate; whether they decay is up to regularize_bias and _bn."""

@@ -1,0 +1,108 @@
+"""``MODEL``: trunk, heads, precision, recomputation, batch norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vissl_zero.config.blocks.precision import AmpParams
+from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
+from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig
+from vissl_zero.config.vissl_block import with_vissl_keys
+
+
+@dataclass
+class RegNetBlock(RegNetConfig):
+    """``MODEL.TRUNK.REGNET``: RegNet's own keys and where its activations are recomputed."""
+
+    stage_checkpoints: list[list[int]] = field(default_factory=list)
+    """Per stage, the blocks (counted from 1) that end a stretch to be recomputed; wins over EVERY_N_BLOCKS."""
+
+
+@with_vissl_keys("MODEL.TRUNK")
+@dataclass
+class Trunk:
+    """``MODEL.TRUNK``: from images to features."""
+
+    NAME: str = "resnet"
+    """Trunk: regnet, resnet or one of your own."""
+    REGNET: RegNetBlock = field(default_factory=RegNetBlock)
+    """Keys of the regnet trunk."""
+    RESNETS: ResNetConfig = field(default_factory=ResNetConfig)
+    """Keys of the resnet trunk."""
+    PARAMS: dict[str, Any] = field(default_factory=dict)
+    """Keys of a trunk of your own."""
+
+
+@with_vissl_keys("MODEL.HEAD")
+@dataclass
+class Head:
+    """``MODEL.HEAD``: from features to what the loss takes."""
+
+    PARAMS: list[Any] = field(default_factory=list)
+    """Heads, each ["name", {key: value}]."""
+    BATCHNORM_EPS: float = 1e-5
+    """Added to the variance in the heads' batch norms."""
+    BATCHNORM_MOMENTUM: float = 0.1
+    """Weight of the newest batch in the running statistics of the heads' batch norms."""
+
+
+@with_vissl_keys("MODEL.SYNC_BN_CONFIG")
+@dataclass
+class SyncBnConfig:
+    """``MODEL.SYNC_BN_CONFIG``: batch norm over the batches of several processes."""
+
+    CONVERT_BN_TO_SYNC_BN: bool = False
+    """Synchronise every batch norm, on any backend."""
+    GROUP_SIZE: int = -1
+    """Processes that share statistics; -1 and 0: all (VISSL reads -1 as those of one machine)."""
+
+
+@with_vissl_keys("MODEL.ACTIVATION_CHECKPOINTING")
+@dataclass
+class ActivationCheckpointing:
+    """``MODEL.ACTIVATION_CHECKPOINTING``: recompute activations in the backward pass instead of keeping them."""
+
+    USE_ACTIVATION_CHECKPOINTING: bool = False
+    """Recompute, at every ZeRO level."""
+    EVERY_N_BLOCKS: int = 1
+    """Recompute every n-th block of the trunk; 1 saves most memory."""
+
+
+@dataclass
+class GradClip:
+    """``MODEL.GRAD_CLIP``: VISSL's switch for ``ZERO.clip_grad``."""
+
+    USE_GRAD_CLIP: bool = False
+    """Clip the global norm of the gradients to MAX_NORM."""
+    NORM_TYPE: float = 2
+    """Order of the norm; only 2."""
+    MAX_NORM: float = 1
+    """Largest global L2 norm."""
+
+
+@with_vissl_keys("MODEL")
+@dataclass
+class Model:
+    """``MODEL``."""
+
+    TRUNK: Trunk = field(default_factory=Trunk)
+    """From images to features."""
+    HEAD: Head = field(default_factory=Head)
+    """From features to what the loss takes."""
+    AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
+    """Half precision."""
+    SYNC_BN_CONFIG: SyncBnConfig = field(default_factory=SyncBnConfig)
+    """Batch norm over several processes."""
+    ACTIVATION_CHECKPOINTING: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    """Recompute activations."""
+    SHARDED_DDP_SETUP: ShardedDdpSetup = field(default_factory=ShardedDdpSetup)
+    """VISSL's switch for ZeRO level 2."""
+    FSDP_CONFIG: FsdpConfig = field(default_factory=FsdpConfig)
+    """VISSL's switch for ZeRO level 3, and what goes with it."""
+    GRAD_CLIP: GradClip = field(default_factory=GradClip)
+    """Gradient clipping."""
+    NON_TRAINABLE_PARAMS: list[str] = field(default_factory=list)
+    """Full names of parameters that are never trained."""
+    TEMP_FROZEN_PARAMS_ITER_MAP: list[Any] = field(default_factory=list)
+    """Pairs [full parameter name, n]: not trained in the first n optimizer steps."""

@@ -1,0 +1,95 @@
+"""``ZERO`` and VISSL's two switches for sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ShardedDdpSetup:
+    """``MODEL.SHARDED_DDP_SETUP``: ZeRO level 2."""
+
+    USE_SDP: bool = False
+    """Shard optimizer state and gradients."""
+    reduce_buffer_size: int = -1
+    """Elements per communication buffer of fairscale's ShardedDDP; no effect on the torch engine."""
+
+
+@dataclass
+class FsdpConfig:
+    """``MODEL.FSDP_CONFIG``: ZeRO level 3."""
+
+    AUTO_SETUP_FSDP: bool = False
+    """Shard parameters too, and derive the precision keys below from AMP."""
+    AUTO_WRAP_THRESHOLD: int = 0
+    """Also make a unit of every layer with at least this many parameters, of any type; 0: blocks only."""
+    AMP_TYPE: str = "O1"
+    """O1 (autocast) or O2 (parameters cast to half precision for compute); "01" and "02" mean the same."""
+    FORCE_SYNC_CUDA: bool = False
+    """Synchronise the GPU around each unit; no effect on the torch engine."""
+    flatten_parameters: bool = True
+    """One flat parameter per unit; no effect on the torch engine, which shards each parameter by itself."""
+    mixed_precision: bool = True
+    """Allow compute_dtype to differ from float32."""
+    fp32_reduce_scatter: bool = False
+    """Reduce gradients in float32 when parameters are computed in half precision."""
+    compute_dtype: str = "float32"
+    """Dtype that parameters are cast to for compute: float32, float16 or bfloat16."""
+    bucket_cap_mb: float = 0
+    """Size in MiB of fairscale's reduce-scatter buckets; no effect on the torch engine."""
+    clear_autocast_cache: bool = True
+    """Drop autocast's cached casts after each unit; no effect on the torch engine, which caches none across units."""
+    verbose: bool = False
+    """Print the wrap plan."""
+
+
+@dataclass
+class OffloadOptimizer:
+    """``ZERO.offload_optimizer_config``: where optimizer state lives."""
+
+    device: str = "none"
+    """none (with the parameters), cpu or nvme."""
+    pin_memory: bool = True
+    """Page-locked host memory."""
+    fast_init: bool = False
+    """Touch state only when it is first used."""
+    nvme_path: str | None = None
+    """Folder on the NVMe disk."""
+
+
+@dataclass
+class OffloadParam:
+    """``ZERO.offload_param_config``: where parameters live between uses."""
+
+    device: str = "none"
+    """none (on the training device), cpu or nvme."""
+    pin_memory: bool = True
+    """Page-locked host memory."""
+    fast_init: bool | float = False
+    """Touch memory only when it is first used; a number is read as max_in_cpu."""
+    max_in_cpu: float | None = None
+    """With nvme: most parameters (elements) held in host memory."""
+    nvme_path: str | None = None
+    """Folder on the NVMe disk."""
+
+
+@dataclass
+class Zero:
+    """``ZERO``: how training state is spread over processes. Changes memory and speed, never the model."""
+
+    LEVEL: int | str = "auto"
+    """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches."""
+    ENGINE: str = "auto"
+    """Implementation: torch (auto is torch)."""
+    SHARD_GROUP_SIZE: int = -1
+    """Processes that share one copy of the state; -1: all."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step."""
+    dynamic_loss_scale: bool = True
+    """Scale the loss in float16 so that small gradients survive; no effect in other precisions."""
+    clip_grad: float | None = None
+    """Largest global L2 norm of the gradients; null: no clipping."""
+    offload_optimizer_config: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    """Optimizer state on the CPU or on NVMe."""
+    offload_param_config: OffloadParam = field(default_factory=OffloadParam)
+    """Parameters on the CPU or on NVMe."""

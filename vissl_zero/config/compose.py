@@ -1,0 +1,78 @@
+"""From a recipe's name and overrides to a typed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from vissl_zero.config.explain import EXPLAINABLE, added_keys, explain
+from vissl_zero.config.plain_tree import without_vissl_keys
+from vissl_zero.config.run import RunConfig
+from vissl_zero.config.store import register
+from vissl_zero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed recipe.
+
+    Attributes:
+        run: typed, every ``${...}`` resolved.
+        written: the same tree as plain containers, with every ``${...}`` as it was written.
+        recipe: what ``config=`` named.
+    """
+
+    run: RunConfig
+    written: dict[str, Any]
+    recipe: str
+
+    def user_yaml(self) -> str:
+        """Text of ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
+        tree = OmegaConf.to_yaml({"config": without_vissl_keys(self.written)})
+        return f"# @package _global_\n# {self.recipe}, as composed.\n{tree}"
+
+
+def typed(cfg: DictConfig, recipe: str) -> Composed:
+    """A composed tree (the root that holds ``config:``) as dataclasses.
+
+    Raises:
+        ConfigError: an interpolation cannot be resolved or a value is missing.
+    """
+    if problems := added_keys(cfg):
+        raise ConfigError(problems)
+    try:
+        run = OmegaConf.to_object(cfg.config)
+        written = OmegaConf.to_container(cfg.config, resolve=False)
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+    assert isinstance(run, RunConfig) and isinstance(written, dict)
+    return Composed(run, {str(key): value for key, value in written.items()}, recipe)
+
+
+def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
+    """Compose as the command line does, without starting anything.
+
+    Args:
+        recipe: what ``config=`` would name.
+        overrides: such as ``config.ZERO.LEVEL=3`` or ``+config/zero=fsdp``.
+    Raises:
+        ConfigError: an unknown recipe, a mistyped key or a mistyped value.
+    """
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
+            cfg = hydra.compose("defaults", [f"config={recipe}", *overrides])
+            return typed(cfg, recipe)
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The typed configuration of a recipe; arguments and errors as ``compose``."""
+    return compose(recipe, overrides).run

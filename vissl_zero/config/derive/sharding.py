@@ -1,0 +1,80 @@
+"""What ``sharding`` is asked to do."""
+
+from __future__ import annotations
+
+from vissl_zero.config.derive.level import level
+from vissl_zero.config.derive.placement import Placement
+from vissl_zero.config.derive.precision import precision
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.run import RunConfig
+
+
+def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
+    """The sharding plan of a run, and what to say about it."""
+    number, level_notes = level(cfg)
+    formats, precision_notes = precision(cfg, number)
+    zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
+    stages, every, recompute_notes = _recomputation(cfg)
+    plan = ShardingPlan(
+        level=number,
+        engine="torch" if zero.ENGINE == "auto" else zero.ENGINE,
+        shard_group_size=place.world_size if zero.SHARD_GROUP_SIZE == -1 else zero.SHARD_GROUP_SIZE,
+        wrap_threshold=fsdp.AUTO_WRAP_THRESHOLD,
+        clip_grad=clip_grad(cfg),
+        sync_bn_group=_sync_bn_group(cfg, place.world_size),
+        checkpoint_every=every,
+        stage_checkpoints=stages,
+        precision=formats,
+        timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
+        verbose=fsdp.verbose,
+    )
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, number, formats.use_loss_scale))
+
+
+def clip_grad(cfg: RunConfig) -> float | None:
+    """Largest global norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP."""
+    if cfg.ZERO.clip_grad is not None:
+        return cfg.ZERO.clip_grad
+    return cfg.MODEL.GRAD_CLIP.MAX_NORM if cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP else None
+
+
+def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
+    sync = cfg.MODEL.SYNC_BN_CONFIG
+    if not sync.CONVERT_BN_TO_SYNC_BN:
+        return 0
+    return world_size if sync.GROUP_SIZE <= 0 else min(sync.GROUP_SIZE, world_size)
+
+
+def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...]]:
+    """Block ends per stage, every n-th block (0: off), notes."""
+    recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
+    ends = tuple(tuple(stage) for stage in stages) if cfg.MODEL.TRUNK.NAME == "regnet" else ()
+    if not recompute.USE_ACTIVATION_CHECKPOINTING:
+        switch = "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING is off"
+        notes = (f"config.MODEL.TRUNK.REGNET.stage_checkpoints has no effect: {switch}.",) if any(ends) else ()
+        return (), 0, notes
+    return (ends, 0, ()) if any(ends) else ((), recompute.EVERY_N_BLOCKS, ())
+
+
+def _no_effect(cfg: RunConfig, level: int, use_loss_scale: bool) -> list[str]:
+    """Notes on keys that were set away from their defaults and do nothing on the torch engine."""
+    fsdp, notes = cfg.MODEL.FSDP_CONFIG, []
+    for key, is_set in {
+        "SHARDED_DDP_SETUP.reduce_buffer_size": cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size != -1,
+        "FSDP_CONFIG.bucket_cap_mb": fsdp.bucket_cap_mb != 0,
+        "FSDP_CONFIG.clear_autocast_cache": not fsdp.clear_autocast_cache,
+        "FSDP_CONFIG.flatten_parameters": not fsdp.flatten_parameters,
+        "FSDP_CONFIG.FORCE_SYNC_CUDA": fsdp.FORCE_SYNC_CUDA,
+    }.items():
+        if is_set:
+            notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
+    if level == 0 and fsdp.AUTO_WRAP_THRESHOLD:
+        notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
+    if not cfg.ZERO.dynamic_loss_scale and not use_loss_scale and "float16" not in _halves(cfg):
+        notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
+    return notes
+
+
+def _halves(cfg: RunConfig) -> tuple[str, ...]:
+    amp = cfg.MODEL.AMP_PARAMS
+    return (amp.DTYPE if amp.USE_AMP else "", cfg.MODEL.FSDP_CONFIG.compute_dtype)

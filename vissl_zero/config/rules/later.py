@@ -1,0 +1,60 @@
+"""Keys that have their place in the tree and wait for the work behind them: refused when set."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from vissl_zero.config.blocks.output import Checkpoint
+from vissl_zero.config.derive.placement import ranks
+from vissl_zero.config.host import Host
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.registry import HOOKS
+
+
+def checkpoints(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Only the final weights are written."""
+    must = "cannot be set yet: this version writes the final weights only"
+    return [
+        Problem(f"config.CHECKPOINT.{f.name}", str(value), must, f"Leave it at {f.default}.")
+        for f in fields(Checkpoint)
+        if f.name != "DIR" and (value := getattr(cfg.CHECKPOINT, f.name)) != f.default
+    ]
+
+
+def slurm(cfg: RunConfig, host: Host) -> Problem | None:
+    """Nothing is submitted."""
+    if not cfg.SLURM.USE_SLURM:
+        return None
+    fix = "Leave it off, and start the run with srun or torchrun in a job of your own."
+    return Problem("config.SLURM.USE_SLURM", "True", "cannot be set yet: nothing is submitted by this version", fix)
+
+
+def offload(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Everything stays where it is computed."""
+    found = []
+    for name in ("offload_optimizer_config", "offload_param_config"):
+        device = getattr(cfg.ZERO, name).device
+        if device != "none":
+            must = "must be none: this version offloads nothing"
+            found.append(
+                Problem(f"config.ZERO.{name}.device", repr(device), must, "Use a higher ZERO.LEVEL, or more ranks.")
+            )
+    return found
+
+
+def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
+    """One shard group, of all ranks."""
+    world_size = ranks(cfg, host)[0]
+    if cfg.ZERO.SHARD_GROUP_SIZE in (-1, world_size):
+        return None
+    must = f"must be -1 or all {world_size} processes: this version shards over all of them"
+    return Problem("config.ZERO.SHARD_GROUP_SIZE", str(cfg.ZERO.SHARD_GROUP_SIZE), must, "Write -1.")
+
+
+def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every extra hook is registered."""
+    return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
+
+
+RULES = (checkpoints, slurm, offload, shard_groups, hooks)

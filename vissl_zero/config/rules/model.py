@@ -1,0 +1,113 @@
+"""Trunk and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS
+from vissl_zero.config.derive.components import trunk_options
+from vissl_zero.config.host import Host
+from vissl_zero.config.options import component_keys, typed_options
+from vissl_zero.config.rules.limits import at_least, one_of
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import HEADS, TRUNKS
+
+_HEADS = "config.MODEL.HEAD.PARAMS"
+
+
+def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The trunk is known and has the keys it is given."""
+    if cfg.MODEL.TRUNK.NAME not in TRUNKS:
+        return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
+    if cfg.MODEL.TRUNK.NAME in ("regnet", "resnet") and cfg.MODEL.TRUNK.PARAMS:
+        own = "REGNET" if cfg.MODEL.TRUNK.NAME == "regnet" else "RESNETS"
+        fix = f"Write them under config.MODEL.TRUNK.{own}."
+        return [Problem("config.MODEL.TRUNK.PARAMS", str(cfg.MODEL.TRUNK.PARAMS), "is for trunks of your own", fix)]
+    try:
+        trunk_options(cfg)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def regnet(cfg: RunConfig, host: Host) -> Problem | None:
+    """A RegNet has a name or all of its parameters."""
+    if cfg.MODEL.TRUNK.NAME != "regnet":
+        return None
+    block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
+    given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
+    if block.name and given:
+        fix = f"Leave out the name, or {', '.join(given)}."
+        return Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)
+    missing = [name for name in REGNET_PARAMETERS if name not in given]
+    if not block.name and missing:
+        fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
+        return Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)
+    return None
+
+
+def resnet(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A ResNet is one of the published depths."""
+    if cfg.MODEL.TRUNK.NAME != "resnet":
+        return []
+    block, key = cfg.MODEL.TRUNK.RESNETS, "MODEL.TRUNK.RESNETS"
+    found = one_of(f"{key}.DEPTH", str(block.DEPTH), map(str, RESNET_DEPTHS))
+    found += one_of(f"{key}.NORM", block.NORM, ("BatchNorm", "GroupNorm"))
+    return found + at_least(f"{key}.WIDTH_MULTIPLIER", block.WIDTH_MULTIPLIER, 1)
+
+
+def heads(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every head is ["name", {keys}], known, and has the keys it is given."""
+    if not cfg.MODEL.HEAD.PARAMS:
+        fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
+        return [Problem(_HEADS, "[]", "must list at least one head", fix)]
+    return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head)]
+
+
+def _head(head: Any) -> list[Problem]:
+    if not is_head(head):
+        fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
+        return [Problem(_HEADS, str(head), 'must hold ["name", {key: value}]', fix)]
+    name, options = head
+    if name not in HEADS:
+        return [HEADS.unknown(name)]
+    try:
+        typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}")
+    except ConfigError as error:
+        return list(error.problems)
+    return _dims(name, options)
+
+
+def is_head(head: Any) -> bool:
+    """Whether an entry of HEAD.PARAMS has the form ["name", {key: value}]."""
+    is_pair = isinstance(head, Sequence) and not isinstance(head, str) and len(head) == 2
+    return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
+
+
+def _dims(name: str, options: Mapping[str, Any]) -> list[Problem]:
+    if name not in ("mlp", "swav_head"):
+        return []
+    found, dims = [], list(options["dims"])
+    if len(dims) < 2 or min(dims) < 1:
+        must = "must be two or more widths, from the trunk's features to the outputs"
+        found.append(Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs]."))
+    if name == "swav_head" and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
+        got = str(list(options["num_clusters"]))
+        must = "must have at least 1 prototype in each layer"
+        found.append(Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], say."))
+    return found
+
+
+def batch_norm(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The heads' batch norms have a positive eps."""
+    momentum = cfg.MODEL.HEAD.BATCHNORM_MOMENTUM
+    found = at_least("MODEL.HEAD.BATCHNORM_EPS", cfg.MODEL.HEAD.BATCHNORM_EPS, 0)
+    if not 0 <= momentum <= 1:
+        key = "config.MODEL.HEAD.BATCHNORM_MOMENTUM"
+        found.append(Problem(key, str(momentum), "must be between 0 and 1", "Write 0.1, the usual value."))
+    return found
+
+
+RULES = (trunk, regnet, resnet, heads, batch_norm)

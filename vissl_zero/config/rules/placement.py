@@ -1,0 +1,61 @@
+"""Devices, processes, length of the run."""
+
+from __future__ import annotations
+
+from vissl_zero.config.derive.placement import GPU_NAMES, ranks
+from vissl_zero.config.host import Host
+from vissl_zero.config.rules.limits import above_zero, at_least, one_of
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import Problem
+
+
+def names(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Device and backend are known."""
+    found = one_of("MACHINE.DEVICE", cfg.MACHINE.DEVICE, ("auto", "cpu", *GPU_NAMES))
+    return found + one_of("DISTRIBUTED.BACKEND", cfg.DISTRIBUTED.BACKEND, ("auto", "nccl", "gloo"))
+
+
+def gpu(cfg: RunConfig, host: Host) -> Problem | None:
+    """A GPU that is asked for exists, one per process, joined by nccl."""
+    if cfg.MACHINE.DEVICE not in GPU_NAMES:
+        return None
+    key, got = "config.MACHINE.DEVICE", repr(cfg.MACHINE.DEVICE)
+    if host.num_gpus == 0:
+        return Problem(key, got, f"cannot be used here: {host.why_no_gpu}", f"Write {key}=auto or {key}=cpu.")
+    if cfg.DISTRIBUTED.BACKEND == "gloo":
+        fix = "Write auto, or train on the CPU."
+        return Problem("config.DISTRIBUTED.BACKEND", "'gloo'", "must be nccl on GPUs", fix)
+    procs = ranks(cfg, host)[1]
+    if procs > host.num_gpus:
+        key, must = "config.DISTRIBUTED.NUM_PROC_PER_NODE", f"must be at most the number of GPUs, {host.num_gpus}"
+        return Problem(key, str(procs), must, f"Write {key}={host.num_gpus}, or config.MACHINE.DEVICE=cpu.")
+    return None
+
+
+def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Counts and times are in range."""
+    return [
+        *at_least("DISTRIBUTED.NUM_PROC_PER_NODE", cfg.DISTRIBUTED.NUM_PROC_PER_NODE, 1),
+        *at_least("DISTRIBUTED.NUM_NODES", cfg.DISTRIBUTED.NUM_NODES, 1),
+        *above_zero("DISTRIBUTED.TIMEOUT_S", cfg.DISTRIBUTED.TIMEOUT_S),
+        *at_least("TRAINER.MAX_STEPS", cfg.TRAINER.MAX_STEPS, 1),
+        *at_least("TRAINER.THREADS_PER_RANK", cfg.TRAINER.THREADS_PER_RANK, 1),
+        *at_least("LOG_FREQUENCY", cfg.LOG_FREQUENCY, 1),
+        *at_least("SEED_VALUE", cfg.SEED_VALUE, 0),
+        *at_least("NEAREST_NEIGHBOR.TOPK", cfg.NEAREST_NEIGHBOR.TOPK, 1),
+        *above_zero("NEAREST_NEIGHBOR.SIGMA", cfg.NEAREST_NEIGHBOR.SIGMA),
+        *at_least("NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS", cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, 0),
+        *at_least("NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES", cfg.NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES, 1),
+        *at_least("NEAREST_NEIGHBOR.MAX_TEST_IMAGES", cfg.NEAREST_NEIGHBOR.MAX_TEST_IMAGES, 1),
+    ]
+
+
+def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
+    """Several machines are started by torchrun."""
+    if cfg.DISTRIBUTED.NUM_NODES <= 1 or host.torchrun:
+        return None
+    fix = "Start tools/run_distributed.py under torchrun --nnodes on each machine."
+    return Problem("config.DISTRIBUTED.NUM_NODES", str(cfg.DISTRIBUTED.NUM_NODES), "must be 1 without torchrun", fix)
+
+
+RULES = (names, gpu, numbers, several_machines)

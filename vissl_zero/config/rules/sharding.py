@@ -1,0 +1,86 @@
+"""ZERO, and VISSL's two switches beside it."""
+
+from __future__ import annotations
+
+from vissl_zero.config.derive.level import chosen_level, level
+from vissl_zero.config.derive.placement import placement, ranks
+from vissl_zero.config.host import Host
+from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.registry import STRATEGIES
+
+_ENGINE = "config.ZERO.ENGINE"
+
+
+def level_value(cfg: RunConfig, host: Host) -> Problem | None:
+    """The level is auto or a number from 0 to 3."""
+    if cfg.ZERO.LEVEL == "auto" or chosen_level(cfg) is not None:
+        return None
+    fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters) or auto."
+    return Problem("config.ZERO.LEVEL", repr(cfg.ZERO.LEVEL), "must be auto, 0, 1, 2 or 3", fix)
+
+
+def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
+    """VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
+    both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
+    if not both or chosen_level(cfg) is not None:
+        return None
+    must = "cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP: one means level 2, the other level 3"
+    fix = "Set one of them to False, or let config.ZERO.LEVEL=2 or =3 decide."
+    return Problem("config.MODEL.SHARDED_DDP_SETUP.USE_SDP", "True", must, fix)
+
+
+def engine(cfg: RunConfig, host: Host) -> Problem | None:
+    """The engine is there, and runs on this device."""
+    name = cfg.ZERO.ENGINE
+    if name == "auto" or name in STRATEGIES:
+        return None
+    if name != "fairscale":
+        return STRATEGIES.unknown(name)
+    if level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
+        must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs level 3 on any device.")
+    must = "fairscale is not an engine of this version"
+    return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs levels 0 to 3 on any device.")
+
+
+def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Counts and thresholds are in range."""
+    return [
+        *at_least("ZERO.gradient_accumulation_steps", cfg.ZERO.gradient_accumulation_steps, 1),
+        *above_zero("ZERO.clip_grad", cfg.ZERO.clip_grad),
+        *at_least("MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD", cfg.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD, 0),
+        *at_least(
+            "MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS", cfg.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS, 1
+        ),
+    ]
+
+
+def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Both switches for clipping say the same."""
+    old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
+    if not old.USE_GRAD_CLIP:
+        return []
+    found = above_zero("MODEL.GRAD_CLIP.MAX_NORM", old.MAX_NORM)
+    if new is not None and new != old.MAX_NORM:
+        must = f"differs from config.ZERO.clip_grad={new}"
+        fix = "Write one of the two, or both alike."
+        found.append(Problem("config.MODEL.GRAD_CLIP.MAX_NORM", str(old.MAX_NORM), must, fix))
+    if old.NORM_TYPE != 2:
+        key = "config.MODEL.GRAD_CLIP.NORM_TYPE"
+        found.append(Problem(key, str(old.NORM_TYPE), "must be 2", "Only the L2 norm is clipped."))
+    return found
+
+
+def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
+    """Groups of synchronised batch norm divide the world."""
+    sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, ranks(cfg, host)[0]
+    size = min(sync.GROUP_SIZE, world_size)
+    if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
+        return None
+    must = f"must divide the {world_size} processes, or be -1 for all of them"
+    return Problem("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE", str(sync.GROUP_SIZE), must, "Write -1.")
+
+
+RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group)

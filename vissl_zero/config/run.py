@@ -1,0 +1,66 @@
+"""The root of the typed tree: what a recipe may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vissl_zero.config.blocks.data import Data
+from vissl_zero.config.blocks.loss import default_loss
+from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
+from vissl_zero.config.blocks.model import Model
+from vissl_zero.config.blocks.optimizer import Optimizer
+from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor
+from vissl_zero.config.blocks.sharding import Zero
+from vissl_zero.config.vissl_block import with_vissl_keys
+
+
+@with_vissl_keys("")
+@dataclass
+class RunConfig:
+    """Everything under ``config:``: exactly what the user wrote, plus defaults. Never written back to."""
+
+    SEED_VALUE: int = 0
+    """Seed of weights, order of images, augmentation and dropout."""
+    LOG_FREQUENCY: int = 10
+    """Optimizer steps between lines of the plain display."""
+    IMPORTS: list[str] = field(default_factory=list)
+    """Python modules of your own to import, so that they register their components."""
+    DATA: Data = field(default_factory=Data)
+    """Images, batches, transforms."""
+    MODEL: Model = field(default_factory=Model)
+    """Trunk, heads, precision."""
+    LOSS: dict[str, Any] = field(default_factory=default_loss)
+    """name: which loss; under that name its keys."""
+    OPTIMIZER: Optimizer = field(default_factory=Optimizer)
+    """The update rule and its schedules."""
+    ZERO: Zero = field(default_factory=Zero)
+    """How training state is spread over processes."""
+    TRAINER: Trainer = field(default_factory=Trainer)
+    """The training loop."""
+    HOOKS: Hooks = field(default_factory=Hooks)
+    """What is done beside training."""
+    NEAREST_NEIGHBOR: NearestNeighbor = field(default_factory=NearestNeighbor)
+    """kNN evaluation."""
+    CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)
+    """The run folder."""
+    DISTRIBUTED: Distributed = field(default_factory=Distributed)
+    """Processes."""
+    MACHINE: Machine = field(default_factory=Machine)
+    """Device."""
+    SLURM: Slurm = field(default_factory=Slurm)
+    """Submission to a cluster."""
+
+
+@dataclass
+class Root:
+    """A composed recipe."""
+
+    VERSION: int = 1
+    """Version of VISSL's configuration; only 1."""
+    node_id: int = 0
+    """Number of this machine; no effect, torchrun says it."""
+    engine_name: str = "train"
+    """What to do; only train."""
+    config: RunConfig = field(default_factory=RunConfig)
+    """The run."""

@@ -1,0 +1,27 @@
+"""Make the typed tree and our resolvers known to Hydra and OmegaConf."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from vissl_zero.config.run import Root
+from vissl_zero.config.search_path import register_search_path
+
+
+def register() -> None:
+    """Register the schema, the search path and the resolvers. Repeating it changes nothing."""
+    ConfigStore.instance().store(name="root_schema", node=Root, provider="vissl_zero")
+    register_search_path()
+    OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
+
+
+def _run_dir(chosen: str | None, recipe: str) -> str:
+    """The folder Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
+    if chosen is not None:
+        return chosen
+    # To the millisecond: runs that a script starts side by side must not share a folder.
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    return f"runs/{stamp}_{recipe.replace('/', '-')}"
