@@ -17,6 +17,7 @@ from typing import Any
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from yaml import YAMLError
 
 from vissl_zero.config.resolve import load_resolved
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline
@@ -67,7 +68,7 @@ def load_trunk(run_folder: str | Path) -> LoadedTrunk:
     folder = Path(run_folder)
     config_file, weights_file = folder / "config.resolved.yaml", folder / "weights.safetensors"
     _check_files(folder, config_file, weights_file)
-    config = load_resolved(config_file).config
+    config = _read_config(config_file)
     load_plugins(list(config["IMPORTS"]))
     trunk = build_model(config["MODEL"]).trunk
     weights = _read(weights_file)
@@ -90,6 +91,17 @@ def _check_files(folder: Path, config_file: Path, weights_file: Path) -> None:
         )
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return load_resolved(path).config
+    # The file is ours, but people edit and truncate files: whatever is wrong with it, the remedy is the same.
+    except (OSError, YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{path} cannot be read ({problem}). Copy it again from where the run wrote it."
+        ) from error
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     """The trunk's tensors, without their prefix. The heads' are not read."""
     try:
@@ -97,7 +109,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             names = [name for name in file.keys() if name.startswith(_PREFIX)]  # noqa: SIM118 - not a mapping
             return {name.removeprefix(_PREFIX): file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again, or train again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again from where the run wrote it.") from error
 
 
 def _check_fit(weights: dict[str, Tensor], wanted: dict[str, Any], path: Path) -> None:

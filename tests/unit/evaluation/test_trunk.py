@@ -73,6 +73,13 @@ def test_damaged_weights(folder):
         vissl_zero.load_trunk(folder)
 
 
+@pytest.mark.parametrize("text", ["", "config: [", "config: {}", "no config"])
+def test_a_damaged_configuration(folder, text):
+    (folder / "config.resolved.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.resolved\.yaml cannot be read \(\w+: .*\)\. Copy it again"):
+        vissl_zero.load_trunk(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
