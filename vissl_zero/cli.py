@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from vissl_zero.errors import VisslZeroError
 
@@ -99,6 +101,7 @@ def _train(arguments: list[str]) -> int:
         codes.append(code)
 
     register()
+    sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
     sys.argv = [sys.argv[0], *_quiet_on_other_ranks(arguments)]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
@@ -125,9 +128,12 @@ def _run_job(cfg: object) -> int:
     hydra_cfg = HydraConfig.get()
     try:
         composed = typed(cfg, str(hydra_cfg.runtime.choices["config"]))
-        return run(resolve(composed, hydra_cfg.runtime.output_dir), composed.user_yaml())
+        plan = resolve(composed.run, hydra_cfg.runtime.output_dir, recipe=composed.recipe, written=composed.written)
+        return run(plan, composed.user_yaml())
     except VisslZeroError as error:
         print(error, file=sys.stderr)
+        with suppress(OSError):  # not empty: something is in it that is not ours
+            Path(hydra_cfg.runtime.output_dir).rmdir()
         return 2
 
 

@@ -115,7 +115,7 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
     forced = [*_COMMON, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}"]
     forced.append(f"config.HOOKS.EXTRA=[{','.join([*extra, 'weight_trace'])}]")
     composed = compose(recipe, [*overrides, *forced])
-    return run(resolve(composed, str(folder)), composed.user_yaml())
+    return run(resolve(composed.run, folder, recipe=recipe, written=composed.written), composed.user_yaml())
 
 
 def compare(reference: Path, other: Path) -> list[StepDifference]:
