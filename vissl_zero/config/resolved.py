@@ -84,6 +84,12 @@ class ShardingPlan:
         precision: number formats.
         timeout_s: of every collective.
         verbose: print the wrap plan.
+        reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
+        flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
+        bucket_cap_mb: MiB per reduce-scatter bucket of fairscale at level 3; 0: one reduce-scatter per parameter.
+        clear_autocast_cache: fairscale at level 3 drops autocast's cached casts after each unit.
+        force_sync_cuda: fairscale at level 3 waits for the GPU before and after each unit.
+        reshard_after_forward: fairscale at level 3 frees the whole parameters of a unit after its forward pass.
     """
 
     level: int
@@ -97,6 +103,12 @@ class ShardingPlan:
     precision: Precision = Precision()
     timeout_s: float = 600.0
     verbose: bool = False
+    reduce_buffer_size: int = -1
+    flatten_parameters: bool = True
+    bucket_cap_mb: float = 0
+    clear_autocast_cache: bool = True
+    force_sync_cuda: bool = False
+    reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True)
