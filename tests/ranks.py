@@ -121,7 +121,8 @@ class _Pool:
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        # fully_shard imports torch._dynamo on first use: 5 s of work in every process if not done before the fork.
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for _ in range(MAX_RANKS):

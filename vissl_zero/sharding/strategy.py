@@ -19,8 +19,8 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 
-# Given torch-style groups (dicts with "name", "params", "lr", "weight_decay") of *local shards*, returns the optimizer to
-# run on them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
+# Given torch-style groups (dicts with "name", "params", "lr", "weight_decay") of *local shards*, returns the optimizer
+# to run on them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
 OptimizerFactory = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, Adaptation | None]]
 
 
@@ -112,7 +112,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Takes the whole model's memory."""
+        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Takes the memory of all."""
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
