@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.errors import ConfigError, did_you_mean
@@ -37,5 +38,5 @@ def _print(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # Text: brackets in a sentence are no markup
     Console().print(table)

@@ -28,7 +28,7 @@ _TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 
 def resolve(
     cfg: RunConfig,
-    run_dir: str | Path = "runs/unnamed",
+    run_dir: str | Path,
     *,
     recipe: str = "",
     written: Mapping[str, Any] | None = None,

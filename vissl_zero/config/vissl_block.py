@@ -79,7 +79,7 @@ def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
 
 def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
     if isinstance(values[0], dict) and any(values):
-        block = _extend(_empty_block(path), path, values)
+        block: type = _extend(_empty_block(path), path, values)
         return name, block, field(default_factory=block)
     value = values[0].values[0] if isinstance(values[0], OneOf) else values[0]
     if isinstance(value, dict):
@@ -89,7 +89,8 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
 
 
 def _empty_block(path: str) -> type:
-    block: type = make_dataclass(path.replace(".", "_"), [])
+    no_fields: list[tuple[str, Any]] = []
+    block = make_dataclass(path.replace(".", "_"), no_fields)
     block.__module__ = __name__
     setattr(sys.modules[__name__], block.__name__, block)
     return block

@@ -37,7 +37,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
-    given = _only_fields(asdict(block), schema) if is_dataclass(block) else block
+    given = _only_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
     options = typed_options(schema, given, f"config.LOSS.{name}")
     if name == "swav_loss":
         options |= {key: value for key, value in swav_facts(cfg).items() if value is not None}
