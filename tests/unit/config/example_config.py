@@ -1,0 +1,41 @@
+"""A valid configuration to change one thing in, without Hydra."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+from vissl_zero.config.compose import load
+from vissl_zero.config.host import Host
+from vissl_zero.config.rules import problems
+from vissl_zero.config.run import RunConfig
+
+CPU_HOST = Host(num_gpus=0, why_no_gpu="no NVIDIA driver is loaded", num_cores=8)
+GPU_HOST = Host(num_gpus=2, why_no_gpu="", num_cores=8)
+
+
+@cache
+def _quickstart() -> RunConfig:
+    return load("quickstart/swav_digits")
+
+
+def config(**values: Any) -> RunConfig:
+    """The quickstart recipe with values at key paths, written with ``__`` for dots."""
+    cfg = copy.deepcopy(_quickstart())
+    for path, value in values.items():
+        node: Any = cfg
+        *parents, last = path.split("__")
+        for part in parents:
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        if isinstance(node, dict):
+            node[last] = value
+        else:
+            assert hasattr(node, last), path
+            setattr(node, last, value)
+    return cfg
+
+
+def complaints(host: Host = CPU_HOST, **values: Any) -> list[str]:
+    """What the rules say about the quickstart recipe with these values."""
+    return [str(problem) for problem in problems(config(**values), host)]
