@@ -73,7 +73,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     for record in records:
         assert {"step", "epoch", "loss", "lr", "images_per_s", "bytes"} <= record.keys()
-        assert set(record["bytes"]) == {"params", "grads", "optimizer", "activations", "buffers", "peak"}
+        assert set(record["bytes"]) >= {"params", "grads", "optimizer", "activations", "buffers", "peak"}
         assert all(record["bytes"][kind] > 0 for kind in ("params", "grads", "activations", "buffers", "peak"))
     assert records[-1]["bytes"]["optimizer"] > 0
     summary = json.loads((folder / "summary.json").read_text())
