@@ -14,7 +14,7 @@ from vissl_zero.config.explain import EXPLAINABLE, added_keys, explain
 from vissl_zero.config.plain_tree import without_vissl_keys
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.store import register
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def typed(cfg: DictConfig, recipe: str) -> Composed:
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
     """
-    if problems := added_keys(cfg):
+    if problems := added_keys(cfg) or _other_programs(cfg):
         raise ConfigError(problems)
     try:
         run = OmegaConf.to_object(cfg.config)
@@ -52,6 +52,15 @@ def typed(cfg: DictConfig, recipe: str) -> Composed:
         raise explain(error) from error
     assert isinstance(run, RunConfig) and isinstance(written, dict)
     return Composed(run, {str(key): value for key, value in written.items()}, recipe)
+
+
+def _other_programs(cfg: DictConfig) -> list[Problem]:
+    """VISSL's other programs, which a recipe's root names."""
+    found = []
+    for key, only in (("engine_name", "train"), ("VERSION", 1)):
+        if cfg[key] != only:
+            found.append(Problem(key, repr(cfg[key]), f"must be {only}", "Use a recipe that trains."))
+    return found
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -47,7 +48,7 @@ def explain(error: BaseException) -> ConfigError:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
 
 
 def no_recipe() -> Problem:
@@ -62,9 +63,12 @@ def _missing_file(error: MissingConfigException) -> Problem:
         options = error.options or []
         hint = f"Known: {', '.join(options)}." if options else "See vissl-zero --help."
         return Problem("command line", repr(name), "must name a configuration file that exists", hint)
-    known = recipe_names()
-    hint = did_you_mean(option, known).strip() or f"Recipes: {', '.join(known)}."
-    return Problem("config", repr(option), "must name a recipe", f"{hint} vissl-zero list recipes lists all.")
+    arguments = {recipe.name: recipe.argument for recipe in list_recipes()}
+    if near := get_close_matches(option, arguments, cutoff=0.5):
+        fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
+    else:
+        fix = f"Recipes: {', '.join(recipe_names())}."
+    return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes lists all.")
 
 
 def _yaml(error: YAMLError) -> Problem:

@@ -39,6 +39,8 @@ class FsdpConfig:
     """Size in MiB of fairscale's reduce-scatter buckets; no effect on the torch engine."""
     clear_autocast_cache: bool = True
     """Drop autocast's cached casts after each unit; no effect on the torch engine, which caches none across units."""
+    reshard_after_forward: bool = True
+    """Free a unit's whole parameters after its forward pass; no effect on the torch engine (False is its level 2)."""
     verbose: bool = False
     """Print the wrap plan."""
 

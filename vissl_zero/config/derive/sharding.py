@@ -8,6 +8,16 @@ from vissl_zero.config.derive.precision import precision
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.config.run import RunConfig
 
+# What only fairscale reads: key -> field of the plan.
+_FAIRSCALE_KEYS = {
+    "SHARDED_DDP_SETUP.reduce_buffer_size": "reduce_buffer_size",
+    "FSDP_CONFIG.flatten_parameters": "flatten_parameters",
+    "FSDP_CONFIG.bucket_cap_mb": "bucket_cap_mb",
+    "FSDP_CONFIG.clear_autocast_cache": "clear_autocast_cache",
+    "FSDP_CONFIG.FORCE_SYNC_CUDA": "force_sync_cuda",
+    "FSDP_CONFIG.reshard_after_forward": "reshard_after_forward",
+}
+
 
 def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
     """The sharding plan of a run, and what to say about it."""
@@ -27,8 +37,14 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         precision=formats,
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
         verbose=fsdp.verbose,
+        reduce_buffer_size=cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size,
+        flatten_parameters=fsdp.flatten_parameters,
+        bucket_cap_mb=fsdp.bucket_cap_mb,
+        clear_autocast_cache=fsdp.clear_autocast_cache,
+        force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
+        reshard_after_forward=fsdp.reshard_after_forward,
     )
-    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, number, formats.use_loss_scale))
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan))
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -56,25 +72,14 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
     return (ends, 0, ()) if any(ends) else ((), recompute.EVERY_N_BLOCKS, ())
 
 
-def _no_effect(cfg: RunConfig, level: int, use_loss_scale: bool) -> list[str]:
-    """Notes on keys that were set away from their defaults and do nothing on the torch engine."""
-    fsdp, notes = cfg.MODEL.FSDP_CONFIG, []
-    for key, is_set in {
-        "SHARDED_DDP_SETUP.reduce_buffer_size": cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size != -1,
-        "FSDP_CONFIG.bucket_cap_mb": fsdp.bucket_cap_mb != 0,
-        "FSDP_CONFIG.clear_autocast_cache": not fsdp.clear_autocast_cache,
-        "FSDP_CONFIG.flatten_parameters": not fsdp.flatten_parameters,
-        "FSDP_CONFIG.FORCE_SYNC_CUDA": fsdp.FORCE_SYNC_CUDA,
-    }.items():
-        if is_set:
+def _no_effect(cfg: RunConfig, plan: ShardingPlan) -> list[str]:
+    """Notes on keys that were set away from their defaults and do nothing in this plan."""
+    notes = []
+    for key, field in _FAIRSCALE_KEYS.items():
+        if plan.engine == "torch" and getattr(plan, field) != ShardingPlan.__dataclass_fields__[field].default:
             notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
-    if level == 0 and fsdp.AUTO_WRAP_THRESHOLD:
+    if plan.level == 0 and plan.wrap_threshold:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
-    if not cfg.ZERO.dynamic_loss_scale and not use_loss_scale and "float16" not in _halves(cfg):
+    if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):
         notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
     return notes
-
-
-def _halves(cfg: RunConfig) -> tuple[str, ...]:
-    amp = cfg.MODEL.AMP_PARAMS
-    return (amp.DTYPE if amp.USE_AMP else "", cfg.MODEL.FSDP_CONFIG.compute_dtype)

@@ -34,15 +34,15 @@ def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
 def engine(cfg: RunConfig, host: Host) -> Problem | None:
     """The engine is there, and runs on this device."""
     name = cfg.ZERO.ENGINE
-    if name == "auto" or name in STRATEGIES:
-        return None
-    if name != "fairscale":
-        return STRATEGIES.unknown(name)
-    if level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
+    if name == "fairscale" and level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs level 3 on any device.")
-    must = "fairscale is not an engine of this version"
-    return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs levels 0 to 3 on any device.")
+    if name == "auto" or name in STRATEGIES:
+        return None
+    if name == "fairscale":
+        must = "fairscale is not an engine of this version"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs levels 0 to 3 on any device.")
+    return STRATEGIES.unknown(name)
 
 
 def numbers(cfg: RunConfig, host: Host) -> list[Problem]:

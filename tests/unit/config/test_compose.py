@@ -1,0 +1,128 @@
+"""Composing: mistyped keys and values, free blocks, where recipes come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.config.compose import compose, load
+from vissl_zero.config.recipes import list_recipes
+from vissl_zero.errors import ConfigError
+
+RECIPE = "quickstart/swav_digits"
+MISTYPED = {
+    "key": (["config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
+    "block": (["config.MODLE.TRUNK.NAME=resnet"], "config.MODLE: is not a key. Did you mean 'MODEL'"),
+    "key of a loss": (["config.LOSS.swav_loss.epslon=1"], "config.LOSS.swav_loss.epslon: is not a key. Did you mean"),
+    "key added with a plus": (["+config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
+    "key of elsewhere": (
+        ["config.OPTIMIZER.base_optimizer.num_epochs=3"],
+        "A key of that name stands at config.OPTIMIZER.num_epochs.",
+    ),
+    "new key of a free block": (["config.MODEL.TRUNK.PARAMS.a=1"], "need a plus: +config.MODEL.TRUNK.PARAMS.a=<value>"),
+    "whole number": (
+        ["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=many"],
+        "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: must be a whole number (got 'many')",
+    ),
+    "number": (["config.OPTIMIZER.weight_decay=little"], "must be a number (got 'little')"),
+    "number in a list": (["config.OPTIMIZER.betas=[a,b]"], "config.OPTIMIZER.betas[0]: must be a number (got 'a')"),
+    "truth": (["config.DATA.TRAIN.DROP_LAST=maybe"], "must be true or false (got 'maybe')"),
+    "text": (["config.TRAINER.DTYPE=[a]"], "config.TRAINER.DTYPE: must be text"),
+    "list": (["config.DATA.TRAIN.DATA_SOURCES=digits"], "config.DATA.TRAIN.DATA_SOURCES: must be a list"),
+    "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
+    "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
+    "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),
+    "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),
+    "part": (["+config/zeroo=fsdp"], "+config/zeroo: must name a folder of recipes and a file in it. Parts: "),
+    "file of a part": (["+config/zero=fsdpp"], "Did you mean +config/zero=fsdp"),
+    "environment": (["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"], "'NOT_SET_ANYWHERE' not found"),
+    "engine": (["engine_name=extract_features"], "engine_name: must be train (got 'extract_features')"),
+}
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_mistakes_on_the_command_line(name):
+    overrides, text = MISTYPED[name]
+    with pytest.raises(ConfigError) as caught:
+        compose(RECIPE, overrides)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("config:\n  ZERO: {LEVL: 2}\n", "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
+        (
+            "config:\n  OPTIMIZER: {num_epochs: long}\n",
+            "config.OPTIMIZER.num_epochs: must be a whole number (got 'long')",
+        ),
+        ("config:\n  LOSS: {swav_loss: {queue: {length: 3}}}\n", "config.LOSS.swav_loss.queue.length: is not a key"),
+        ("config: [unclosed\n", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path, monkeypatch, body, text):
+    write_recipe(tmp_path, "mine", body)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load("mine")
+    assert text in str(caught.value)
+
+
+def write_recipe(folder: Path, name: str, body: str) -> None:
+    path = folder / "configs" / "config" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\n# A recipe of mine.\n{body}")
+
+
+def test_recipes_of_the_working_directory_are_found_and_may_build_on_packaged_ones(tmp_path, monkeypatch):
+    write_recipe(tmp_path, "group/mine", f"defaults: [/config/{RECIPE}]\nconfig: {{SEED_VALUE: 7}}\n")
+    monkeypatch.chdir(tmp_path)
+    cfg = load("group/mine")
+    assert cfg.SEED_VALUE == 7
+    assert cfg.LOSS["name"] == "swav_loss"
+    assert "group/mine" in [recipe.name for recipe in list_recipes()]
+
+
+def test_a_packaged_recipe_wins_over_one_of_the_same_name(tmp_path, monkeypatch):
+    write_recipe(tmp_path, RECIPE, "config: {SEED_VALUE: 7}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load(RECIPE).SEED_VALUE == 0
+
+
+def test_no_foreign_recipes():
+    # classy-vision puts recipes called "args" and more into every Hydra program's config group.
+    with pytest.raises(ConfigError, match="must name a recipe"):
+        load("args")
+
+
+def test_an_unknown_recipe_lists_the_closest():
+    with pytest.raises(ConfigError, match=r"config: must name a recipe \(got 'quickstart/swav'\).*swav_digits"):
+        load("quickstart/swav")
+
+
+def test_free_blocks_take_new_keys():
+    cfg = load(RECIPE, ["+config.MODEL.TRUNK.PARAMS.width=3", "+config.LOSS.my_loss.margin=0.5"])
+    assert cfg.MODEL.TRUNK.PARAMS == {"width": 3}
+    assert cfg.LOSS["my_loss"] == {"margin": 0.5}
+
+
+def test_nested_blocks_can_be_filled_from_the_command_line():
+    base = "config.OPTIMIZER.base_optimizer"
+    cfg = load(RECIPE, ["config.OPTIMIZER.name=zero", f"{base}.name=sgd", f"{base}.larc_config.eps=1e-6"])
+    assert cfg.OPTIMIZER.base_optimizer.name == "sgd"
+    assert cfg.OPTIMIZER.base_optimizer.larc_config.eps == 1e-6
+
+
+def test_user_yaml_is_a_recipe_that_gives_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_FOLDER", "/secret/place")
+    composed = compose(RECIPE, ["config.CHECKPOINT.DIR=${oc.env:MY_FOLDER}/run", "config.SEED_VALUE=3"])
+    text = composed.user_yaml()
+    assert "${oc.env:MY_FOLDER}/run" in text
+    assert "secret" not in text
+    path = tmp_path / "configs" / "config" / "again.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert load("again") == composed.run
