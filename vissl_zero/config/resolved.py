@@ -84,6 +84,7 @@ class ShardingPlan:
         precision: number formats.
         timeout_s: of every collective.
         verbose: print the wrap plan.
+        seed: of weights that have no values yet (a model built on the meta device).
         reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
         flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
         bucket_cap_mb: MiB per reduce-scatter bucket of fairscale at level 3; 0: one reduce-scatter per parameter.
@@ -103,6 +104,7 @@ class ShardingPlan:
     precision: Precision = Precision()
     timeout_s: float = 600.0
     verbose: bool = False
+    seed: int = 0
     reduce_buffer_size: int = -1
     flatten_parameters: bool = True
     bucket_cap_mb: float = 0
