@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.own_loop.initialize import initialize
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_trunk"]
+__all__ = ["__version__", "initialize", "load_trunk"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from vissl_zero.evaluation.trunk import load_trunk
 
         return load_trunk
+    if name == "initialize":
+        from vissl_zero.own_loop.initialize import initialize
+
+        return initialize
     raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")

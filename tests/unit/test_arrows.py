@@ -19,6 +19,7 @@ ALLOWED = {
     "data": {"config"},
     "optim": {"config"},
     "sharding": {"config", "models", "losses", "data", "optim"},
+    "own_loop": {"config", "optim", "sharding"},
     "engine": {"config", "models", "losses", "data", "optim", "sharding"},
     "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},

@@ -1,0 +1,172 @@
+"""The ``optimizer`` argument of ``initialize``: a dict, a class or a ready torch optimizer, to run on shards."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.optim.adaptation import Adaptation, Larc
+from vissl_zero.optim.elementwise import sgd
+from vissl_zero.optim.lars import lars
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.own_loop.element_wise import require_element_wise
+from vissl_zero.sharding.strategy import OptimizerFactory
+
+Groups = list[dict[str, Any]]
+Built = tuple[torch.optim.Optimizer, Adaptation | None]
+
+_TORCH = ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_FUSED = ("Adam", "AdamW")
+_LARC_KEYS = ("trust_coefficient", "clip", "eps")
+# Given to a group by the strategy, where the optimizer's own defaults are meant.
+_STRATEGY_KEYS = ("lr", "weight_decay")
+
+
+def read_optimizer(optimizer: Any, model: nn.Module, is_sharded: bool) -> tuple[list[ParamGroup], OptimizerFactory]:
+    """Parameter groups by name, and what builds the optimizer over this rank's shards of them.
+
+    Args:
+        optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch optimizer
+            over parameters of ``model`` that has not made a step; its groups and hyperparameters are kept, and it is
+            itself what runs.
+        model: whole, not wrapped.
+        is_sharded: tensors will be cut, so that each element's update must depend on that element alone.
+    Raises:
+        ConfigError: an unknown type or key, parameters that are not the model's, or an update that cannot be cut.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _from_instance(optimizer, model, is_sharded)
+    groups = [_all_trainable(model)]
+    if isinstance(optimizer, Mapping | DictConfig):
+        return groups, _from_dict(optimizer)
+    if callable(optimizer):
+        return groups, _from_class(optimizer, is_sharded)
+    fix = "Write optimizer=dict(type='Adam', lr=1e-3), or give a torch optimizer or its class."
+    raise ConfigError([Problem("optimizer", type(optimizer).__name__, "must be a dict, a class or an optimizer", fix)])
+
+
+def _all_trainable(model: nn.Module) -> ParamGroup:
+    names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
+    if not names:
+        fix = "Set requires_grad on what is to be trained."
+        raise ConfigError([Problem("model", "", "has no parameter to train", fix)])
+    return ParamGroup("all", names, is_head=False, is_decayed=True, weight_decay=0.0)
+
+
+def _from_class(build: Callable[..., Any], is_sharded: bool) -> OptimizerFactory:
+    name = getattr(build, "__name__", repr(build))
+
+    def factory(groups: Groups) -> Built:
+        try:
+            built = build([_without_strategy_keys(group) for group in groups])
+        except TypeError as error:
+            fix = "Write optimizer=dict(type=..., lr=...), functools.partial(the class, lr=...), or build it yourself."
+            raise ConfigError([Problem("optimizer", name, f"cannot be built: {error}", fix)]) from error
+        if not isinstance(built, torch.optim.Optimizer):
+            fix = "Give a subclass of torch.optim.Optimizer."
+            raise ConfigError([Problem("optimizer", name, "must build a torch optimizer", fix)])
+        if is_sharded:
+            require_element_wise(built)
+        return built, None
+
+    return factory
+
+
+def _from_instance(
+    optimizer: torch.optim.Optimizer, model: nn.Module, is_sharded: bool
+) -> tuple[list[ParamGroup], OptimizerFactory]:
+    if any(optimizer.state.values()):
+        fix = "Give it before its first step, and load its state through load_state_dict afterwards."
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, "has made steps already", fix)])
+    names = {param: name for name, param in model.named_parameters()}
+    foreign = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        fix = "Build it from model.parameters() of the very model that is given."
+        raise ConfigError([Problem("optimizer", str(foreign[0]), "has a parameter that is not the model's", fix)])
+    if is_sharded:
+        require_element_wise(optimizer)
+    groups = [
+        ParamGroup(f"group{index}", tuple(names[p] for p in group["params"]), False, True, group.get("weight_decay", 0.0))
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+    def factory(local_groups: Groups) -> Built:
+        optimizer.state = defaultdict(dict)
+        for group, local in zip(optimizer.param_groups, local_groups, strict=True):
+            group["params"] = list(local["params"])
+        return optimizer, None
+
+    return groups, factory
+
+
+def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
+    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+    assert isinstance(plain, dict)
+    options = {str(key): value for key, value in plain.items()}
+    name = options.pop("type", None)
+    known = (*_TORCH, "LARC", "LARS")
+    if name not in known:
+        must = "must be given" if name is None else "is not an optimizer that can run on shards"
+        fix = did_you_mean(str(name), known).strip() or f"Known: {', '.join(known)}."
+        raise ConfigError([Problem("optimizer.type", "" if name is None else repr(name), must, fix)])
+    keys = _option_names(name)
+    if unknown := [key for key in options if key not in keys]:
+        raise ConfigError(
+            [
+                Problem(f"optimizer.{key}", "", f"is not a key of {name}", did_you_mean(key, keys).strip() or _list(keys))
+                for key in unknown
+            ]
+        )
+
+    def factory(groups: Groups) -> Built:
+        try:
+            return _build(name, [_without_strategy_keys(group) for group in groups], options)
+        except (TypeError, ValueError) as error:
+            problem = Problem("optimizer", str(options), f"{name} refuses its keys: {error}", "Correct the value.")
+            raise ConfigError([problem]) from error
+
+    return factory
+
+
+def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
+    if name in ("LARC", "LARS") or (name == "SGD" and set(options) <= {"lr", "weight_decay", "momentum", "nesterov"}):
+        for group in groups:
+            group |= {"lr": options.get("lr", 1e-3), "weight_decay": options.get("weight_decay", 0.0)}
+        rest = {key: value for key, value in options.items() if key not in _STRATEGY_KEYS}
+        if name == "LARS":
+            return lars(groups, **({"momentum": 0.0} | rest))
+        larc = Larc(**{key: rest.pop(key) for key in _LARC_KEYS if key in rest}) if name == "LARC" else None
+        return sgd(groups, **({"momentum": 0.0} | rest)), larc
+    is_fused = name in _FUSED and not {"foreach", "fused", "capturable", "differentiable"} & set(options)
+    built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)
+    assert isinstance(built, torch.optim.Optimizer)
+    return built, None
+
+
+def _option_names(name: str) -> tuple[str, ...]:
+    own = {"LARC": (*_names(SGDConfig), *_LARC_KEYS), "LARS": _names(LARSConfig)}.get(name)
+    if own is not None:
+        return ("lr", "weight_decay", *own)
+    signature = inspect.signature(getattr(torch.optim, name))
+    return tuple(key for key in signature.parameters if key != "params")
+
+
+def _names(schema: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(schema))
+
+
+def _list(keys: Sequence[str]) -> str:
+    return f"Known: {', '.join(keys)}."
+
+
+def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _STRATEGY_KEYS}

@@ -1,0 +1,106 @@
+"""ZeRO for a training loop of one's own: one call, no YAML needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from vissl_zero import collectives
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.own_loop.given_optimizer import read_optimizer
+from vissl_zero.own_loop.number_formats import choose_precision
+from vissl_zero.own_loop.optimizer import ZeroOptimizer
+from vissl_zero.own_loop.process_group import join_ranks, training_device
+from vissl_zero.own_loop.settings import read_settings
+from vissl_zero.registry import STRATEGIES
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def initialize(
+    model: M,
+    optimizer: Any,
+    zero: Any,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+) -> tuple[M, ZeroOptimizer]:
+    """Shard a model and its optimizer::
+
+        model, optimizer = vissl_zero.initialize(model, optimizer=dict(type="Adam", lr=1e-3), zero=dict(level=3))
+        loss = model(x).mean(); optimizer.backward(loss); optimizer.step(); optimizer.zero_grad()
+
+    Every rank must call it, with equal models; ranks are those of torchrun, of the process group that is up already,
+    or this process alone.
+
+    Args:
+        model: whole; changed in place and returned, and to be called as before. On the meta device, its weights are
+            drawn unit by unit through ``reset_parameters``, so that a rank never holds them all.
+        optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
+        zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
+        device: where to train; by default the model's GPU, else this rank's, else the CPU.
+        seed: of the weights of a model on the meta device.
+        timeout_s: of every collective, where the process group is started here.
+    Returns:
+        The model, and an optimizer with ``backward``, ``step`` and ``zero_grad``.
+    Raises:
+        ConfigError: whatever is wrong with the arguments, all problems of ``zero`` at once.
+    """
+    settings = read_settings(zero)
+    if not isinstance(model, nn.Module):
+        fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
+        raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
+    precision, notes = choose_precision(model, settings)
+    groups, build_optimizer = read_optimizer(optimizer, model, is_sharded=settings.level > 0)
+    where = training_device(model) if device is None else torch.device(device)
+    join_ranks(where, timeout_s)
+    plan = ShardingPlan(
+        level=settings.level,
+        shard_group_size=-1,
+        wrap_threshold=settings.wrap_threshold,
+        clip_grad=settings.clip_grad,
+        sync_bn_group=-1 if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) else 0,
+        precision=precision,
+        timeout_s=timeout_s,
+        verbose=settings.verbose,
+        seed=seed,
+    )
+    _say((*settings.notes, *notes))
+    sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
+    _call_through(sharded.model, model)
+    k = settings.gradient_accumulation_steps
+    return model, ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+
+
+def _say(notes: tuple[str, ...]) -> None:
+    if collectives.rank() == 0:
+        for note in notes:
+            logging.getLogger(__name__).warning("%s", note)
+
+
+class _Body(nn.Module):
+    """The forward pass of a module, without its hooks and its name."""
+
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
+    """Make ``module(...)`` run as ``wrapper(...)`` does, where the engine has put a wrapper around it.
+
+    The user keeps a model of their own class, with its attributes, methods and parameter names.
+    """
+    if wrapper is module:
+        return
+    wrapper.module = _Body(module.forward)
+    module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)

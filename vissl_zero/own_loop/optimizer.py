@@ -1,0 +1,172 @@
+"""What a loop of one's own holds: a torch optimizer that knows loss scaling, accumulation and sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.strategy import Sharded, StepResult
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Optimizer over this rank's shards; schedulers and loggers take it for the torch optimizer it is.
+
+    ``param_groups`` and ``state`` are those of the base optimizer that updates the shards. Every method but
+    ``zero_grad`` and ``ledger`` is a collective: all ranks must call it, in the same order.
+
+    Args:
+        sharded: model and base optimizer.
+        model: what the user calls.
+        accumulation_steps: calls of ``step`` per update; each ``backward`` counts for its share.
+        is_plain_refused: gradients must come from ``backward`` of this class, because it scales them.
+
+    Attributes:
+        last_step: gradient norm, loss scale and whether the last update was skipped; None before the first.
+    """
+
+    def __init__(self, sharded: Sharded, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
+        base = sharded.optimizer
+        self._is_built = False
+        super().__init__(base.param_groups, base.defaults)
+        # The very objects, so that a learning rate set here reaches the base optimizer.
+        self.param_groups, self.state = base.param_groups, base.state
+        self._is_built = True
+        self.last_step: StepResult | None = None
+        self._sharded = sharded
+        self._accumulation_steps = accumulation_steps
+        self._num_micro_batches = 0
+        self._is_in_backward = False
+        self._micro_batch = ExitStack()
+        self._open_micro_batch()
+        if is_plain_refused:
+            model.register_forward_hook(self._watch)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
+
+        Args:
+            loss: 0-d, this rank's mean over its own samples.
+            kwargs: none; torch's ``retain_graph`` and the like belong to a loss without scaling.
+        """
+        if kwargs:
+            raise TypeError(f"backward() takes the loss alone, got {', '.join(kwargs)}")
+        self._is_in_backward = True
+        try:
+            self._sharded.backward(loss, 1.0 / self._accumulation_steps)
+        finally:
+            self._is_in_backward = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update, on every k-th call under accumulation; then forget the gradients, which the update has changed.
+
+        Unscale, agree on inf, clip, adapt, update: in this order, with norms over whole parameters. A step whose
+        gradients hold an inf under loss scaling changes nothing but the scale.
+
+        Args:
+            closure: computes the loss and its gradients first, as in torch.
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._micro_batch.close()
+        self._num_micro_batches += 1
+        if self._num_micro_batches == self._accumulation_steps:
+            self.last_step = self._sharded.step()
+            self._sharded.zero_grad()
+            self._num_micro_batches = 0
+        self._open_micro_batch()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; between the calls that make one update, keep them.
+
+        Args:
+            set_to_none: must stay True: a gradient that is there counts as one to take a step for.
+        """
+        if not set_to_none:
+            raise VisslZeroError("zero_grad(set_to_none=False) is not supported; leave the argument out.")
+        if self._num_micro_batches == 0:
+            self._sharded.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are given to ``initialize`` and fixed from then on.
+
+        Raises:
+            VisslZeroError: always, once built.
+        """
+        if self._is_built:
+            raise VisslZeroError("Parameter groups cannot be added to a sharded optimizer; give all to initialize().")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
+
+        Tensors are shared with the training state, not copied. ``torch.save`` writes it; every rank has its own.
+
+        Raises:
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("state_dict()")
+        return self._sharded.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
+
+        Raises:
+            CheckpointError: it comes from another layout or another model; nothing was changed.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("load_state_dict()")
+        self._sharded.load_state_dict(state_dict)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[dict[str, Tensor]]:
+        """Whole parameters by full name, on every rank, to read. Takes the memory of all of them."""
+        with self._sharded.full_parameters(), torch.no_grad():
+            yield dict(self._sharded.named_parameters())
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks."""
+        return self._sharded.full_state()
+
+    def ledger(self) -> Any:
+        """This rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
+        return self._sharded.ledger()
+
+    def describe(self) -> str:
+        """Level, units and number formats, for people."""
+        return self._sharded.describe()
+
+    def _open_micro_batch(self) -> None:
+        is_last = self._num_micro_batches == self._accumulation_steps - 1
+        self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
+
+    def _require_boundary(self, method: str) -> None:
+        if self._num_micro_batches:
+            raise VisslZeroError(
+                f"{method} was called after {self._num_micro_batches} of {self._accumulation_steps} calls of step(), "
+                "with gradients waiting that it does not hold. Call it after an update."
+            )
+
+    def _watch(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Make every output refuse gradients that do not come from ``backward``."""
+        if torch.is_grad_enabled():
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._refuse_plain_backward)
+
+    def _refuse_plain_backward(self, grad: Tensor) -> None:
+        if not self._is_in_backward:
+            raise VisslZeroError(
+                "Call optimizer.backward(loss) instead of loss.backward(): "
+                "with gradient accumulation or loss scaling the loss is scaled there."
+            )

@@ -1,0 +1,205 @@
+"""The ``zero`` argument of ``initialize``: a dict, a DictConfig or a YAML file, read once and checked whole. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.explain import EXPLAINABLE, explain
+from vissl_zero.config.options import typed_options
+from vissl_zero.errors import ConfigError, Problem
+
+_TYPE = re.compile(r"ZeroRedundancyOptimizer_Level_([123])")
+_RECIPE_KEYS = {"LEVEL": "level"}  # a ZERO block copied from a recipe
+_BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
+
+
+@dataclass
+class _Keys:
+    """Plain keys of ``zero``; the two offload blocks are checked by their own dataclasses."""
+
+    level: int | None = None
+    type: str | None = None
+    gradient_accumulation_steps: int = 1
+    dynamic_loss_scale: bool | None = None
+    clip_grad: float | None = None
+    fp16: bool | None = None
+    bf16: bool | None = None
+    wrap_threshold: int = 0
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What ``zero`` asks for, checked.
+
+    Attributes:
+        level: ZeRO level, 0 to 3.
+        is_typed: given as ColossalAI's ``type=``, which turns float16 on at levels 2 and 3.
+        gradient_accumulation_steps: calls of ``backward`` and ``step`` per optimizer step.
+        dynamic_loss_scale: None: wherever float16 is used.
+        clip_grad: largest global L2 norm of the gradients, or None.
+        fp16, bf16: None: not said.
+        wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
+        verbose: log the wrap plan.
+        offload_optimizer, offload_params: where optimizer state and parameters live.
+        notes: sentences to say once.
+    """
+
+    level: int
+    is_typed: bool = False
+    gradient_accumulation_steps: int = 1
+    dynamic_loss_scale: bool | None = None
+    clip_grad: float | None = None
+    fp16: bool | None = None
+    bf16: bool | None = None
+    wrap_threshold: int = 0
+    verbose: bool = False
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    offload_params: OffloadParam = field(default_factory=OffloadParam)
+    notes: tuple[str, ...] = ()
+
+
+def read_settings(zero: Any) -> ZeroSettings:
+    """Settings from whatever the user gave as ``zero``.
+
+    Args:
+        zero: mapping, DictConfig, or path of a YAML file that holds the keys at its root, under ``zero`` or under
+            ``config.ZERO``.
+    Raises:
+        ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
+    """
+    given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in _mapping(zero).items()}
+    blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
+    if unknown := [key for key in given if key not in _names()]:
+        typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
+    keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
+    level, problems = _level(keys)
+    params = OffloadParam(**blocks["offload_param_config"])
+    params, notes, param_problems = _max_in_cpu(params)
+    problems += [*_range_problems(keys), *param_problems]
+    if problems:
+        raise ConfigError(problems)
+    return ZeroSettings(
+        level=level,
+        is_typed=keys.type is not None,
+        gradient_accumulation_steps=keys.gradient_accumulation_steps,
+        dynamic_loss_scale=keys.dynamic_loss_scale,
+        clip_grad=keys.clip_grad,
+        fp16=keys.fp16,
+        bf16=keys.bf16,
+        wrap_threshold=keys.wrap_threshold,
+        verbose=keys.verbose,
+        offload_optimizer=OffloadOptimizer(**blocks["offload_optimizer_config"]),
+        offload_params=params,
+        notes=notes,
+    )
+
+
+@dataclass
+class _AllKeys(_Keys):
+    """All names that may stand in ``zero``, to find the closest to one that may not."""
+
+    offload_optimizer_config: Any = None
+    offload_param_config: Any = None
+
+
+def _names() -> set[str]:
+    return {f.name for f in fields(_AllKeys)}
+
+
+def _mapping(zero: Any) -> Mapping[Any, Any]:
+    if isinstance(zero, str | Path):
+        zero = _from_file(Path(zero))
+    if isinstance(zero, DictConfig):
+        try:
+            zero = OmegaConf.to_container(zero, resolve=True)
+        except EXPLAINABLE as error:
+            raise explain(error) from error
+    if not isinstance(zero, Mapping):
+        fix = "Write zero=dict(level=3), or zero='path/to.yaml'."
+        raise ConfigError(
+            [Problem("zero", type(zero).__name__, "must be a dict, a DictConfig or the path of a YAML file", fix)]
+        )
+    return zero
+
+
+def _from_file(path: Path) -> Any:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        fix = "Correct the path, or write zero=dict(level=3)."
+        raise ConfigError([Problem("zero", str(path), "must name a YAML file that can be read", fix)]) from error
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+    if isinstance(tree, dict) and isinstance(tree.get("config"), dict):
+        tree = tree["config"]
+    if isinstance(tree, dict):
+        tree = tree.get("ZERO", tree.get("zero", tree))
+    return tree
+
+
+def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = given.get(name)
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        fix = "Write it as dict(device='cpu')."
+        raise ConfigError([Problem(f"zero.{name}", repr(block), "must be a dict", fix)])
+    return block
+
+
+def _level(keys: _Keys) -> tuple[int, list[Problem]]:
+    typed = None
+    if keys.type is not None:
+        found = _TYPE.fullmatch(keys.type)
+        if found is None:
+            fix = "Write level=1, 2 or 3 instead."
+            must = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
+            return 0, [Problem("zero.type", repr(keys.type), must, fix)]
+        typed = int(found[1])
+    if keys.level is None:
+        if typed is None:
+            fix = "Write zero=dict(level=3)."
+            return 0, [Problem("zero.level", "", "must be given: 0, 1, 2 or 3", fix)]
+        return typed, []
+    if keys.level not in range(4):
+        return 0, [Problem("zero.level", str(keys.level), "must be 0, 1, 2 or 3", "Correct the level.")]
+    if typed not in (None, keys.level):
+        fix = "Leave one of them out."
+        return 0, [Problem("zero.level", str(keys.level), f"contradicts zero.type={keys.type}", fix)]
+    return keys.level, []
+
+
+def _range_problems(keys: _Keys) -> list[Problem]:
+    found = []
+    if keys.gradient_accumulation_steps < 1:
+        key = "zero.gradient_accumulation_steps"
+        found.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
+    if keys.clip_grad is not None and not keys.clip_grad > 0:
+        found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
+    if keys.fp16 and keys.bf16:
+        found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
+    if keys.wrap_threshold < 0:
+        found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
+    return found
+
+
+def _max_in_cpu(block: OffloadParam) -> tuple[OffloadParam, tuple[str, ...], list[Problem]]:
+    """ColossalAI's page prints the number of ``max_in_cpu`` under ``fast_init``."""
+    if isinstance(block.fast_init, bool):
+        return block, (), []
+    if block.max_in_cpu is not None:
+        fix = "Write the number under max_in_cpu, and true or false under fast_init."
+        key = "zero.offload_param_config.fast_init"
+        return block, (), [Problem(key, str(block.fast_init), "is a number, and max_in_cpu is given too", fix)]
+    note = f"zero.offload_param_config.fast_init={block.fast_init:g} is a number and is read as max_in_cpu."
+    return replace(block, fast_init=False, max_in_cpu=block.fast_init), (note,), []
+
+
