@@ -48,7 +48,7 @@ def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 def _run_on_rank(num_dims: int, options: dict[str, Any], counts: list[int], ranks_per_group: int) -> dict[str, Tensor]:
     model = nn.Sequential(_layer(num_dims, options))
-    assert convert_batch_norms(model, batch_norm_group(ranks_per_group)) == 1
+    assert convert_batch_norms(model, batch_norm_group(ranks_per_group, 30)) == 1
     assert isinstance(model[0], BatchNorm)
     start = sum(counts[: dist.get_rank()])
     mine = slice(start, start + counts[dist.get_rank()])
@@ -119,7 +119,7 @@ def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[st
     seen = []
     for checkpoint in (False, True):
         unit = Unit(_layer(2, {}))
-        convert_batch_norms(unit, batch_norm_group(ranks_per_group))
+        convert_batch_norms(unit, batch_norm_group(ranks_per_group, 30))
         unit.checkpoint = checkpoint
         x = _rows(2, 4)[0].requires_grad_()
         outputs = unit([x, x[:2] * 2])
@@ -139,7 +139,7 @@ def test_a_recomputed_batch_counts_once(ranks_per_group: int) -> None:
 
 
 def _group_of_two_in_three() -> None:
-    batch_norm_group(2)
+    batch_norm_group(2, 30)
 
 
 def test_a_group_size_that_does_not_divide_the_world_is_refused() -> None:

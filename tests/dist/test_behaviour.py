@@ -11,15 +11,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
+from tests.dist.training import DOUBLE, Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
-from vissl_zero.config.resolved import Precision
+from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.adaptation import Larc
+from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.agreement import ModelsDifferError, require_equal_models
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
 
 SCALED = Precision(master="float64", compute="float64", reduce="float64", use_loss_scale=True)
 LEVELS = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -122,6 +124,64 @@ def test_a_gradient_missing_on_some_ranks_is_zero_there_and_one_missing_everywhe
     norm, grad = 50**0.5, 5**0.5  # of the whole tensor: two ranks' parameters, rank 0's gradient
     rate = 0.1 * norm / (grad + 0.1 * norm)
     assert adapted[1] == pytest.approx([3.0 - rate * 1.3, 4.0 - rate * 2.4])
+
+
+# --- models that know nothing of units -------------------------------------------------------------------------------
+
+
+class _Foreign(nn.Module):
+    """Parameters outside any block, a scalar, a block's weight tied to the outside, and a scalar nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(3))
+        self.layers[1][0].bias = self.embed.bias
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.unused = nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x * self.temperature
+
+
+def _train_foreign(level: int | None) -> dict[str, Tensor]:
+    """Three clipped LARC steps on 6 rows: through a strategy, or by hand on all of them."""
+    torch.manual_seed(0)
+    model = _Foreign().double()
+    names = tuple(name for name, _ in model.named_parameters())
+    rows, world_size = torch.randn(6, 5, dtype=torch.float64), 1 if level is None else dist.get_world_size()
+    mine = rows.chunk(world_size)[0 if level is None else dist.get_rank()]
+    sharded = TorchStrategy().shard(
+        model,
+        [ParamGroup("all", names, False, True, 0.01)],
+        lambda groups: (torch.optim.SGD(groups, momentum=0.9), Larc(trust_coefficient=0.05)),
+        ShardingPlan(level=level or 0, clip_grad=0.1, precision=DOUBLE),
+        torch.device("cpu"),
+    )
+    sharded.optimizer.param_groups[0]["lr"] = 0.5
+    for step in range(3):
+        for is_last in (False, True):
+            with sharded.micro_batch(is_last):
+                sharded.backward(sharded.model(mine * (step + 1 + is_last)).square().sum(1).mean() / 2)
+        sharded.step()
+        sharded.zero_grad()
+    return sharded.full_state()
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_a_model_without_units_and_with_scalars_trains_the_same(level: int) -> None:
+    expected = _train_foreign(None)  # no process group here: whole parameters, plain modules
+    state = run_on_ranks(3, _train_foreign, level)[0]
+    assert state.keys() == expected.keys()
+    assert state["unused"].item() == 5.0 and state["temperature"].item() != 2.0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            state[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.model import Model
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
+from vissl_zero.optim.elementwise import adam, adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.strategy import Sharded, StepResult
 from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
@@ -269,10 +270,17 @@ def shard(case: Case, level: int, **changes: Any) -> Sharded:
     return TorchStrategy().shard(
         model,
         groups_of(model),
-        lambda groups: (_optimizer(case.optimizer, groups), adaptations.get(case.optimizer)),
+        lambda groups: (_own_optimizer(case.optimizer, groups), adaptations.get(case.optimizer)),
         ShardingPlan(**settings),
         torch.device("cpu"),
     )
+
+
+def _own_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The package's own, whose fused kernels must bear with shards that hold nothing."""
+    if name.startswith("adam"):
+        return {"adam": adam, "adamw": adamw}[name](groups, eps=1e-3)
+    return sgd(groups, momentum=0.9, nesterov=name == "nesterov")
 
 
 def train_sharded(case: Case, level: int) -> Outcome:

@@ -7,6 +7,7 @@ with the whole batch, running statistics included.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -144,11 +145,12 @@ def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
     return mean, var, count
 
 
-def batch_norm_group(ranks_per_group: int) -> dist.ProcessGroup | None:
+def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGroup | None:
     """The group of ranks that share batch statistics with this one; None if that is this rank alone.
 
     Args:
         ranks_per_group: consecutive ranks that share statistics; -1: all; 0: none.
+        timeout_s: of the collectives of a new group.
     Raises:
         ConfigError: it does not divide the world.
     Cost: collective over the world where it is neither all nor one.
@@ -167,7 +169,7 @@ def batch_norm_group(ranks_per_group: int) -> dist.ProcessGroup | None:
         raise ConfigError([problem])
     if size == world_size:
         return dist.group.WORLD
-    mine, _ = dist.new_subgroups(size)
+    mine, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))
     return mine
 
 

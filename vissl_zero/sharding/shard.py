@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,8 @@ class Shard:
         local: this rank's rows; possibly none.
         full_shape: of the whole parameter.
         first_row: index of the first of them in the whole parameter.
+        is_counted: whether sums over ranks take this rank's part. A scalar cannot be cut, so every rank has it, and one
+            counts.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Shard:
     local: nn.Parameter
     full_shape: torch.Size
     first_row: int = 0
+    is_counted: bool = True
 
     def local_grad(self) -> Tensor | None:
         """The gradient of these rows that the last backward left, or None."""
@@ -52,11 +56,17 @@ class Shard:
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
 
 
-def shards_of(model: nn.Module) -> Iterator[Shard]:
-    """This rank's shard of every parameter, tied ones once, in the order of ``named_parameters``."""
+def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Shard]:
+    """This rank's shard of every parameter, tied ones once, in the order of ``named_parameters``.
+
+    Args:
+        model: already sharded.
+        group: the ranks among which it is; None where every rank holds it whole and nothing is summed over ranks.
+    """
+    is_first = group is None or group.rank() == 0
     for name, source in model.named_parameters():
         if not isinstance(source, DTensor):
-            yield Shard(name, source, source, source.shape)
+            yield Shard(name, source, source, source.shape, is_counted=is_first)
             continue
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)

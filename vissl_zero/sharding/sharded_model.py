@@ -62,7 +62,7 @@ class ShardedModel(Sharded):
         self._plan = plan
         self._wrap_plan = wrap_plan
         self._device = device
-        self._shards = {shard.name: shard for shard in shards_of(module)}
+        self._shards = {shard.name: shard for shard in shards_of(module, group)}
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
         self.optimizer, adaptation = build_optimizer(
             [
@@ -84,6 +84,9 @@ class ShardedModel(Sharded):
     def _before_shards_change(self) -> None:
         """Drop whole copies of parameters that a change of the shards would leave behind."""
 
+    def _average_replicated(self) -> None:
+        """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
+
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """See ``Sharded``."""
         scale = self._loss_scale.scale if self._loss_scale else 1.0
@@ -102,6 +105,7 @@ class ShardedModel(Sharded):
     def step(self) -> StepResult:
         """See ``Sharded``."""
         self._before_shards_change()
+        self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
         return self._stepper.step(self._frozen)
@@ -123,10 +127,13 @@ class ShardedModel(Sharded):
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
         """See ``Sharded``."""
+        if collectives.world_size() == 1:
+            return
         for buffer in self._module.buffers():
-            is_mean = buffer.is_floating_point() or buffer.is_complex()
-            share = buffer / collectives.world_size() if is_mean else buffer * (collectives.rank() == 0)
-            buffer.copy_(collectives.all_reduce_sum(share))
+            if buffer.is_floating_point():
+                buffer.copy_(collectives.all_reduce_sum(buffer) / collectives.world_size())
+            else:
+                dist.broadcast(buffer, src=0)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:

@@ -80,10 +80,11 @@ class Stepper:
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Norms of the whole tensors; a gradient that no rank has counts as zero."""
-        params = [shard.local for shard in shards]
-        grads = [param.new_empty(0) if param.grad is None else param.grad for param in params]
+        nothing = shards[0].local.new_empty(0) if shards else torch.empty(0)
+        params = [shard.local if shard.is_counted else nothing for shard in shards]
+        grads = [nothing if param.grad is None else param.grad for param in params]
         grad_sq = squared_norms(grads)
-        rows = [grad_sq, grad_sq.new_tensor([param.grad is not None for param in params])]
+        rows = [grad_sq, grad_sq.new_tensor([shard.local.grad is not None for shard in shards])]
         if self._adaptation is not None:
             partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
             rows += [squared_norms(params), dots(partners, grads)]

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.materialize import materialize_
 from vissl_zero.sharding.plan import PlannedUnit, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.sharded_model import ShardedModel
@@ -55,6 +57,17 @@ class FullySharded(ShardedModel):
             self._is_last = is_last
         yield
 
+    def _average_replicated(self) -> None:
+        """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce."""
+        scalars = [shard.source for shard in self._trained if not isinstance(shard.source, DTensor)]
+        if not scalars:
+            return
+        table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
+        dist.all_reduce(table)
+        for scalar, (total, num_present) in zip(scalars, table, strict=True):
+            if scalar.grad is not None or num_present > 0:  # the second is read, and waited for, only without the first
+                scalar.grad = (total / dist.get_world_size()).to(scalar.dtype)
+
     def _before_shards_change(self) -> None:
         """At levels 1 and 2 a forward pass without gradient leaves parameters whole; they would be out of date."""
         for unit in self._units:
@@ -71,14 +84,26 @@ def _mesh(device: torch.device, num_shards: int) -> DeviceMesh:
 
 def _wrap(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` unit by unit, inner ones first. In place."""
+    scalars = {param for param in module.parameters() if param.dim() == 0}
     for unit in wrap_plan.units:
         modules = [module.get_submodule(name) for name in unit.modules]
+        for name, part in zip(unit.modules, modules, strict=True):
+            materialize_(part, name, plan.seed)
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
             mesh=mesh,
             reshard_after_forward=plan.level == 3,
             mp_policy=_policy(unit, plan.precision),
+            ignored_params=scalars,
         )
+    for scalar in scalars:
+        scalar.data = scalar.data.to(mesh.device_type)
+
+
+def _value_and_presence(scalar: nn.Parameter) -> Tensor:
+    if scalar.grad is None:
+        return torch.zeros(2, dtype=torch.float64, device=scalar.device)
+    return torch.stack([scalar.grad.double(), scalar.grad.new_ones((), dtype=torch.float64)])
 
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:

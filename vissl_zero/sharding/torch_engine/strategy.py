@@ -17,6 +17,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.agreement import require_equal_models
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.materialize import materialize_
 from vissl_zero.sharding.plan import plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
@@ -47,7 +48,7 @@ class TorchStrategy(Strategy):
         wrap_plan = plan_wrap(model, plan, num_ranks)
         model.to(dtype=dtype_of(plan.precision.master))
         require_equal_models(model, device)
-        convert_batch_norms(model, batch_norm_group(plan.sync_bn_group))
+        convert_batch_norms(model, batch_norm_group(plan.sync_bn_group, plan.timeout_s))
         for name in wrap_plan.checkpointed:
             unit = model.get_submodule(name)
             assert isinstance(unit, Unit), name
@@ -56,6 +57,7 @@ class TorchStrategy(Strategy):
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
         if plan.level == 0:
+            materialize_(model, "", plan.seed)
             return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
 
