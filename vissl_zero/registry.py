@@ -1,4 +1,4 @@
-"""The one component registry: trunks, heads, losses, optimizers, schedulers, transforms, data sources, hooks, strategies.
+"""The one component registry: trunks, heads, losses, optimizers, schedulers, transforms, sources, hooks, engines.
 
 A component is a class or a function registered under a name that YAML can say::
 
