@@ -10,10 +10,11 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from vissl_zero.config.explain import EXPLAINABLE, added_keys, explain
+from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.plain_tree import without_vissl_keys
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.store import register
+from vissl_zero.config.unknown_key import added_keys
 from vissl_zero.errors import ConfigError, Problem
 
 

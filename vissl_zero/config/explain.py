@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -20,8 +19,8 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.recipes import list_recipes, recipe_names
-from vissl_zero.config.run import Root
-from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.config.unknown_key import unknown_key
+from vissl_zero.errors import ConfigError, Problem
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
@@ -78,17 +77,18 @@ def _yaml(error: YAMLError) -> Problem:
     return Problem(where, "", f"is not YAML ({what})", "Correct that line.")
 
 
-def explain_value(error: OmegaConfBaseException, prefix: str = "") -> Problem:
+def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictConfig | None = None) -> Problem:
     """One mistyped key or value as a problem.
 
     Args:
         error: what OmegaConf raised.
         prefix: of the key path, for nodes that were checked apart from the whole tree.
+        tree: that node; by default the whole tree.
     """
     key = prefix + str(error.full_key or error.key or "configuration")
     first_line = str(error.msg or error).split("\n", 1)[0].strip()
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
-        return unknown_key(key)
+        return unknown_key(key.removeprefix(prefix), prefix, tree)
     if isinstance(error, MissingMandatoryValue):
         return Problem(key, "", "must be given", f"Write {key}=<value>.")
     if isinstance(error, InterpolationResolutionError):
@@ -124,53 +124,3 @@ def _wrong_type(key: str, message: str) -> Problem:
     if "not Optional" in message or "None" in message:
         return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
     return Problem(key, "", message.rstrip("."), "See docs/configuration.md.")
-
-
-def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
-    """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
-    problems: list[Problem] = []
-    schema = OmegaConf.get_type(cfg)
-    names = {f.name for f in fields(schema)} if is_dataclass(schema) else None
-    for name in map(str, cfg):
-        child = cfg._get_node(name)
-        if names is not None and name not in names:
-            problems.append(unknown_key(f"{prefix}{name}"))
-        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-            problems += added_keys(child, f"{prefix}{name}.")
-    return problems
-
-
-def unknown_key(key: str) -> Problem:
-    """The problem of a key that the typed tree does not have, with the closest keys and where else it stands."""
-    node, parts = OmegaConf.structured(Root), key.split(".")
-    depth = 0
-    while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
-        node = node._get_node(parts[depth])
-        depth += 1
-    parent, wrong = ".".join(parts[:depth]), parts[depth]
-    siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
-    if OmegaConf.get_type(node) is dict:
-        fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{key}=<value>."
-        return Problem(key, "", "is not in the recipe yet", fix)
-    hint = did_you_mean(wrong, siblings).strip()
-    elsewhere = [path for path in _paths() if path.rsplit(".", 1)[-1] == wrong][:3]
-    if not hint and elsewhere:
-        hint = f"A key of that name stands at {', '.join(elsewhere)}."
-    if "/" in wrong:
-        known_parts = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
-        return Problem(f"+{key}", "", "must name a folder of recipes and a file in it", f"Parts: {known_parts}.")
-    fix = hint or f"Keys of {parent or 'the root'}: {', '.join(siblings[:20])}."
-    return Problem(key, "", "is not a key", fix)
-
-
-def _paths() -> list[str]:
-    """Every key path of the typed tree."""
-
-    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
-        for name in map(str, node):
-            yield f"{prefix}{name}"
-            child = node._get_node(name)
-            if isinstance(child, DictConfig) and not child._is_none():
-                yield from walk(child, f"{prefix}{name}.")
-
-    return list(walk(OmegaConf.structured(Root), ""))

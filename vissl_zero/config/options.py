@@ -49,7 +49,7 @@ def typed_options(component: Component | type | None, given: Mapping[str, Any], 
         try:
             node = OmegaConf.merge(node, {name: copy.deepcopy(value)})
         except OmegaConfBaseException as error:
-            problems.append(explain_value(error, f"{key_path}."))
+            problems.append(explain_value(error, f"{key_path}.", node))
     for name in OmegaConf.missing_keys(node):
         if not any(problem.key == f"{key_path}.{name}" for problem in problems):
             problems.append(Problem(f"{key_path}.{name}", "", "must be given", "Add it to the recipe."))

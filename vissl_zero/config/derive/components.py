@@ -64,7 +64,7 @@ def inferred_notes(cfg: RunConfig) -> list[str]:
         said = getattr(given, key)
         if said is not None and value is not None and said != value:
             origin = "transforms" if key == "num_crops" else "head"
-            notes.append(f"config.LOSS.swav_loss.{key}: {value} is used, as the {origin} say, not {said}.")
+            notes.append(f"config.LOSS.swav_loss.{key}: {value} is used, taken from the {origin}, not {said}.")
     return notes
 
 

@@ -1,0 +1,104 @@
+"""The plan on disk: round trip, and nothing from the environment in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vissl_zero.config.compose import compose
+from vissl_zero.config.resolve import load_resolved, resolve, save_resolved
+from vissl_zero.config.resolved import ResolvedRun
+
+RECIPE = "quickstart/swav_digits"
+
+
+def planned(*overrides: str) -> ResolvedRun:
+    composed = compose(RECIPE, overrides)
+    return resolve(composed.run, "runs/test", recipe=composed.recipe, written=composed.written)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true", "config.ZERO.clip_grad=1e-3"],
+        [
+            "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true",
+            "config.MODEL.TRUNK.REGNET.stage_checkpoints=[[1],[1,2]]",
+            "config.OPTIMIZER.momentum=0.5",
+        ],
+    ],
+)
+def test_round_trip(tmp_path, overrides):
+    plan = planned(*overrides)
+    save_resolved(plan, tmp_path / "plan.yaml")
+    assert load_resolved(tmp_path / "plan.yaml") == plan
+
+
+@pytest.fixture
+def secret_plan(monkeypatch):
+    monkeypatch.setenv("SCRATCH_FOLDER", "/tmp/very-secret")
+    monkeypatch.setenv("DECAY", "0.0123")
+    monkeypatch.setenv("COMMENT_TEXT", "do not tell")
+    return planned(
+        "config.CHECKPOINT.DIR=${oc.env:SCRATCH_FOLDER}/run",
+        "config.OPTIMIZER.weight_decay=${oc.env:DECAY}",
+        "config.SLURM.COMMENT=${oc.env:COMMENT_TEXT}",
+        "config.DATA.TEST.DATA_PATHS=['${config.CHECKPOINT.DIR}/images']",
+        "config.OPTIMIZER.non_regularized_parameters=['${oc.env:COMMENT_TEXT}']",
+    )
+
+
+def test_values_of_the_environment_are_used_and_never_written(tmp_path, secret_plan):
+    assert secret_plan.run_dir == "/tmp/very-secret/run"
+    assert secret_plan.optimizer.weight_decay == 0.0123
+    assert secret_plan.config["DATA"]["TEST"]["DATA_PATHS"] == ["/tmp/very-secret/run/images"]
+    save_resolved(secret_plan, tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    for secret in ("very-secret", "0.0123", "do not tell"):
+        assert secret not in text
+    assert yaml.safe_load(text)["run_dir"] == "${oc.env:SCRATCH_FOLDER}/run"
+
+
+def test_a_worker_resolves_them_again(tmp_path, secret_plan, monkeypatch):
+    save_resolved(secret_plan, tmp_path / "plan.yaml")
+    assert load_resolved(tmp_path / "plan.yaml") == secret_plan
+    monkeypatch.setenv("DECAY", "0.5")
+    assert load_resolved(tmp_path / "plan.yaml").optimizer.weight_decay == 0.5
+
+
+def test_a_plan_can_be_read_where_the_variables_are_not_set(tmp_path, secret_plan, monkeypatch):
+    save_resolved(secret_plan, tmp_path / "plan.yaml")
+    monkeypatch.delenv("SCRATCH_FOLDER")
+    plan = load_resolved(tmp_path / "plan.yaml")
+    assert plan.run_dir == "${oc.env:SCRATCH_FOLDER}/run"
+    assert plan.config["MODEL"] == secret_plan.config["MODEL"]
+
+
+def test_the_chosen_components_blocks_are_complete_and_alone(tmp_path):
+    plan = planned()
+    assert plan.config["MODEL"]["TRUNK"].keys() == {"NAME", "REGNET"}
+    assert plan.config["LOSS"].keys() == {"name", "swav_loss"}
+    swav = plan.config["LOSS"]["swav_loss"]
+    assert (swav["num_crops"], swav["num_prototypes"]) == (4, [30])
+    head, options = plan.config["MODEL"]["HEAD"]["PARAMS"][0]
+    assert swav["embedding_dim"] == options["dims"][-1]
+    assert options["normalize_feats"] is True
+    assert "STRATIFIED_SAMPLER" not in plan.config["DATA"]["TRAIN"]
+    assert head == "swav_head"
+
+
+def test_inferred_keys_that_differ_are_said():
+    plan = planned("config.LOSS.swav_loss.num_crops=8", "config.LOSS.swav_loss.num_prototypes=[3000]")
+    assert plan.notes == (
+        "config.LOSS.swav_loss.num_crops: 4 is used, taken from the transforms, not 8.",
+        "config.LOSS.swav_loss.num_prototypes: [30] is used, taken from the head, not [3000].",
+    )
+
+
+def test_run_folder_is_the_given_one_or_the_proposal():
+    composed = compose(RECIPE, ['config.CHECKPOINT.DIR="~/mine"'])
+    assert resolve(composed.run, "ignored").run_dir == str(Path.home() / "mine")
+    assert resolve(compose(RECIPE).run, "somewhere").run_dir == str(Path("somewhere").absolute())
