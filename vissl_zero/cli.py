@@ -96,7 +96,7 @@ def _train(arguments: list[str]) -> int:
     @hydra.main(version_base="1.3", config_path="pkg://vissl_zero.conf", config_name="defaults")
     def job(cfg: DictConfig) -> None:
         code = _run_job(cfg)
-        if code == INTERRUPTED or os.getpid() != own_process:
+        if code == INTERRUPTED or (code and os.getpid() != own_process):
             raise SystemExit(code)  # ends a sweep; or tells a launcher that runs jobs elsewhere
         codes.append(code)
 
@@ -132,9 +132,15 @@ def _run_job(cfg: object) -> int:
         return run(plan, composed.user_yaml())
     except VisslZeroError as error:
         print(error, file=sys.stderr)
-        with suppress(OSError):  # not empty: something is in it that is not ours
-            Path(hydra_cfg.runtime.output_dir).rmdir()
+        _remove_if_empty(Path(hydra_cfg.runtime.output_dir))
         return 2
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Take back the folder under runs/ that Hydra makes before a run is checked."""
+    if folder.is_relative_to(Path("runs").absolute()):
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def _quiet_on_other_ranks(arguments: list[str]) -> list[str]:

@@ -1,0 +1,92 @@
+"""Every recipe composes, types and resolves; the blocks that VISSL documents do what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.example_config import CPU_HOST
+from vissl_zero.config.compose import compose
+from vissl_zero.config.recipes import list_recipes
+from vissl_zero.config.resolve import resolve
+from vissl_zero.config.resolved import LarcPlan, Precision, ResolvedRun
+
+RECIPES = [recipe for recipe in list_recipes() if not recipe.is_part]
+PARTS = [recipe for recipe in list_recipes() if recipe.is_part]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder that a recipe for images on disk accepts: files are counted, not opened."""
+    for part in ("train", "test"):
+        for index in range(300):
+            path = tmp_path / part / f"class{index % 2}" / f"{index}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    return tmp_path
+
+
+def resolved(recipe: str, *overrides: str) -> ResolvedRun:
+    composed = compose(recipe, overrides)
+    return resolve(composed.run, "runs/x", recipe=recipe, written=composed.written, host=CPU_HOST)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_recipe_resolves(recipe, images):
+    overrides = []
+    for split, part in (("TRAIN", "train"), ("TEST", "test")):
+        if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["disk_folder"]:
+            overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
+    plan = resolved(recipe.name, *overrides)
+    assert plan.recipe == recipe.name
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *PARTS], ids=lambda recipe: recipe.name)
+def test_recipe_says_in_a_sentence_what_it_is(recipe):
+    assert len(recipe.summary) > 20
+    assert recipe.is_part == (recipe.argument in recipe.summary)
+
+
+def test_quickstart_keeps_its_promises():
+    plan = resolved("quickstart/swav_digits")
+    written = compose("quickstart/swav_digits").run
+    assert (plan.sharding.level, plan.world_size, plan.global_batch) == (3, 2, 32)
+    assert plan.config["LOSS"]["swav_loss"]["queue"]["queue_length"] >= 32
+    assert plan.sharding.precision == Precision()
+    assert plan.config["DATA"]["TRAIN"]["DROP_LAST"] is True
+    assert written.OPTIMIZER.use_zero is None
+    assert written.OPTIMIZER.name != "zero"
+    assert not written.MODEL.SHARDED_DDP_SETUP.USE_SDP
+    assert not written.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
+
+
+@pytest.mark.parametrize(("part", "level"), [("oss", 1), ("sdp", 2), ("fsdp", 3)])
+def test_documented_blocks_on_a_flat_recipe(part, level):
+    plan = resolved(
+        "quickstart/swav_digits", f"+config/zero={part}", "config.ZERO.LEVEL=auto", "config.OPTIMIZER.name=null"
+    )
+    assert plan.sharding.level == level
+
+
+def test_documented_optimizer_is_that_sgd():
+    plan = resolved("supervised/digits", "+config/zero=oss", "config.OPTIMIZER.weight_decay=0.5")
+    assert plan.sharding.level == 1
+    assert plan.optimizer.name == "sgd"
+    assert plan.optimizer.weight_decay == 1e-6
+    assert plan.optimizer.options == {"momentum": 0.9, "nesterov": False}
+    assert plan.optimizer.larc is None
+
+
+def test_documented_fsdp_block():
+    plan = resolved("supervised/digits", "+config/zero=fsdp")
+    assert (plan.sharding.level, plan.sharding.wrap_threshold, plan.sharding.verbose) == (3, 0, True)
+    assert plan.sharding.precision == Precision()
+    amp = resolved("supervised/digits", "+config/zero=fsdp", "config.MODEL.AMP_PARAMS.USE_AMP=true")
+    assert amp.sharding.precision == Precision(autocast="bfloat16")
+
+
+def test_published_recipe_has_its_larc():
+    plan = resolved("pretrain/swav/regnet_16gf", "config.DATA.TRAIN.DATA_SOURCES=[synthetic]")
+    assert plan.optimizer.larc == LarcPlan(clip=False, trust_coefficient=0.001, eps=1e-8)

@@ -1,0 +1,162 @@
+"""The command line: sentences instead of traces, exit code 2, no torch, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vissl_zero import __version__, cli
+
+QUICKSTART = "config=quickstart/swav_digits"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, in an empty folder; returns exit code, output and error output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vissl-zero"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.main(words)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "config: must name a recipe. Write config=<recipe>."),
+        (["config=quickstart/swav_digit"], "Did you mean config=quickstart/swav_digits?"),
+        ([QUICKSTART, "config.ZERO.LEVL=1"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
+        ([QUICKSTART, "config.ZERO.LEVEL=4"], "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 4)."),
+        ([QUICKSTART, "config.OPTIMIZER.name=zero"], "must name the optimizer that zero shards."),
+        (["list", "recipe"], "must be one of recipes,"),
+        ([QUICKSTART, "hydra/launcher=nope"], "must name a configuration file that exists"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(command, words, text):
+    code, out, err = command(*words)
+    assert code == 2
+    assert out == ""
+    assert text in err
+    assert err.count("\n") == 1
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_all_problems_at_once(command):
+    code, _, err = command(QUICKSTART, "config.ZERO.LEVEL=4", "config.LOSS.name=nope", "config.TRAINER.DTYPE=int8")
+    assert code == 2
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        "config.LOSS.name",
+        "config.ZERO.LEVEL",
+        "config.TRAINER.DTYPE",
+    ]
+
+
+def test_a_mistake_leaves_no_folder_behind(command, tmp_path):
+    assert command(QUICKSTART, "config.ZERO.LEVEL=4")[0] == 2
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+def test_one_bad_job_of_a_sweep_hides_no_other(command):
+    code, _, err = command("-m", QUICKSTART, "config.ZERO.LEVEL=8,9")
+    assert code == 2
+    assert [line for line in err.splitlines() if "(got 8)" in line or "(got 9)" in line] == err.splitlines()
+
+
+def test_a_mistyped_key_in_a_sweep(command):
+    code, _, err = command("-m", QUICKSTART, "config.ZERO.LEVL=1,2")
+    assert code == 2
+    assert "config.ZERO.LEVL: is not a key." in err
+    assert "Traceback" not in err
+
+
+def test_composed_configuration_is_shown(command):
+    code, out, err = command(QUICKSTART, "config.SEED_VALUE=41", "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "SEED_VALUE: 41" in out
+
+
+@pytest.mark.parametrize(("word", "text"), [("--help", "Train:"), ("--version", __version__), ("-h", "Exit codes:")])
+def test_words_about_the_program(command, word, text):
+    code, out, _ = command(word)
+    assert code == 0
+    assert text in out
+
+
+def test_hydras_help_of_a_recipe(command):
+    with pytest.raises(SystemExit) as ended:
+        command(QUICKSTART, "--help")
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("recipes", "config=quickstart/swav_digits"), ("trunks", "regnet"), ("engines", "torch"), ("sources", "digits")],
+)
+def test_lists(command, kind, name):
+    code, out, _ = command("list", kind)
+    assert code == 0
+    assert name in out
+
+
+def run_python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_config_error_imports_no_torch(tmp_path):
+    code = f"""
+import sys
+from vissl_zero.cli import main
+assert main(["{QUICKSTART}", "config.ZERO.LEVEL=4", "config.MACHINE.DEVICE=gpu"]) == 2
+assert main(["list", "losses"]) == 0
+heavy = {{"torch", "torchvision", "classy_vision", "sklearn", "numpy"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = run_python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_deprecation_warning(tmp_path):
+    code = f'from vissl_zero.cli import main; assert main(["{QUICKSTART}", "--cfg", "job"]) == 0'
+    done = run_python(code, tmp_path, PYTHONWARNINGS="error::DeprecationWarning,error::UserWarning")
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_ranks_under_torchrun_leave_no_folder(tmp_path):
+    code = f'from vissl_zero.cli import main; assert main(["{QUICKSTART}", "config.ZERO.LEVEL=4"]) == 2'
+    done = run_python(code, tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tool_is_the_same_entry(tmp_path):
+    tool = ROOT / "tools" / "run_distributed.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "config=nope"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("config: must name a recipe (got 'nope').")
+    assert done.stderr.count("\n") == 1
