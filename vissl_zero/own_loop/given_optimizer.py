@@ -35,9 +35,9 @@ def read_optimizer(optimizer: Any, model: nn.Module, is_sharded: bool) -> tuple[
     """Parameter groups by name, and what builds the optimizer over this rank's shards of them.
 
     Args:
-        optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch optimizer
-            over parameters of ``model`` that has not made a step; its groups and hyperparameters are kept, and it is
-            itself what runs.
+        optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch
+            optimizer over parameters of ``model`` that has not made a step; its groups and hyperparameters are kept,
+            and it is itself what runs.
         model: whole, not wrapped.
         is_sharded: tensors will be cut, so that each element's update must depend on that element alone.
     Raises:
@@ -95,7 +95,9 @@ def _from_instance(
     if is_sharded:
         require_element_wise(optimizer)
     groups = [
-        ParamGroup(f"group{index}", tuple(names[p] for p in group["params"]), False, True, group.get("weight_decay", 0.0))
+        ParamGroup(
+            f"group{index}", tuple(names[p] for p in group["params"]), False, True, group.get("weight_decay", 0.0)
+        )
         for index, group in enumerate(optimizer.param_groups)
     ]
 
@@ -120,12 +122,7 @@ def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
         raise ConfigError([Problem("optimizer.type", "" if name is None else repr(name), must, fix)])
     keys = _option_names(name)
     if unknown := [key for key in options if key not in keys]:
-        raise ConfigError(
-            [
-                Problem(f"optimizer.{key}", "", f"is not a key of {name}", did_you_mean(key, keys).strip() or _list(keys))
-                for key in unknown
-            ]
-        )
+        raise ConfigError([_unknown_key(name, key, keys) for key in unknown])
 
     def factory(groups: Groups) -> Built:
         try:
@@ -164,8 +161,9 @@ def _names(schema: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(schema))
 
 
-def _list(keys: Sequence[str]) -> str:
-    return f"Known: {', '.join(keys)}."
+def _unknown_key(name: str, key: str, known: Sequence[str]) -> Problem:
+    fix = did_you_mean(key, known).strip() or f"Known: {', '.join(known)}."
+    return Problem(f"optimizer.{key}", "", f"is not a key of {name}", fix)
 
 
 def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._is_in_backward = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, on every k-th call under accumulation; then forget the gradients, which the update has changed.
 
         Unscale, agree on inf, clip, adapt, update: in this order, with norms over whole parameters. A step whose
@@ -107,7 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise VisslZeroError("Parameter groups cannot be added to a sharded optimizer; give all to initialize().")
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
 
         Tensors are shared with the training state, not copied. ``torch.save`` writes it; every rank has its own.

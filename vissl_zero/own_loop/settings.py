@@ -1,4 +1,4 @@
-"""The ``zero`` argument of ``initialize``: a dict, a DictConfig or a YAML file, read once and checked whole. No torch."""
+"""The ``zero`` argument of ``initialize``: a dict, a DictConfig or a YAML file, checked whole. No torch."""
 
 from __future__ import annotations
 
@@ -201,5 +201,3 @@ def _max_in_cpu(block: OffloadParam) -> tuple[OffloadParam, tuple[str, ...], lis
         return block, (), [Problem(key, str(block.fast_init), "is a number, and max_in_cpu is given too", fix)]
     note = f"zero.offload_param_config.fast_init={block.fast_init:g} is a number and is read as max_in_cpu."
     return replace(block, fast_init=False, max_in_cpu=block.fast_init), (note,), []
-
-

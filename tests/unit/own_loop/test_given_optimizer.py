@@ -1,0 +1,123 @@
+"""The ``optimizer`` argument: what is taken, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from vissl_zero.errors import ConfigError
+from vissl_zero.own_loop.element_wise import require_element_wise
+from vissl_zero.own_loop.given_optimizer import read_optimizer
+
+
+def _model():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def _built(optimizer, model):
+    groups, factory = read_optimizer(optimizer, model, is_sharded=True)
+    params = dict(model.named_parameters())
+    local = [
+        {"name": g.name, "params": [params[n] for n in g.params], "lr": 0.0, "weight_decay": g.weight_decay}
+        for g in groups
+    ]
+    return factory(local)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "settings"),
+    [
+        ({"type": "Adam", "lr": 0.001, "weight_decay": 0}, torch.optim.Adam, {"lr": 0.001, "fused": True}),
+        ({"type": "AdamW", "lr": 0.1, "betas": (0.5, 0.9)}, torch.optim.AdamW, {"betas": (0.5, 0.9)}),
+        ({"type": "SGD", "lr": 0.1}, torch.optim.SGD, {"momentum": 0.0, "lr": 0.1}),
+        ({"type": "SGD", "lr": 0.1, "momentum": 0.5, "dampening": 0.5}, torch.optim.SGD, {"dampening": 0.5}),
+        ({"type": "LARC", "lr": 0.2, "weight_decay": 0.3}, torch.optim.SGD, {"lr": 0.2, "weight_decay": 0.3}),
+        (torch.optim.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 1e-2}),
+        (functools.partial(torch.optim.RMSprop, lr=3.0), torch.optim.RMSprop, {"lr": 3.0}),
+    ],
+)
+def test_hyperparameters_arrive(given, expected, settings):
+    optimizer, adaptation = _built(given, _model())
+    assert type(optimizer) is expected
+    assert {key: optimizer.param_groups[0][key] for key in settings} == settings
+    assert (adaptation is not None) == (isinstance(given, dict) and given["type"] == "LARC")
+
+
+def test_a_ready_optimizer_is_itself_what_runs():
+    model = _model()
+    ready = torch.optim.SGD([{"params": [model[0].weight], "lr": 7.0}, {"params": model[1].parameters()}], lr=1.0)
+    built, _ = _built(ready, model)
+    assert built is ready
+    assert [group["lr"] for group in built.param_groups] == [7.0, 1.0]
+    assert [len(group["params"]) for group in built.param_groups] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"lr": 1.0}, "optimizer.type: must be given."),
+        (
+            {"type": "Adm"},
+            "optimizer.type: is not an optimizer that can run on shards (got 'Adm'). Did you mean",
+        ),
+        ({"type": "Muon"}, "optimizer.type: is not an optimizer that can run on shards (got 'Muon')."),
+        ({"type": "Adam", "learning_rate": 1.0}, "optimizer.learning_rate: is not a key of Adam."),
+        ({"type": "Adam", "lr": -1.0}, "optimizer: Adam refuses its keys: Invalid learning rate: -1.0"),
+        (3, "optimizer: must be a dict, a class or an optimizer (got int)"),
+        (torch.optim.LBFGS, "optimizer: cannot run on a piece of a tensor"),
+        (torch.optim.Muon, "optimizer: must update each element from that element alone"),
+        (torch.optim.Adafactor, "optimizer: must update each element from that element alone"),
+        (len, "optimizer: must build a torch optimizer (got len)"),
+    ],
+)
+def test_one_sentence_per_mistake(given, sentence):
+    model = nn.Linear(3, 4, bias=False)
+    with pytest.raises(ConfigError) as caught:
+        _built(given, model)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_foreign_parameters_and_past_steps_are_refused():
+    model = _model()
+    with pytest.raises(ConfigError, match="has a parameter that is not the model's"):
+        read_optimizer(torch.optim.SGD(_model().parameters(), lr=1.0), model, is_sharded=True)
+    stepped = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    stepped.step()
+    with pytest.raises(ConfigError, match="has made steps already"):
+        read_optimizer(stepped, model, is_sharded=True)
+
+
+def test_nothing_to_train():
+    with pytest.raises(ConfigError, match="has no parameter to train"):
+        read_optimizer({"type": "SGD"}, _model().requires_grad_(False), is_sharded=False)
+
+
+def test_trying_an_optimizer_leaves_it_alone():
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    before = [param.clone() for param in model.parameters()]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    require_element_wise(optimizer)
+    assert not optimizer.state and optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class _WholeTensor(torch.optim.SGD):
+    """Normalises each gradient, as LAMB and LARS do in their way."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad /= param.grad.norm()
+        return super().step(closure)
+
+
+def test_an_unknown_layer_wise_optimizer_is_found_out():
+    model = _model()
+    with pytest.raises(ConfigError, match="_WholeTensor"):
+        read_optimizer(_WholeTensor(model.parameters(), lr=0.1), model, is_sharded=True)
+    read_optimizer(_WholeTensor(model.parameters(), lr=0.1), model, is_sharded=False)

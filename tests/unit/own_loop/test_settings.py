@@ -1,0 +1,83 @@
+"""The ``zero`` argument: forms, synonyms, and one sentence per mistake."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from vissl_zero.errors import ConfigError
+from vissl_zero.own_loop.settings import read_settings
+
+
+def test_the_three_forms_say_the_same(tmp_path):
+    keys = {"level": 3, "clip_grad": 1.0, "offload_optimizer_config": {"device": "cpu"}}
+    path = tmp_path / "zero.yaml"
+    for root in (keys, {"zero": keys}, {"config": {"ZERO": {"LEVEL": 3} | {k: keys[k] for k in list(keys)[1:]}}}):
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(root)))
+        assert read_settings(str(path)) == read_settings(keys)
+    assert read_settings(OmegaConf.create(keys)) == read_settings(keys)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_type_is_a_synonym_of_level(level):
+    typed = read_settings({"type": f"ZeroRedundancyOptimizer_Level_{level}"})
+    assert (typed.level, typed.is_typed) == (level, True)
+    assert read_settings({"type": f"ZeroRedundancyOptimizer_Level_{level}", "level": level}).level == level
+
+
+def test_a_number_under_fast_init_is_max_in_cpu():
+    settings = read_settings({"level": 3, "offload_param_config": {"device": "nvme", "fast_init": 1e9}})
+    assert (settings.offload_params.max_in_cpu, settings.offload_params.fast_init) == (1e9, False)
+    assert settings.notes == ("zero.offload_param_config.fast_init=1e+09 is a number and is read as max_in_cpu.",)
+
+
+def test_max_in_cpu_as_yaml_writes_it(tmp_path):
+    path = tmp_path / "zero.yaml"
+    path.write_text("level: 3\noffload_param_config: {device: cpu, pin_memory: true, max_in_cpu: 1e9}\n")
+    assert read_settings(path).offload_params.max_in_cpu == 1e9
+    path.write_text("level: 3\noffload_param_config: {device: cpu, max_in_cpu: 0}\n")
+    assert read_settings(path).offload_params.max_in_cpu == 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "sentence"),
+    [
+        ({"levl": 3}, "zero.levl: is not a key. Did you mean 'level'?"),
+        ({}, "zero.level: must be given: 0, 1, 2 or 3. Write zero=dict(level=3)."),
+        ({"level": 4}, "zero.level: must be 0, 1, 2 or 3 (got 4)."),
+        ({"level": "x"}, "zero.level: must be a whole number (got 'x')."),
+        (
+            {"level": 1, "type": "ZeroRedundancyOptimizer_Level_3"},
+            "zero.level: contradicts zero.type=ZeroRedundancyOptimizer_Level_3 (got 1). Leave one of them out.",
+        ),
+        ({"type": "ZeroRedundancyOptimizer"}, "zero.type: must be ZeroRedundancyOptimizer_Level_1, _2 or _3"),
+        ({"level": 1, "fp16": True, "bf16": True}, "zero.bf16: contradicts zero.fp16=True"),
+        (
+            {"level": 1, "gradient_accumulation_steps": 0},
+            "zero.gradient_accumulation_steps: must be at least 1",
+        ),
+        ({"level": 1, "clip_grad": 0.0}, "zero.clip_grad: must be above 0 (got 0.0)"),
+        (
+            {"level": 3, "offload_param_config": {"device": "cpu", "nvm_path": "/x"}},
+            "zero.offload_param_config.nvm_path: is not a key. Did you mean 'nvme_path'?",
+        ),
+        ({"level": 3, "offload_param_config": "cpu"}, "zero.offload_param_config: must be a dict (got 'cpu')"),
+        (
+            {"level": 3, "offload_param_config": {"fast_init": 5.0, "max_in_cpu": 6}},
+            "zero.offload_param_config.fast_init: is a number, and max_in_cpu is given too (got 5.0)",
+        ),
+        (7, "zero: must be a dict, a DictConfig or the path of a YAML file (got int)"),
+        ("missing.yaml", "zero: must name a YAML file that can be read (got missing.yaml)"),
+    ],
+)
+def test_one_sentence_per_mistake(zero, sentence):
+    with pytest.raises(ConfigError) as caught:
+        read_settings(zero)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(ConfigError) as caught:
+        read_settings({"level": 9, "clip_grad": -1, "gradient_accumulation_steps": 0})
+    assert len(caught.value.problems) == 3
