@@ -102,7 +102,8 @@ class ActivationCounter(TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
