@@ -1,0 +1,26 @@
+"""docs/keys.md is what the code says, and every key has its sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.reference import keys_of, reference
+from vissl_zero.config.run import RunConfig
+
+
+def test_the_page_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "keys.md"
+    assert page.read_text() == reference(), "run: python -m vissl_zero.config.reference"
+
+
+def test_every_key_has_a_sentence():
+    def silent(block: Any, path: str) -> list[str]:
+        found = []
+        for key in keys_of(type(block)):
+            if not key.sentence.endswith("."):
+                found.append(f"{path}.{key.name}")
+            found += silent(getattr(block, key.name), f"{path}.{key.name}")
+        return found
+
+    assert silent(RunConfig(), "config") == []

@@ -1,0 +1,97 @@
+"""Write ``docs/keys.md``, a table of every typed key: ``python -m vissl_zero.config.reference``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.components import BUILTIN
+from vissl_zero.config.run import RunConfig
+
+_HEADER = """\
+# Every key
+Written by `python -m vissl_zero.config.reference`; a test holds it to the code.
+[configuration.md](configuration.md) says how keys are given, and which of VISSL's other keys are accepted.
+"""
+_YAML = {None: "null", True: "true", False: "false", "": '""', "???": "(needed)"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One field as its source says it."""
+
+    name: str
+    type: str
+    sentence: str
+
+
+def reference() -> str:
+    """The page: a table per block under ``config:``, then those of components that are not blocks."""
+    tables = list(_blocks(RunConfig(), "config"))
+    for kind in ("head", "base optimizer"):
+        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in BUILTIN[kind].items()]
+    return "\n".join([_HEADER, *tables])
+
+
+def _blocks(block: Any, path: str) -> Iterator[str]:
+    yield _table(f"`{path}`", block)
+    for key in keys_of(type(block)):
+        value = getattr(block, key.name)
+        below = value.items() if key.name == "LOSS" else [("", value)]
+        for name, child in below:
+            if is_dataclass(child):
+                yield from _blocks(child, ".".join(filter(None, [path, key.name, name])))
+
+
+def _table(title: str, block: Any) -> str:
+    rows = []
+    for key in keys_of(type(block)):
+        value = getattr(block, key.name)
+        if not is_dataclass(value):
+            kind = key.type.replace("|", "\\|")
+            rows.append(f"| `{key.name}` | `{kind}` | {_default(value)} | {key.sentence} |")
+    heading = f"## {title}\n{inspect.cleandoc(type(block).__doc__ or '')}\n"
+    head = ["| key | type | default | |", "| --- | --- | --- | --- |"] if rows else []
+    return "\n".join([heading, *head, *rows, ""])
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return ""
+    return f"`{_YAML.get(value, value) if isinstance(value, (bool, str)) or value is None else value}`"
+
+
+def keys_of(schema: type) -> list[Key]:
+    """Fields of a dataclass that are written in its source or its bases', with the sentence under each."""
+    found: dict[str, Key] = {}
+    for cls in reversed(schema.__mro__):
+        body = _body(cls.__module__, cls.__name__)
+        for statement, following in zip(body, [*body[1:], None], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+                found[name] = Key(name, ast.unparse(statement.annotation), _text(following))
+    return list(found.values())
+
+
+@cache
+def _body(module: str, name: str) -> list[ast.stmt]:
+    if not module.startswith("vissl_zero"):
+        return []
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+
+
+def _text(statement: ast.stmt | None) -> str:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return " ".join(str(statement.value.value).split())
+    return ""
+
+
+if __name__ == "__main__":
+    Path("docs/keys.md").write_text(reference())
