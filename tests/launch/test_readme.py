@@ -28,7 +28,9 @@ def block(language: str, first_line: str) -> str:
 def write_parts(folder: Path) -> dict[str, str]:
     (folder / "configs/config").mkdir(parents=True)
     (folder / "my_parts.py").write_text(block("python", "# my_parts.py"))
-    (folder / "configs/config/my_recipe.yaml").write_text(block("yaml", "# @package _global_\n# configs/config/my_recipe.yaml"))
+    (folder / "configs/config/my_recipe.yaml").write_text(
+        block("yaml", "# @package _global_\n# configs/config/my_recipe.yaml")
+    )
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 

@@ -64,7 +64,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "level 0, one process"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("level 1, four") else [])
+        for name in RUNS
+        if name != "level 0, one process"
+    ],
+)
 def test_same_losses_and_weights(name, reference, tmp_path):
     losses, weights = train(tmp_path / "run", *RUNS[name])
     expected_losses, expected_weights = reference

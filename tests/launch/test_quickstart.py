@@ -1,0 +1,27 @@
+"""The main job, whole: it must learn, not only run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+NUM_PROTOTYPES = 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_quickstart_learns(seed, tmp_path):
+    command = [sys.executable, "-m", "vissl_zero.cli", "config=quickstart/swav_digits"]
+    command += [f"config.SEED_VALUE={seed}", f"config.CHECKPOINT.DIR={tmp_path}/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    print(f"seed {seed}: {summary}")
+    assert summary["level"] == 3 and summary["world_size"] == 2
+    assert summary["loss_last"] < 0.9 * math.log(NUM_PROTOTYPES)
+    assert summary["knn_top1_after"] >= summary["knn_top1_before"] + 0.03
