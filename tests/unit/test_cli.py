@@ -67,8 +67,9 @@ def test_a_mistake_leaves_no_folder_behind(command, tmp_path):
 
 
 def test_one_bad_job_of_a_sweep_hides_no_other(command):
-    code, _, err = command("-m", QUICKSTART, "config.ZERO.LEVEL=8,9")
+    code, out, err = command("-m", QUICKSTART, "config.ZERO.LEVEL=8,9")
     assert code == 2
+    assert "Launching 2 jobs locally" in out
     assert [line for line in err.splitlines() if "(got 8)" in line or "(got 9)" in line] == err.splitlines()
 
 
@@ -160,3 +161,13 @@ def test_the_tool_is_the_same_entry(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("config: must name a recipe (got 'nope').")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_recipes_from_other_folders(command, tmp_path, where):
+    folder = tmp_path / "elsewhere"
+    (folder / "config").mkdir(parents=True)
+    (folder / "config" / "theirs.yaml").write_text("# @package _global_\nconfig: {SEED_VALUE: 43}\n")
+    code, out, err = command("config=theirs", where.format(folder), "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "SEED_VALUE: 43" in out

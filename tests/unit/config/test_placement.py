@@ -106,3 +106,8 @@ def test_keys_of_fairscale_are_said_to_have_no_effect():
 
 def test_loss_scaling_without_float16_is_said_to_have_no_effect():
     assert "dynamic_loss_scale has no effect" in plan_of(ZERO__dynamic_loss_scale=False)[1][0]
+
+
+def test_keys_of_an_offload_that_is_off_are_said_to_have_no_effect():
+    _, notes = plan_of(ZERO__offload_param_config__nvme_path="/nvme")
+    assert notes == ("config.ZERO.offload_param_config has no effect: its device is none.",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.derive.level import level
 from vissl_zero.config.derive.placement import Placement
 from vissl_zero.config.derive.precision import precision
@@ -80,6 +81,10 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan) -> list[str]:
             notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
     if plan.level == 0 and plan.wrap_threshold:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
+    for name, default in (("offload_optimizer_config", OffloadOptimizer()), ("offload_param_config", OffloadParam())):
+        block = getattr(cfg.ZERO, name)
+        if block.device == "none" and block != default:
+            notes.append(f"config.ZERO.{name} has no effect: its device is none.")
     if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):
         notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
     return notes
