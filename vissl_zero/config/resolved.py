@@ -69,6 +69,27 @@ class OptimizerPlan:
 
 
 @dataclass(frozen=True)
+class OffloadPlan:
+    """Where one kind of training state rests between uses.
+
+    Attributes:
+        device: "none" (with the computation), "cpu" or "nvme".
+        nvme_path: folder on the disk; given with nvme.
+        pin_memory: page-lock host memory, where there is an accelerator.
+        fast_init: leave memory and disk untouched until their first use.
+        keep_files: leave the files on the disk at a clean end.
+        max_in_cpu: parameters on NVMe: most elements that stay in host memory; None: no bound.
+    """
+
+    device: str = "none"
+    nvme_path: str | None = None
+    pin_memory: bool = True
+    fast_init: bool = False
+    keep_files: bool = False
+    max_in_cpu: int | None = None
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """What ``sharding`` is asked to do.
 
@@ -85,6 +106,7 @@ class ShardingPlan:
         timeout_s: of every collective.
         verbose: print the wrap plan.
         seed: of weights that have no values yet (a model built on the meta device).
+        offload_optimizer, offload_params: where optimizer state and parameters rest.
         reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
         flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
         bucket_cap_mb: MiB per reduce-scatter bucket of fairscale at level 3; 0: one reduce-scatter per parameter.
@@ -105,6 +127,8 @@ class ShardingPlan:
     timeout_s: float = 600.0
     verbose: bool = False
     seed: int = 0
+    offload_optimizer: OffloadPlan = OffloadPlan()
+    offload_params: OffloadPlan = OffloadPlan()
     reduce_buffer_size: int = -1
     flatten_parameters: bool = True
     bucket_cap_mb: float = 0

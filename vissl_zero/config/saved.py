@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.config.plain_tree import find
-from vissl_zero.config.resolved import LarcPlan, OptimizerPlan, Precision, ResolvedRun, ShardingPlan
+from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun, ShardingPlan
 
 _HEADER = "# Every value of this run after resolution; written by vissl_zero, read by its processes.\n"
 _CASTS: dict[str, Callable[[str], Any]] = {
@@ -94,6 +94,8 @@ def load_resolved(path: Path) -> ResolvedRun:
         data[block] = _unmasked(data[block], root)
     sharding, optimizer = data.pop("sharding"), data.pop("optimizer")
     sharding["precision"] = Precision(**sharding["precision"])
+    for tier in ("offload_optimizer", "offload_params"):
+        sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
     optimizer["non_regularized"] = tuple(optimizer["non_regularized"])

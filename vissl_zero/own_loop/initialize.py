@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
+from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.given_optimizer import read_optimizer
@@ -60,6 +61,8 @@ def initialize(
     groups, build_optimizer = read_optimizer(optimizer, model, is_sharded=settings.level > 0)
     where = training_device(model) if device is None else torch.device(device)
     join_ranks(where, timeout_s)
+    tiers = settings.offload_optimizer, settings.offload_params
+    optimizer_tier, param_tier = offload_plans(*tiers)
     plan = ShardingPlan(
         level=settings.level,
         shard_group_size=-1,
@@ -70,8 +73,10 @@ def initialize(
         timeout_s=timeout_s,
         verbose=settings.verbose,
         seed=seed,
+        offload_optimizer=optimizer_tier,
+        offload_params=param_tier,
     )
-    _say((*settings.notes, *notes))
+    _say((*offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero"), *notes))
     sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
     k = settings.gradient_accumulation_steps

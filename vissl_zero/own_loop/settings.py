@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
@@ -49,7 +50,6 @@ class ZeroSettings:
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
         offload_optimizer, offload_params: where optimizer state and parameters live.
-        notes: sentences to say once.
     """
 
     level: int
@@ -63,7 +63,6 @@ class ZeroSettings:
     verbose: bool = False
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
-    notes: tuple[str, ...] = ()
 
 
 def read_settings(zero: Any) -> ZeroSettings:
@@ -81,9 +80,11 @@ def read_settings(zero: Any) -> ZeroSettings:
         typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
     keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
     level, problems = _level(keys)
+    optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
     params = OffloadParam(**blocks["offload_param_config"])
-    params, notes, param_problems = _max_in_cpu(params)
-    problems += [*_range_problems(keys), *param_problems]
+    problems += _range_problems(keys)
+    if not problems:
+        problems += offload_problems(optimizer, params, level, "zero")
     if problems:
         raise ConfigError(problems)
     return ZeroSettings(
@@ -96,9 +97,8 @@ def read_settings(zero: Any) -> ZeroSettings:
         bf16=keys.bf16,
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
-        offload_optimizer=OffloadOptimizer(**blocks["offload_optimizer_config"]),
+        offload_optimizer=optimizer,
         offload_params=params,
-        notes=notes,
     )
 
 
@@ -189,15 +189,3 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
-
-
-def _max_in_cpu(block: OffloadParam) -> tuple[OffloadParam, tuple[str, ...], list[Problem]]:
-    """ColossalAI's page prints the number of ``max_in_cpu`` under ``fast_init``."""
-    if isinstance(block.fast_init, bool):
-        return block, (), []
-    if block.max_in_cpu is not None:
-        fix = "Write the number under max_in_cpu, and true or false under fast_init."
-        key = "zero.offload_param_config.fast_init"
-        return block, (), [Problem(key, str(block.fast_init), "is a number, and max_in_cpu is given too", fix)]
-    note = f"zero.offload_param_config.fast_init={block.fast_init:g} is a number and is read as max_in_cpu."
-    return replace(block, fast_init=False, max_in_cpu=block.fast_init), (note,), []

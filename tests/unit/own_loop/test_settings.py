@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.errors import ConfigError
 from vissl_zero.own_loop.settings import read_settings
 
@@ -26,9 +27,11 @@ def test_type_is_a_synonym_of_level(level):
 
 
 def test_a_number_under_fast_init_is_max_in_cpu():
-    settings = read_settings({"level": 3, "offload_param_config": {"device": "nvme", "fast_init": 1e9}})
-    assert (settings.offload_params.max_in_cpu, settings.offload_params.fast_init) == (1e9, False)
-    assert settings.notes == ("zero.offload_param_config.fast_init=1e+09 is a number and is read as max_in_cpu.",)
+    settings = read_settings({"level": 3, "offload_param_config": {"device": "cpu", "fast_init": 1e9}})
+    _, plan = offload_plans(settings.offload_optimizer, settings.offload_params)
+    assert (plan.max_in_cpu, plan.fast_init) == (10**9, False)
+    notes = offload_notes(settings.offload_optimizer, settings.offload_params, has_gpu=True, root="zero")
+    assert notes[0] == "zero.offload_param_config.fast_init=1e+09 is a number and is read as max_in_cpu."
 
 
 def test_max_in_cpu_as_yaml_writes_it(tmp_path):

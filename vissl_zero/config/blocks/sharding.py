@@ -57,6 +57,8 @@ class OffloadOptimizer:
     """Touch state only when it is first used."""
     nvme_path: str | None = None
     """Folder on the NVMe disk."""
+    keep_files: bool = False
+    """Leave the files on the NVMe disk at a clean end."""
 
 
 @dataclass

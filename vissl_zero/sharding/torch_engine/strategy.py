@@ -18,6 +18,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.agreement import require_equal_models
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.plan import plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
@@ -45,6 +46,7 @@ class TorchStrategy(Strategy):
         """
         num_ranks = _ranks_per_copy(plan)
         _check(plan)
+        build_optimizer = offloaded(build_optimizer, plan, device)
         wrap_plan = plan_wrap(model, plan, num_ranks)
         model.to(dtype=dtype_of(plan.precision.master))
         require_equal_models(model, device)

@@ -1,0 +1,106 @@
+"""Where optimizer state and parameters rest, from the two offload blocks; the same for recipes and ``initialize``."""
+
+from __future__ import annotations
+
+from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.resolved import OffloadPlan
+from vissl_zero.errors import Problem, did_you_mean
+
+DEVICES = ("none", "cpu", "nvme")
+
+
+def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[OffloadPlan, OffloadPlan]:
+    """Plans of two blocks that ``offload_problems`` has nothing against."""
+    return (
+        OffloadPlan(
+            device=optimizer.device,
+            nvme_path=optimizer.nvme_path,
+            pin_memory=optimizer.pin_memory,
+            fast_init=optimizer.fast_init,
+            keep_files=optimizer.keep_files,
+        ),
+        OffloadPlan(
+            device=params.device,
+            nvme_path=params.nvme_path,
+            pin_memory=params.pin_memory,
+            fast_init=params.fast_init is True,
+            max_in_cpu=max_in_cpu(params),
+        ),
+    )
+
+
+def max_in_cpu(params: OffloadParam) -> int | None:
+    """``max_in_cpu``, or a number under ``fast_init``, where ColossalAI's page prints it."""
+    if params.max_in_cpu is not None:
+        return int(params.max_in_cpu)
+    return None if isinstance(params.fast_init, bool) else int(params.fast_init)
+
+
+def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: int, root: str) -> list[Problem]:
+    """What cannot be done, each with the reason.
+
+    Args:
+        optimizer, params: the blocks.
+        level: ZeRO level.
+        root: key path of what holds them, such as ``config.ZERO``.
+    """
+    found: list[Problem] = []
+    for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
+        key = f"{root}.{name}"
+        if block.device not in DEVICES:
+            fix = did_you_mean(block.device, DEVICES).strip() or "Choose one of them."
+            found.append(Problem(f"{key}.device", repr(block.device), "must be none, cpu or nvme", fix))
+        if block.device == "nvme" and not block.nvme_path:
+            found.append(Problem(f"{key}.nvme_path", "", "must be given with nvme", "Name a folder on a local disk."))
+    if optimizer.device in DEVICES[1:] and level == 0:
+        must = "needs ZeRO level 1, 2 or 3: at level 0 nothing is sharded, and every rank would move the whole state"
+        found.append(
+            Problem(f"{root}.offload_optimizer_config.device", repr(optimizer.device), must, "Raise the level.")
+        )
+    found += _param_problems(params, level, f"{root}.offload_param_config")
+    return found
+
+
+def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]:
+    found = []
+    if params.device in DEVICES[1:] and level != 3:
+        must = f"needs ZeRO level 3: at level {level} parameters are whole in memory throughout a step"
+        found.append(Problem(f"{key}.device", repr(params.device), must, "Use level 3, or device: none."))
+    elif params.device == "nvme":
+        must = "cannot be nvme yet: parameters rest in host memory at the most"
+        found.append(Problem(f"{key}.device", "'nvme'", must, "Write cpu, and nvme for offload_optimizer_config."))
+    if params.max_in_cpu is not None and not isinstance(params.fast_init, bool):
+        fix = "Write the number under max_in_cpu, and true or false under fast_init."
+        found.append(
+            Problem(f"{key}.fast_init", str(params.fast_init), "is a number, and max_in_cpu is given too", fix)
+        )
+    number = max_in_cpu(params)
+    if number is not None and number < 0:
+        found.append(Problem(f"{key}.max_in_cpu", str(number), "must be at least 0", "Write 0 to keep none there."))
+    return found
+
+
+def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
+    """Sentences to say once about what has no effect or was read in another way.
+
+    Args:
+        optimizer, params, root: as for ``offload_problems``.
+        has_gpu: training runs on one.
+    """
+    notes = []
+    key = f"{root}.offload_param_config"
+    if not isinstance(params.fast_init, bool):
+        notes.append(f"{key}.fast_init={params.fast_init:g} is a number and is read as max_in_cpu.")
+    if params.device != "nvme" and max_in_cpu(params) is not None:
+        notes.append(f"{key}.max_in_cpu has no effect with device: {params.device}.")
+    for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
+        if block.device != "none" and not has_gpu:
+            if block.pin_memory:
+                notes.append(f"{root}.{name}.pin_memory has no effect without an accelerator.")
+            if block.device == "cpu":
+                notes.append(f"{root}.{name}.device=cpu: training runs on the CPU, where this state is in any case.")
+        if block.device == "cpu" and block.fast_init is True:
+            notes.append(f"{root}.{name}.fast_init has no effect with device: cpu.")
+        if block.device != "nvme" and block.nvme_path:
+            notes.append(f"{root}.{name}.nvme_path has no effect with device: {block.device}.")
+    return tuple(notes)
