@@ -56,7 +56,10 @@ def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
 
 
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
-    """The optimizer's state; step counters (one number a parameter) are left out."""
+    """The optimizer's state in memory; step counters (one number a parameter) are left out."""
+    buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
+    if buffers is not None:  # the state is on a disk and passes through these
+        return Storages(buffers)
     entries = (entry for state in optimizer.state.values() for entry in state.items())
     return Storages(value for key, value in entries if isinstance(value, Tensor) and key != "step")
 
