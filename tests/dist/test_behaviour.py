@@ -235,9 +235,9 @@ def test_a_resumed_run_goes_on_as_if_never_stopped_and_shards_say_where_they_bel
                 for state in states
             ]
             assert {entry["full_shape"] for entry in entries} == {tuple(param.shape)}
-            rows = [range(e["first_row"], e["first_row"] + len(e["local"])) for e in entries]
-            covered = [row for part in rows for row in part]
-            assert covered == list(range(len(param))) * (1 if level else 3), (name, rows)
+            places = [range(e["first_element"], e["first_element"] + e["local"].numel()) for e in entries]
+            covered = [place for part in places for place in part]
+            assert covered == list(range(param.numel())) * (1 if level else 3), (name, places)
 
 
 def _export(level: int) -> dict[str, Any]:

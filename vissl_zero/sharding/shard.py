@@ -10,20 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+MIN_ROW_NORM = 1e-12
+
 
 @dataclass(eq=False)
 class Shard:
     """This rank's rows of one parameter: what the optimizer updates.
 
     ``local`` is a plain tensor that shares memory with what the model holds, so that any element-wise optimizer runs on
-    it at full speed, and knows nothing of sharding.
+    it at full speed, and knows nothing of sharding. Engines that cut parameters in another way have subclasses.
 
     Attributes:
         name: full name, without any wrapper's prefix.
         source: the parameter as the model holds it: a DTensor, or ``local`` itself where nothing is sharded.
         local: this rank's rows; possibly none.
         full_shape: of the whole parameter.
-        first_row: index of the first of them in the whole parameter.
+        first_element: place of the first of their elements in the whole parameter, flattened.
         is_counted: whether sums over ranks take this rank's part. A scalar cannot be cut, so every rank has it, and one
             counts.
     """
@@ -32,7 +34,7 @@ class Shard:
     source: nn.Parameter
     local: nn.Parameter
     full_shape: torch.Size
-    first_row: int = 0
+    first_element: int = 0
     is_counted: bool = True
 
     def local_grad(self) -> Tensor | None:
@@ -55,6 +57,11 @@ class Shard:
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
 
+    @torch.no_grad()
+    def normalize_rows(self) -> None:
+        """Divide each row (dim 0) of the whole parameter by its L2 norm, in place; shards are whole rows."""
+        divide_by_norms(self.local)
+
 
 def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Shard]:
     """This rank's shard of every parameter, tied ones once, in the order of ``named_parameters``.
@@ -70,7 +77,12 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
             continue
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
-        yield Shard(name, source, local, source.shape, _first_row(source))
+        yield Shard(name, source, local, source.shape, _first_row(source) * source.shape[1:].numel())
+
+
+def divide_by_norms(rows: Tensor) -> None:
+    """Divide each row of a matrix by its L2 norm, in place; a row of zeros stays as it is."""
+    rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=MIN_ROW_NORM))
 
 
 def _first_row(tensor: DTensor) -> int:

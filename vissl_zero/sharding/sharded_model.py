@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from vissl_zero.sharding.memory import (
     peak_bytes,
 )
 from vissl_zero.sharding.plan import WrapPlan
-from vissl_zero.sharding.shard import shards_of
+from vissl_zero.sharding.shard import Shard, shards_of
 from vissl_zero.sharding.state import load_sharded_state, sharded_state
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
@@ -44,6 +44,7 @@ class ShardedModel(Sharded):
         wrap_plan: the units.
         device: of the computation.
         group: the ranks among which parameters are sharded; None where every rank holds them whole.
+        shards: this rank's part of every parameter; None: as ``fully_shard`` has cut them.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class ShardedModel(Sharded):
         wrap_plan: WrapPlan,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        shards: Iterable[Shard] | None = None,
     ):
         self.model = model
         self._module = module
         self._plan = plan
         self._wrap_plan = wrap_plan
         self._device = device
-        self._shards = {shard.name: shard for shard in shards_of(module, group)}
+        found = shards_of(module, group) if shards is None else shards
+        self._shards = {shard.name: shard for shard in found}
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
         self.optimizer, adaptation = build_optimizer(
             [
@@ -115,14 +118,12 @@ class ShardedModel(Sharded):
         for shard in self._shards.values():
             shard.forget_grad()
 
-    @torch.no_grad()
     def normalize_rows(self, names: Collection[str]) -> None:
-        """See ``Sharded``. Shards are whole rows, so nothing is communicated."""
+        """See ``Sharded``."""
         if names:
             self._before_shards_change()
         for name in names:
-            rows = self._shards[name].local
-            rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=1e-12))
+            self._shards[name].normalize_rows()
 
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
@@ -163,20 +164,18 @@ class ShardedModel(Sharded):
                 # clone: the file is written later, and training may go on meanwhile
                 state[name] = whole.to("cpu", copy=True)
         if collectives.rank() == 0:
-            state |= {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(self._module)}
+            state |= {name: buffer.to("cpu", copy=True) for name, buffer in self._saved_buffers()}
         return state
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Sharded``. Tensors are not copied."""
-        return sharded_state(
-            self._plan, self._shards, self.optimizer, dict(saved_buffers(self._module)), self._loss_scale
-        )
+        return sharded_state(self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
         self._before_shards_change()
         load_sharded_state(
-            state, self._plan, self._shards, self.optimizer, dict(saved_buffers(self._module)), self._loss_scale
+            state, self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale
         )
 
     def ledger(self) -> Bytes:
@@ -205,10 +204,9 @@ class ShardedModel(Sharded):
         """See ``Sharded``."""
         return self._wrap_plan.describe()
 
-
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Full names and values of the buffers that belong into a checkpoint."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Full names and values of the buffers that belong into a checkpoint."""
+        for prefix, owner in self._module.named_modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if name not in owner._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}".lstrip("."), buffer

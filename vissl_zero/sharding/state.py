@@ -1,7 +1,7 @@
 """What a rank must write to go on later, each tensor with its place in the whole.
 
 ``{"layout": {...}, "params": {name: entry}, "optimizer": {"groups": [...], "state": {name: {key: entry or number}}},
-"buffers": {name: tensor}, "loss_scale": {...} or None}``, where an entry is ``{"local": tensor, "first_row": int,
+"buffers": {name: tensor}, "loss_scale": {...} or None}``, where an entry is ``{"local": tensor, "first_element": int,
 "full_shape": tuple}``: enough to put the whole together again, or to cut it for another number of ranks.
 """
 
@@ -90,7 +90,7 @@ def _entry(shard: Shard, value: Any) -> Any:
     """A tensor that is cut like the parameter, with its place; anything else (a step counter) as it is."""
     if not isinstance(value, Tensor) or value.shape != shard.local.shape:
         return value
-    return {"local": value, "first_row": shard.first_row, "full_shape": tuple(shard.full_shape)}
+    return {"local": value, "first_element": shard.first_element, "full_shape": tuple(shard.full_shape)}
 
 
 def _value(entry: Any, local: Tensor) -> Any:
