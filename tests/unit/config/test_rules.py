@@ -37,7 +37,23 @@ REFUSALS = {
         "config.MODEL.GRAD_CLIP.NORM_TYPE: must be 2",
     ),
     "shard groups": ({"ZERO__SHARD_GROUP_SIZE": 1}, "config.ZERO.SHARD_GROUP_SIZE: must be -1 or all 2 processes"),
-    "offload": ({"ZERO__offload_param_config__device": "cpu"}, "config.ZERO.offload_param_config.device: must be none"),
+    "offload at level 0": (
+        {"ZERO__LEVEL": 0, "ZERO__offload_optimizer_config__device": "cpu"},
+        "config.ZERO.offload_optimizer_config.device: needs ZeRO level 1, 2 or 3",
+    ),
+    "parameters below level 3": (
+        {"ZERO__LEVEL": 2, "ZERO__offload_param_config__device": "cpu"},
+        "config.ZERO.offload_param_config.device: needs ZeRO level 3",
+    ),
+    "offload device": ({"ZERO__offload_optimizer_config__device": "nvm"}, "Did you mean 'nvme'?"),
+    "nvme without a path": (
+        {"ZERO__offload_optimizer_config__device": "nvme"},
+        "config.ZERO.offload_optimizer_config.nvme_path: must be given with nvme",
+    ),
+    "offload on fairscale": (
+        {"ZERO__LEVEL": 1, "ZERO__ENGINE": "fairscale", "ZERO__offload_optimizer_config__device": "cpu"},
+        "config.ZERO.ENGINE: must be torch or auto where state is offloaded",
+    ),
     "sync bn group": ({"MODEL__SYNC_BN_CONFIG__GROUP_SIZE": -3}, "must divide the 2 processes"),
     "float64 with AMP": (
         {"TRAINER__DTYPE": "float64", "MODEL__AMP_PARAMS__USE_AMP": True},

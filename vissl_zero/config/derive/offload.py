@@ -88,19 +88,28 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
         has_gpu: training runs on one.
     """
     notes = []
-    key = f"{root}.offload_param_config"
-    if not isinstance(params.fast_init, bool):
-        notes.append(f"{key}.fast_init={params.fast_init:g} is a number and is read as max_in_cpu.")
-    if params.device != "nvme" and max_in_cpu(params) is not None:
-        notes.append(f"{key}.max_in_cpu has no effect with device: {params.device}.")
-    for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
-        if block.device != "none" and not has_gpu:
-            if block.pin_memory:
-                notes.append(f"{root}.{name}.pin_memory has no effect without an accelerator.")
-            if block.device == "cpu":
-                notes.append(f"{root}.{name}.device=cpu: training runs on the CPU, where this state is in any case.")
-        if block.device == "cpu" and block.fast_init is True:
-            notes.append(f"{root}.{name}.fast_init has no effect with device: cpu.")
-        if block.device != "nvme" and block.nvme_path:
-            notes.append(f"{root}.{name}.nvme_path has no effect with device: {block.device}.")
+    defaults = OffloadOptimizer(), OffloadParam()
+    blocks: dict[str, OffloadOptimizer | OffloadParam]
+    blocks = {"offload_optimizer_config": optimizer, "offload_param_config": params}
+    for (name, block), default in zip(blocks.items(), defaults, strict=True):
+        key = f"{root}.{name}"
+        if block.device == "none":
+            if block != default:
+                notes.append(f"{key} has no effect: its device is none.")
+            continue
+        if not isinstance(block.fast_init, bool):
+            notes.append(f"{key}.fast_init={block.fast_init:g} is a number and is read as max_in_cpu.")
+        if block.pin_memory and not has_gpu:
+            notes.append(f"{key}.pin_memory has no effect without an accelerator.")
+        if block.device == "cpu":
+            if not has_gpu:
+                notes.append(f"{key}.device=cpu: training runs on the CPU, where this state is in any case.")
+            notes += [f"{key}.{name} has no effect with device: cpu." for name in _set_in_vain(block)]
     return tuple(notes)
+
+
+def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
+    """Keys that mean something with nvme only."""
+    in_vain = ["fast_init"] if block.fast_init is True else []
+    in_vain += ["nvme_path"] if block.nvme_path else []
+    return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])

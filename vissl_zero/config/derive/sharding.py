@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.derive.level import level
+from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.derive.placement import Placement
 from vissl_zero.config.derive.precision import precision
 from vissl_zero.config.resolved import ShardingPlan
@@ -26,6 +26,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
     formats, precision_notes = precision(cfg, number)
     zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
     stages, every, recompute_notes = _recomputation(cfg)
+    optimizer_tier, param_tier = offload_plans(zero.offload_optimizer_config, zero.offload_param_config)
     plan = ShardingPlan(
         level=number,
         engine="torch" if zero.ENGINE == "auto" else zero.ENGINE,
@@ -38,6 +39,8 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         precision=formats,
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
         verbose=fsdp.verbose,
+        offload_optimizer=optimizer_tier,
+        offload_params=param_tier,
         reduce_buffer_size=cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size,
         flatten_parameters=fsdp.flatten_parameters,
         bucket_cap_mb=fsdp.bucket_cap_mb,
@@ -45,7 +48,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
     )
-    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan))
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place.device == "cuda"))
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -73,7 +76,7 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
     return (ends, 0, ()) if any(ends) else ((), recompute.EVERY_N_BLOCKS, ())
 
 
-def _no_effect(cfg: RunConfig, plan: ShardingPlan) -> list[str]:
+def _no_effect(cfg: RunConfig, plan: ShardingPlan, has_gpu: bool) -> list[str]:
     """Notes on keys that were set away from their defaults and do nothing in this plan."""
     notes = []
     for key, field in _FAIRSCALE_KEYS.items():
@@ -81,10 +84,8 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan) -> list[str]:
             notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
     if plan.level == 0 and plan.wrap_threshold:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
-    for name, default in (("offload_optimizer_config", OffloadOptimizer()), ("offload_param_config", OffloadParam())):
-        block = getattr(cfg.ZERO, name)
-        if block.device == "none" and block != default:
-            notes.append(f"config.ZERO.{name} has no effect: its device is none.")
+    tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
+    notes += offload_notes(*tiers, has_gpu=has_gpu, root="config.ZERO")
     if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):
         notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
     return notes

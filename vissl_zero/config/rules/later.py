@@ -30,19 +30,6 @@ def slurm(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.SLURM.USE_SLURM", "True", "cannot be set yet: nothing is submitted by this version", fix)
 
 
-def offload(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Everything stays where it is computed."""
-    found = []
-    for name in ("offload_optimizer_config", "offload_param_config"):
-        device = getattr(cfg.ZERO, name).device
-        if device != "none":
-            must = "must be none: this version offloads nothing"
-            found.append(
-                Problem(f"config.ZERO.{name}.device", repr(device), must, "Use a higher ZERO.LEVEL, or more ranks.")
-            )
-    return found
-
-
 def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
     """One shard group, of all ranks."""
     world_size = ranks(cfg, host)[0]
@@ -57,4 +44,4 @@ def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
 
 
-RULES = (checkpoints, slurm, offload, shard_groups, hooks)
+RULES = (checkpoints, slurm, shard_groups, hooks)

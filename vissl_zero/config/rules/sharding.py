@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vissl_zero.config.derive.level import chosen_level, level
+from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.derive.placement import placement, ranks
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules.limits import above_zero, at_least
@@ -83,4 +84,21 @@ def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE", str(sync.GROUP_SIZE), must, "Write -1.")
 
 
-RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group)
+def offload(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Each tier can be had at this level, on this engine and device."""
+    optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
+    found = offload_problems(optimizer, params, level(cfg)[0], "config.ZERO")
+    if found or {optimizer.device, params.device} == {"none"}:
+        return found
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "must be torch or auto where state is offloaded"
+        return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
+    if placement(cfg, host).device == "cuda" and params.device == "none":
+        must = "needs parameters in host memory too, where the update runs"
+        fix = "Write config.ZERO.offload_param_config.device=cpu at level 3."
+        key = "config.ZERO.offload_optimizer_config.device"
+        return [Problem(key, repr(optimizer.device), must, fix)]
+    return []
+
+
+RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group, offload)

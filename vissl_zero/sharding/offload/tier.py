@@ -31,7 +31,7 @@ def offloaded(build_optimizer: OptimizerFactory, plan: ShardingPlan, device: tor
     Args:
         build_optimizer: of the base optimizer, over local shards.
         plan: level and tiers.
-        device: of the shards.
+        device: where training computes.
     Raises:
         ConfigError: the tier cannot be had there.
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
@@ -43,9 +43,9 @@ def offloaded(build_optimizer: OptimizerFactory, plan: ShardingPlan, device: tor
         fix = "Write level 1, 2 or 3, or device: none."
         must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
         raise ConfigError([Problem(_KEY, repr(where), must, fix)])
-    if device.type != "cpu":
-        fix = "Train on the CPU, or write device: none."
-        must = f"must be none where parameters are on {device.type}: state is offloaded from host memory only"
+    if device.type != "cpu" and plan.offload_params.device == "none":
+        fix = "Write device: cpu for offload_param_config too, at level 3."
+        must = f"must be none where parameters are on {device.type}: the update runs where the parameters rest"
         raise ConfigError([Problem(_KEY, repr(where), must, fix)])
     if where == "cpu":
         return build_optimizer

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
@@ -95,6 +95,7 @@ def _wrap(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: Devi
             reshard_after_forward=plan.level == 3,
             mp_policy=_policy(unit, plan.precision),
             ignored_params=scalars,
+            offload_policy=_offload_policy(plan, mesh),
         )
     for scalar in scalars:
         scalar.data = scalar.data.to(mesh.device_type)
@@ -104,6 +105,13 @@ def _value_and_presence(scalar: nn.Parameter) -> Tensor:
     if scalar.grad is None:
         return torch.zeros(2, dtype=torch.float64, device=scalar.device)
     return torch.stack([scalar.grad.double(), scalar.grad.new_ones((), dtype=torch.float64)])
+
+
+def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
+    """Shards in host memory, where they are not there anyway; gradients follow them, and the update runs there."""
+    if plan.offload_params.device == "none" or mesh.device_type == "cpu":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=plan.offload_params.pin_memory)
 
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
