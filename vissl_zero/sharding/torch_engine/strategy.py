@@ -6,21 +6,16 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.models.unit import Unit
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.agreement import require_equal_models
-from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.materialize import materialize_
 from vissl_zero.sharding.offload.tier import offloaded
-from vissl_zero.sharding.plan import plan_wrap
-from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
 from vissl_zero.sharding.torch_engine.replicated import Replicated
@@ -44,45 +39,15 @@ class TorchStrategy(Strategy):
             ConfigError: level 0 in half precision other than autocast, or group sizes that do not divide the world.
             ModelsDifferError: the ranks hold different weights.
         """
-        num_ranks = _ranks_per_copy(plan)
         _check(plan)
         build_optimizer = offloaded(build_optimizer, plan, device)
-        wrap_plan = plan_wrap(model, plan, num_ranks)
-        model.to(dtype=dtype_of(plan.precision.master))
-        require_equal_models(model, device)
-        convert_batch_norms(model, batch_norm_group(plan.sync_bn_group, plan.timeout_s))
-        for name in wrap_plan.checkpointed:
-            unit = model.get_submodule(name)
-            assert isinstance(unit, Unit), name
-            unit.checkpoint = True
-        run_in_precision(model, plan.precision, device)
+        wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
         if plan.level == 0:
             materialize_(model, "", plan.seed)
             return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
-
-
-def _ranks_per_copy(plan: ShardingPlan) -> int:
-    """How many ranks share one copy of the state; 1 at level 0."""
-    world_size = collectives.world_size()
-    if plan.level == 0:
-        return 1
-    if not dist.is_initialized():
-        raise VisslZeroError(
-            f"ZeRO level {plan.level} needs a process group. Call torch.distributed.init_process_group."
-        )
-    size = plan.shard_group_size if plan.shard_group_size > 1 else world_size
-    if world_size % size:
-        problem = Problem(
-            "config.ZERO.SHARD_GROUP_SIZE",
-            str(size),
-            f"must divide the number of ranks, {world_size}",
-            "Write -1 to share one copy of the state among all ranks.",
-        )
-        raise ConfigError([problem])
-    return size
 
 
 def _check(plan: ShardingPlan) -> None:

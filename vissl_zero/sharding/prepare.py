@@ -1,0 +1,58 @@
+"""What every engine does to a model before it shards it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vissl_zero import collectives
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.models.unit import Unit
+from vissl_zero.sharding.agreement import require_equal_models
+from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.precision import dtype_of, run_in_precision
+
+
+def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:
+    """Decide the units of ``model``; set its number formats, batch norm and recomputation, in place.
+
+    Collective; the process group must be up, but for level 0.
+
+    Raises:
+        ConfigError: group sizes do not divide the world, or the model has no units to recompute.
+        ModelsDifferError: the ranks hold different weights.
+    """
+    wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
+    model.to(dtype=dtype_of(plan.precision.master))
+    require_equal_models(model, device)
+    convert_batch_norms(model, batch_norm_group(plan.sync_bn_group, plan.timeout_s))
+    for name in wrap_plan.checkpointed:
+        unit = model.get_submodule(name)
+        assert isinstance(unit, Unit), name
+        unit.checkpoint = True
+    run_in_precision(model, plan.precision, device)
+    return wrap_plan
+
+
+def _ranks_per_copy(plan: ShardingPlan) -> int:
+    """How many ranks share one copy of the state; 1 at level 0."""
+    world_size = collectives.world_size()
+    if plan.level == 0:
+        return 1
+    if not dist.is_initialized():
+        raise VisslZeroError(
+            f"ZeRO level {plan.level} needs a process group. Call torch.distributed.init_process_group."
+        )
+    size = plan.shard_group_size if plan.shard_group_size > 1 else world_size
+    if world_size % size:
+        problem = Problem(
+            "config.ZERO.SHARD_GROUP_SIZE",
+            str(size),
+            f"must divide the number of ranks, {world_size}",
+            "Write -1 to share one copy of the state among all ranks.",
+        )
+        raise ConfigError([problem])
+    return size
