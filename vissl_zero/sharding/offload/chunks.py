@@ -67,7 +67,9 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
             itemsize = tensor.element_size()
         start = 0
         while start < tensor.numel():
-            room = (chunk_elements - filled) // ALIGN * ALIGN
+            room = chunk_elements - filled
+            if tensor.numel() - start > room:
+                room = room // ALIGN * ALIGN
             if room == 0:
                 close()
                 continue

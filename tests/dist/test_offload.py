@@ -1,0 +1,149 @@
+"""Training state on the CPU or on NVMe trains the same model as in place: every pair of tiers, level and optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vissl_zero
+from tests.ranks import run_on_ranks
+from vissl_zero.errors import ConfigError
+from vissl_zero.sharding.offload import streamed_optimizer
+from vissl_zero.sharding.offload.errors import OffloadError
+
+NUM_STEPS, ACCUMULATION = 20, 2
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"type": "SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+    "larc": {"type": "LARC", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02},
+    "adamw": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4},
+}
+
+
+def _model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(2)
+    layers = [nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 51), nn.Tanh(), nn.Linear(51, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def _build(optimizer: str, level: int, tiers: dict[str, Any], dtype: torch.dtype) -> Any:
+    # Records of one kibi-element: shards are cut, and small ones share a record.
+    streamed_optimizer.RECORD_BYTES = 4096
+    zero = {"level": level, "clip_grad": 0.5, "gradient_accumulation_steps": ACCUMULATION, **tiers}
+    return vissl_zero.initialize(_model(dtype), OPTIMIZERS[optimizer], zero)
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        for index in range(ACCUMULATION):
+            generator = torch.Generator().manual_seed(step * ACCUMULATION + index)
+            images = torch.randn(8, 40, generator=generator, dtype=torch.float64).to(dtype)
+            images = images.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+            optimizer.backward(model(images).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _cloned(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: _cloned(value) for key, value in tree.items()}
+    return tree
+
+
+def _distance(a: Any, b: Any) -> float:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        return max((_distance(a[key], b[key]) for key in a), default=0.0)
+    return float((a - b).abs().max()) if isinstance(a, Tensor) and a.numel() else 0.0
+
+
+def _compare(optimizer: str, level: int, pairs: list[dict[str, Any]], dtype: torch.dtype) -> list[float]:
+    """Distance of parameters and optimizer state from those without offload, after 20 steps and a resume after 9."""
+    model, plain = _build(optimizer, level, {}, dtype)
+    _train(model, plain, range(NUM_STEPS))
+    expected = plain.state_dict()
+    found = []
+    for tiers in pairs:
+        model, first = _build(optimizer, level, tiers, dtype)
+        _train(model, first, range(9))
+        saved = _cloned(first.state_dict())
+        model, second = _build(optimizer, level, tiers, dtype)
+        _train(model, second, range(2))  # of another run: all of it must be forgotten
+        second.load_state_dict(saved)
+        _train(model, second, range(9, NUM_STEPS))
+        state = second.state_dict()
+        found.append(_distance(state["params"], expected["params"]))
+        found.append(_distance(state["optimizer"]["state"], expected["optimizer"]["state"]))
+        first.close()
+        second.close()
+    return found
+
+
+def _tier(device: str, folder: Path, **keys: Any) -> dict[str, Any]:
+    return {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {}), **keys}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
+    pairs: list[dict[str, Any]] = [{"offload_optimizer_config": _tier("nvme", tmp_path, fast_init=level == 1)}]
+    pairs.append({"offload_optimizer_config": _tier("cpu", tmp_path)})
+    if level == 3:
+        cpu = {"offload_param_config": _tier("cpu", tmp_path, pin_memory=False)}
+        pairs += [cpu, {**pairs[0], **cpu}]
+    distances = run_on_ranks(2, _compare, optimizer, level, pairs, torch.float64, timeout_s=80)
+    assert max(map(max, distances)) < 1e-10, distances
+    assert list(tmp_path.iterdir()) == [], "files are gone with the optimizers"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
+    pairs = [{"offload_optimizer_config": _tier("nvme", tmp_path)}]
+    assert run_on_ranks(2, _compare, optimizer, 3, pairs, torch.float32)[0] == [0.0, 0.0]
+
+
+def _folder_per_rank(folders: list[str]) -> str:
+    """What each rank is told when its own ``nvme_path`` is given."""
+    tier = {"device": "nvme", "nvme_path": folders[torch.distributed.get_rank()]}
+    try:
+        _build("sgd", 2, {"offload_optimizer_config": tier}, torch.float64)
+    except OffloadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_that_one_rank_cannot_use_stops_all(tmp_path: Path) -> None:
+    told = run_on_ranks(2, _folder_per_rank, [str(tmp_path), str(tmp_path / "missing")])
+    assert "1 other rank(s) cannot use" in told[0]
+    assert "missing does not exist. Give an existing folder" in told[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _unstreamable(given: dict[str, Any], folder: str) -> str:
+    zero = {"level": 1, "offload_optimizer_config": {"device": "nvme", "nvme_path": folder}}
+    try:
+        vissl_zero.initialize(_model(torch.float32), given, zero)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(60)
+def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) -> None:
+    told = run_on_ranks(1, _unstreamable, {"type": "RMSprop"}, str(tmp_path))[0]
+    assert told.startswith("offload_optimizer_config.device: keeps its state on NVMe only as SGD")
+    assert "(got RMSprop)" in told
+    dampened = {"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}
+    assert "without dampening" in run_on_ranks(1, _unstreamable, dampened, str(tmp_path))[0]
+    assert run_on_ranks(1, _unstreamable, {"type": "SGD", "lr": 0.1}, str(tmp_path))[0] == "", (
+        "no state, nothing to stream"
+    )

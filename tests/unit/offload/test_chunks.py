@@ -1,0 +1,29 @@
+"""Every element in one chunk, cut where vector loops are."""
+
+from __future__ import annotations
+
+import torch
+
+from vissl_zero.sharding.offload.chunks import ALIGN, cut
+
+
+def test_every_element_once_and_in_order():
+    tensors = [torch.empty(size) for size in (5, 0, 3 * ALIGN + 7, 1, ALIGN, 2 * ALIGN)]
+    chunks = cut(tensors, 2 * ALIGN)
+    seen = [torch.zeros(tensor.numel()) for tensor in tensors]
+    for chunk in chunks:
+        filled = 0
+        for segment in chunk.segments:
+            assert segment.offset == filled
+            filled += segment.stop - segment.start
+            seen[segment.tensor][segment.start : segment.stop] += 1
+            assert segment.start % ALIGN == 0
+        assert chunk.num_elements == filled <= 2 * ALIGN
+    assert all(bool((count == 1).all()) for count in seen)
+
+
+def test_small_tensors_share_a_chunk_and_formats_do_not():
+    floats = [torch.empty(3), torch.empty(4)]
+    assert len(cut(floats, ALIGN)) == 1
+    mixed = cut([*floats, torch.empty(2, dtype=torch.float64)], ALIGN)
+    assert [(len(chunk.segments), chunk.itemsize) for chunk in mixed] == [(2, 4), (1, 8)]

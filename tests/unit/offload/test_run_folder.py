@@ -1,0 +1,131 @@
+"""A folder for this run alone, and one sentence for every way in which there cannot be one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.offload.run_folder import PREFIX, RunFolder, new_run_name, stale_runs
+
+
+def test_only_this_user_may_enter(tmp_path):
+    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=3)
+    assert folder.path == tmp_path / "vissl-zero-1" / "rank3"
+    for path in (folder.path, folder.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_a_run_share_a_folder_that_goes_with_the_last(tmp_path):
+    first, second = (RunFolder(str(tmp_path), "vissl-zero-1", rank) for rank in (0, 1))
+    first.remove()
+    assert [path.name for path in (tmp_path / "vissl-zero-1").iterdir()] == ["rank1"]
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_never_meet(tmp_path):
+    assert new_run_name() != new_run_name()
+    RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    with pytest.raises(OffloadError, match="rank0 cannot be used: File exists"):
+        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+
+
+def test_files_are_kept_on_request(tmp_path):
+    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0, keep=True)
+    (folder.path / "x").write_text("x")
+    folder.remove()
+    assert (folder.path / "x").exists()
+
+
+def _missing(path: Path) -> str:
+    return str(path / "missing")
+
+
+def _file(path: Path) -> str:
+    (path / "file").write_text("")
+    return str(path / "file")
+
+
+def _link(path: Path) -> str:
+    (path / "real").mkdir()
+    (path / "link").symlink_to(path / "real")
+    return str(path / "link")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [(_missing, "does not exist"), (_file, "is not a folder"), (_link, "is a link. Give the folder it points to")],
+)
+def test_paths_that_cannot_be_used(make, sentence, tmp_path):
+    with pytest.raises(OffloadError) as caught:
+        RunFolder(make(tmp_path), "vissl-zero-1", rank=0)
+    assert sentence in str(caught.value) and "nvme_path: " in str(caught.value)
+
+
+def test_a_link_put_in_the_place_of_the_run_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "vissl-zero-1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OffloadError):
+        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_run_folder_that_others_may_enter_is_refused(tmp_path):
+    (tmp_path / "vissl-zero-1").mkdir(mode=0o755)
+    with pytest.raises(OffloadError, match="is not a folder of this user alone"):
+        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+
+
+def in_child(work: Callable[..., Any], *args: Any) -> Any:
+    """What ``work`` returns in a forked process, which may drop its rights, take limits or be killed."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=lambda: theirs.send(work(*args)))
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv() if ours.poll(30) else None
+    except EOFError:
+        answer = None
+    process.join(30)
+    return answer
+
+
+def _as_nobody(path: str) -> str:
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        RunFolder(path, "vissl-zero-1", rank=0)
+    except OffloadError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_is_not_writable(tmp_path):
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o555)
+    assert "theirs is not writable by this user" in in_child(_as_nobody, str(folder))
+
+
+def _die_with_files(path: str) -> None:
+    folder = RunFolder(path, f"{PREFIX}dead", rank=0)
+    (folder.path / "optimizer.state").write_text("old")
+    os.kill(os.getpid(), 9)
+
+
+def test_what_a_killed_run_left_is_named_and_a_living_one_is_not(tmp_path):
+    RunFolder(str(tmp_path), f"{PREFIX}alive", rank=0)
+    in_child(_die_with_files, str(tmp_path))
+    assert stale_runs(str(tmp_path)) == [f"{PREFIX}dead"]
