@@ -246,6 +246,10 @@ STRATEGIES = Registry(
     "config.ZERO.ENGINE",
     {
         "torch": ("vissl_zero.sharding.torch_engine.strategy", "torch's DDP and fully_shard, levels 0 to 3."),
+        "fairscale": (
+            "vissl_zero.sharding.fairscale_engine.strategy",
+            "fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (3 on CUDA only).",
+        ),
     },
 )
 

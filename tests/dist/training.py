@@ -23,8 +23,9 @@ from vissl_zero.models.unit import Unit
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
 from vissl_zero.optim.elementwise import adam, adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.strategy import Sharded, StepResult
-from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
 
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
 LR, WEIGHT_DECAY, NUM_STEPS = 0.1, 0.01, 4
@@ -46,6 +47,7 @@ class Case:
         tied: two blocks share a weight.
         giant: one layer holds nearly all parameters.
         checkpoint_every, wrap_threshold, shard_group_size: as in ShardingPlan.
+        dtype: of parameters, data and all computation.
     """
 
     optimizer: str = "sgd"
@@ -61,6 +63,7 @@ class Case:
     checkpoint_every: int = 0
     wrap_threshold: int = 0
     shard_group_size: int = -1
+    dtype: str = "float64"
 
 
 @dataclass
@@ -135,7 +138,7 @@ def build(case: Case) -> nn.Module:
     """The model with its initial weights; the same on every rank."""
     torch.manual_seed(7)
     trunk = Trunk(case)
-    model = Model(trunk, [Head(trunk.feature_dim, case)]).double()
+    model = Model(trunk, [Head(trunk.feature_dim, case)]).to(dtype_of(case.dtype))
     if case.frozen_trunk:
         trunk.stem.requires_grad_(False)
         trunk.blocks[0].requires_grad_(False)
@@ -160,7 +163,7 @@ def micro_batches(case: Case, step: int) -> Iterator[list[Tensor]]:
         size = case.batch_sizes[position % len(case.batch_sizes)]
         generator = torch.Generator().manual_seed(1000 + position)
         yield [
-            torch.randn(crops, size, 3, side, side, generator=generator, dtype=torch.float64)
+            torch.randn(crops, size, 3, side, side, generator=generator, dtype=torch.float64).to(dtype_of(case.dtype))
             for crops, side in ((2, 6), (1, 4))
         ]
 
@@ -250,7 +253,7 @@ def _optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer
 
 
 def shard(case: Case, level: int, **changes: Any) -> Sharded:
-    """The model of ``case`` under a level of the torch engine."""
+    """The model of ``case`` under a level of the torch engine, or as ``changes`` of the sharding plan say."""
     adaptations: dict[str, Adaptation] = {
         "larc": Larc(trust_coefficient=0.02, clip=False),
         "larc_clip": Larc(trust_coefficient=0.02, clip=True),
@@ -260,19 +263,24 @@ def shard(case: Case, level: int, **changes: Any) -> Sharded:
         "level": level,
         "clip_grad": case.clip,
         "sync_bn_group": -1,
-        "precision": DOUBLE,
+        "precision": Precision(master=case.dtype, compute=case.dtype, reduce=case.dtype),
         "checkpoint_every": case.checkpoint_every,
         "wrap_threshold": case.wrap_threshold,
         "shard_group_size": case.shard_group_size,
         **changes,
     }
     model = build(case)
-    return TorchStrategy().shard(
-        model,
-        groups_of(model),
-        lambda groups: (_own_optimizer(case.optimizer, groups), adaptations.get(case.optimizer)),
-        ShardingPlan(**settings),
-        torch.device("cpu"),
+    plan = ShardingPlan(**settings)
+    return (
+        STRATEGIES.get(plan.engine)
+        .build()
+        .shard(
+            model,
+            groups_of(model),
+            lambda groups: (_own_optimizer(case.optimizer, groups), adaptations.get(case.optimizer)),
+            plan,
+            torch.device("cpu"),
+        )
     )
 
 
@@ -283,9 +291,9 @@ def _own_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
     return sgd(groups, momentum=0.9, nesterov=name == "nesterov")
 
 
-def train_sharded(case: Case, level: int) -> Outcome:
+def train_sharded(case: Case, level: int, changes: dict[str, Any] | None = None) -> Outcome:
     """The same training on this rank's samples. Every rank calls it; the state is on rank 0."""
-    sharded = shard(case, level)
+    sharded = shard(case, level, **(changes or {}))
     outcome = Outcome()
     for step in range(NUM_STEPS):
         train_step(sharded, case, step, outcome)

@@ -1,0 +1,188 @@
+"""Levels 1 and 2 of fairscale: each rank updates whole parameters of its own, and all ranks hold all parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import nn
+
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.data_parallel import DataParallel
+from vissl_zero.sharding.fairscale_engine.oss import OwnedShard, deal, owned_shards, run_inside
+from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
+
+DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
+
+
+class _OwnedByRank(ShardedModel):
+    """What levels 1 and 2 have in common. See ``ShardedModel``.
+
+    Args:
+        model: what to call.
+        module: the model without wrapper.
+        oss: has dealt its parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        oss: OSS,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        shards = list(owned_shards(module, oss))
+        self._owned = [shard for shard in shards if isinstance(shard, OwnedShard)]
+
+        def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
+            optimizer, adaptation = build_optimizer(local_groups)
+            run_inside(oss, optimizer)
+            return oss, adaptation
+
+        elsewhere = sum(shard.source.nbytes for shard in self._owned if not shard.is_owned)
+        wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=elsewhere)
+        group = dist.group.WORLD
+        super().__init__(model, module, groups, build_inside, plan, wrap_plan, device, group, shards)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Sharded``. A rank's state has the parameters it owns."""
+        super().load_state_dict(state)
+        for shard in self._owned:
+            shard.share()
+
+    def describe(self) -> str:
+        """See ``Sharded``."""
+        shares = [0] * dist.get_world_size()
+        for shard in self._owned:
+            shares[shard.owner] += shard.source.numel()
+        even = -(-sum(shares) // len(shares))
+        lines = [
+            f"ZeRO level {self._plan.level} by fairscale over {len(shares)} ranks, {sum(shares):,} trained parameters, "
+            f"{self._moment()}",
+            f"  dealt out as whole tensors: the fullest rank updates {max(shares):,}, an even share is {even:,}",
+        ]
+        if self._wrap_plan.checkpointed:
+            lines.append(f"  recomputed in backward: {', '.join(self._wrap_plan.checkpointed)}")
+        return "\n".join(lines)
+
+    def _moment(self) -> str:
+        """What is whole on a rank, and when."""
+        raise NotImplementedError
+
+
+class OptimizerSharded(_OwnedByRank):
+    """Level 1: OSS and torch's DistributedDataParallel. Parameters and gradients are whole on every rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        oss = deal(module, groups)
+        self._parallel = DataParallel(module, device)
+        super().__init__(self._parallel.model, module, oss, groups, build_optimizer, plan, wrap_plan, device)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """See ``DataParallel``."""
+        return self._parallel.micro_batch(is_last)
+
+    def _moment(self) -> str:
+        return "optimizer state sharded; parameters and gradients whole"
+
+
+class GradientSharded(_OwnedByRank):
+    """Level 2: OSS and fairscale's ShardedDataParallel, which reduces each gradient to the rank that owns it.
+
+    Gradients of small parameters live in one buffer per rank they go to, as long as they fit; they stay whole on every
+    rank. Those that do not fit are freed where they are not owned. Between micro-batches all are whole.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        oss = deal(module, groups)
+        self._buffer_size = DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
+        self._parallel = ShardedDataParallel(
+            module,
+            oss,
+            broadcast_buffers=False,  # batch norm is synchronised, or differs between ranks on purpose
+            sync_models_at_startup=False,  # all ranks were found to hold the same
+            reduce_buffer_size=self._buffer_size,
+            # Would lay all parameters out afresh at every change between training and evaluation.
+            auto_refresh_trainable=False,
+        )
+        self._parallel.refresh_trainable()  # lays the parameters out for good: shards can point at them now
+        super().__init__(self._parallel, module, oss, groups, build_optimizer, plan, wrap_plan, device)
+        self._is_last = True
+        self._reduced: set[str] = set()
+        for shard in self._owned:
+            shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+        self.zero_grad()
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Gradients are reduced in the backward pass of the last micro-batch; before it they add up on each rank."""
+        self._is_last = is_last
+        if is_last:
+            yield
+        else:
+            with self._parallel.no_sync():
+                yield
+
+    def step(self) -> StepResult:
+        """See ``Sharded``.
+
+        Raises:
+            VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
+                has not reduced it.
+        """
+        if missed := [shard.name for shard in self._owned if shard.has_grad and shard.name not in self._reduced]:
+            raise VisslZeroError(
+                f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
+                "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
+            )
+        return super().step()
+
+    def zero_grad(self) -> None:
+        """See ``Sharded``. In place: fairscale's buffers would lose a gradient that is set to None, without a word."""
+        self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
+        for shard in self._owned:
+            shard.local.grad = None
+            shard.has_grad = False
+        self._reduced.clear()
+
+    def _note(self, shard: OwnedShard, param: nn.Parameter) -> None:
+        """The backward pass has just added to the gradient of ``shard``."""
+        shard.has_grad = True
+        if self._is_last:
+            self._reduced.add(shard.name)
+
+    def _moment(self) -> str:
+        size = f"{self._buffer_size:,} elements a rank" if self._buffer_size else "one tensor each"
+        return f"optimizer state and gradients sharded, gradients reduced in buffers of {size}; parameters whole"

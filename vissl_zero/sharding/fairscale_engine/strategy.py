@@ -1,0 +1,49 @@
+"""The fairscale engine: OSS, ShardedDataParallel and FullyShardedDataParallel, levels 1 to 3."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from vissl_zero import collectives
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.fairscale_engine.limits import problems
+from vissl_zero.sharding.fairscale_engine.owned_by_rank import GradientSharded, OptimizerSharded
+from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.prepare import prepare
+from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
+
+
+@STRATEGIES.register("fairscale")
+class FairscaleStrategy(Strategy):
+    """fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (level 3 on CUDA)."""
+
+    def shard(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        device: torch.device,
+    ) -> Sharded:
+        """See ``Strategy``. Collective; the process group must be up.
+
+        Raises:
+            ConfigError: something that fairscale cannot do, or group sizes that do not divide the world.
+            ModelsDifferError: the ranks hold different weights.
+        """
+        if found := problems(plan, device):
+            raise ConfigError(found)
+        wrap_plan = prepare(model, plan, device)
+        materialize_(model, "", plan.seed)
+        build = {1: OptimizerSharded, 2: GradientSharded}[plan.level]
+        sharded = build(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+        if plan.verbose and collectives.rank() == 0:
+            logging.getLogger(__name__).info("%s", sharded.describe())
+        return sharded
