@@ -60,10 +60,7 @@ def test_every_builtin_is_registered_by_the_module_that_declares_it(kind):
 
 def test_plugins_register_their_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_heads.py").write_text(
-        "from vissl_zero.registry import HEADS\n"
-        "@HEADS.register('head_of_a_test')\n"
-        "class Head:\n"
-        "    '''A head.'''\n"
+        "from vissl_zero.registry import HEADS\n@HEADS.register('head_of_a_test')\nclass Head:\n    '''A head.'''\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     load_plugins(["my_heads"])
