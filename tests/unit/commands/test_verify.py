@@ -1,0 +1,62 @@
+"""``vissl-zero verify``: two runs compared step by step, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vissl_zero.commands.verify import compare, verify
+from vissl_zero.errors import ConfigError
+
+
+def write_run(folder: Path, losses: list[float], weights: list[dict[str, torch.Tensor]]) -> Path:
+    (folder / "weight_trace").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    for step, tensors in enumerate(weights, start=1):
+        save_file(tensors, folder / "weight_trace" / f"{step:06d}.safetensors")
+    return folder
+
+
+def test_the_first_parameter_that_differs_is_named(tmp_path):
+    same, other = torch.arange(4.0), torch.ones(2, dtype=torch.float64)
+    reference = write_run(tmp_path / "a", [1.0, 2.0], [{"a": same, "b": other}, {"a": same, "b": other}])
+    sharded = write_run(tmp_path / "b", [1.0, 2.5], [{"a": same, "b": other}, {"a": same, "b": other + 1e-3}])
+    first, second = compare(reference, sharded)
+    assert (first.loss, first.parameter) == (0.0, 0.0)
+    assert second.loss == 0.5 and second.name == "b" and second.parameter == pytest.approx(1e-3)
+
+
+def test_a_missing_parameter_is_a_difference(tmp_path):
+    reference = write_run(tmp_path / "a", [1.0], [{"a": torch.ones(1), "b": torch.ones(1)}])
+    sharded = write_run(tmp_path / "b", [1.0], [{"a": torch.ones(1)}])
+    (difference,) = compare(reference, sharded)
+    assert difference.parameter == float("inf") and difference.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config.ZERO.LEVEL=3"], "must name a recipe"),
+        (["config=quickstart/swav_digits", "--steps", "few"], "--steps takes a whole number"),
+        (["config=quickstart/swav_digits", "--steps", "0"], "must be positive"),
+        (["config=no/such"], "must name a recipe"),
+    ],
+)
+def test_bad_arguments_are_a_sentence(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        verify(arguments)
+
+
+@pytest.mark.timeout(280)
+def test_the_quickstart_is_the_same_model_at_level_3():
+    command = [sys.executable, "-m", "vissl_zero.cli", "verify", "config=quickstart/swav_digits", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "The same model: every loss and weight within 1e-10 over 2 steps." in done.stdout
