@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 import vissl_zero
 import vissl_zero.torchvision_compat  # lets torchvision's CUDA build be imported beside a CPU build of torch
+
 from torchvision.models import resnet18  # isort: skip
 
 parser = argparse.ArgumentParser()

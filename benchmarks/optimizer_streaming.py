@@ -1,0 +1,114 @@
+"""Optimizer state on a disk: how fast it streams, against the disk itself, and what a step costs.
+
+    python benchmarks/optimizer_streaming.py /path/on/a/local/disk
+
+Prints, each measured in turn, several times over: raw direct reads and writes of the same records by the same number of
+threads and nothing else (what the disk gives this process), the same traffic through the page cache and through a
+memory map, and AdamW's steps with its state streamed and in memory. Bytes count once for reading and once for writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import queue
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vissl_zero.optim.elementwise import adamw
+from vissl_zero.sharding.offload.kernel import Kernel
+from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND
+from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
+from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
+
+MIB = 2**20
+
+
+def raw(path: Path, num_bytes: int, threads: int, flags: int) -> None:
+    """Read and write back every record."""
+    fd = os.open(path, os.O_RDWR | flags)
+    buffers: queue.Queue[mmap.mmap] = queue.Queue()
+    for _ in range(threads):
+        buffers.put(mmap.mmap(-1, RECORD_BYTES))
+
+    def one(offset: int) -> None:
+        buffer = buffers.get()
+        os.preadv(fd, [buffer], offset)
+        os.pwritev(fd, [buffer], offset)
+        buffers.put(buffer)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, range(0, num_bytes, RECORD_BYTES)))
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def mapped(path: Path, num_bytes: int) -> None:
+    """Add one to every byte of a memory map."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), num_bytes) as memory:
+        memory.madvise(mmap.MADV_SEQUENTIAL)
+        for offset in range(0, num_bytes, RECORD_BYTES):
+            memory[offset : offset + RECORD_BYTES] = bytes(memory[offset : offset + RECORD_BYTES])
+        memory.flush()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """Wall time of one run."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path")
+    parser.add_argument("--mib", type=int, default=512, help="of optimizer state")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    num_bytes = args.mib * MIB
+    params = [nn.Parameter(torch.zeros(num_bytes // 8 // 4)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.1)
+    in_memory = adamw([{"params": params, "lr": 1e-3}])
+    kernel = Kernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
+    folder = RunFolder(args.path, new_run_name(), rank=0)
+    streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
+    scratch = Path(args.path) / "streaming_scratch.bin"
+    scratch.touch(mode=0o600, exist_ok=False)
+    with scratch.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    works: dict[str, Callable[[], None]] = {
+        "optimizer, streamed": lambda: streamed.step(),
+        "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, os.O_DIRECT),
+        "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2, os.O_DIRECT),
+        "disk, page cache": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, 0),
+        "disk, memory map": lambda: mapped(scratch, num_bytes),
+        "optimizer, in memory": lambda: in_memory.step(),
+    }
+    try:
+        for work in works.values():
+            work()
+        times = {name: [] for name in works}  # type: dict[str, list[float]]
+        for _ in range(args.rounds):
+            for name, work in works.items():
+                times[name].append(seconds(work))
+    finally:
+        streamed.close()
+        scratch.unlink()
+    for name, found in times.items():
+        median = statistics.median(found)
+        print(f"{name:26} {median:7.3f} s  {2 * args.mib / median:7.0f} MiB/s  (fastest {min(found):.3f} s)")
+
+
+if __name__ == "__main__":
+    main()
