@@ -1,4 +1,4 @@
-"""Train a recipe, as ``vissl-zero`` does: ``python tools/run_distributed.py config=<recipe> [config.A.B=value ...]``."""
+"""Train a recipe: ``python tools/run_distributed.py config=<recipe> [config.A.B=value ...]``."""
 
 import sys
 
