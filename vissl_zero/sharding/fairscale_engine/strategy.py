@@ -13,6 +13,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.fairscale_engine.fully_sharded import FlatSharded
 from vissl_zero.sharding.fairscale_engine.limits import problems
 from vissl_zero.sharding.fairscale_engine.owned_by_rank import GradientSharded, OptimizerSharded
 from vissl_zero.sharding.materialize import materialize_
@@ -41,9 +42,13 @@ class FairscaleStrategy(Strategy):
         if found := problems(plan, device):
             raise ConfigError(found)
         wrap_plan = prepare(model, plan, device)
-        materialize_(model, "", plan.seed)
-        build = {1: OptimizerSharded, 2: GradientSharded}[plan.level]
-        sharded = build(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+        sharded: Sharded
+        if plan.level == 3:
+            sharded = FlatSharded(model, groups, build_optimizer, plan, wrap_plan, device)
+        else:
+            materialize_(model, "", plan.seed)
+            build = OptimizerSharded if plan.level == 1 else GradientSharded
+            sharded = build(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", sharded.describe())
         return sharded
