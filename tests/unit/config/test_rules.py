@@ -21,7 +21,7 @@ REFUSALS = {
         "config.MODEL.SHARDED_DDP_SETUP.USE_SDP: cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP",
     ),
     "fairscale on the CPU": ({"ZERO__ENGINE": "fairscale"}, "level 3) on CUDA only, and this run is on the CPU"),
-    "fairscale at all": ({"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 1}, "Write config.ZERO.ENGINE=torch"),
+    "fairscale unsharded": ({"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 0}, "fairscale has no level 0"),
     "unknown engine": ({"ZERO__ENGINE": "torhc"}, "Did you mean 'torch'?"),
     "accumulation": (
         {"ZERO__gradient_accumulation_steps": 0},

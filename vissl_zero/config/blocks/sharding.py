@@ -84,7 +84,7 @@ class Zero:
     LEVEL: int | str = "auto"
     """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches."""
     ENGINE: str = "auto"
-    """Implementation: torch (auto is torch)."""
+    """Implementation: torch (auto is torch) or fairscale (levels 1 and 2, and 3 on CUDA)."""
     SHARD_GROUP_SIZE: int = -1
     """Processes that share one copy of the state; -1: all."""
     gradient_accumulation_steps: int = 1

@@ -38,12 +38,10 @@ def engine(cfg: RunConfig, host: Host) -> Problem | None:
     if name == "fairscale" and level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs level 3 on any device.")
-    if name == "auto" or name in STRATEGIES:
-        return None
-    if name == "fairscale":
-        must = "fairscale is not an engine of this version"
-        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs levels 0 to 3 on any device.")
-    return STRATEGIES.unknown(name)
+    if name == "fairscale" and level(cfg)[0] == 0:
+        must = "fairscale has no level 0, where nothing is sharded"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=1.")
+    return None if name == "auto" or name in STRATEGIES else STRATEGIES.unknown(name)
 
 
 def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
