@@ -2,29 +2,35 @@
 
     python benchmarks/optimizer_streaming.py /path/on/a/local/disk
 
-Prints, each measured in turn, several times over: raw direct reads and writes of the same records by the same number of
-threads and nothing else (what the disk gives this process), the same traffic through the page cache and through a
-memory map, and AdamW's steps with its state streamed and in memory. Bytes count once for reading and once for writing.
+Prints, each measured in turn, several times over: the pipeline alone, without an update; AdamW's steps with its state
+streamed and in memory; raw direct reads and writes of the same records by as many threads, and nothing else; the same
+traffic through the page cache and through a memory map; and, where it is installed, fio's engines, direct, with the
+same block and depth, mixed reads and writes. Bytes count once for reading and once for writing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import queue
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vissl_zero.optim.elementwise import adamw
+from vissl_zero.sharding.offload.block_file import BlockFile
 from vissl_zero.sharding.offload.kernel import Kernel
-from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND
+from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND, Pipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
@@ -61,11 +67,26 @@ def mapped(path: Path, num_bytes: int) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """Wall time of one run."""
+def fio(path: Path, num_bytes: int, engine: str) -> float:
+    """Half reads and half writes, as many bytes of each as a step; seconds by fio's own clock, its start left out."""
+    depth = READ_AHEAD + WRITE_BEHIND
+    is_async = engine != "psync"
+    shape = [f"--iodepth={depth}"] if is_async else [f"--numjobs={depth}", "--thread", "--group_reporting"]
+    command = [
+        *("fio", "--name=mixed", f"--filename={path}", f"--ioengine={engine}", "--direct=1", "--output-format=json"),
+        *("--rw=rw", "--rwmixread=50", f"--bs={RECORD_BYTES}", f"--size={num_bytes}"),
+        *(f"--io_size={2 * num_bytes // (1 if is_async else depth)}", *shape),
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    jobs = json.loads(output[output.index("{") :])["jobs"]
+    return max(job[direction]["runtime"] for job in jobs for direction in ("read", "write")) / 1000
+
+
+def seconds(work: Callable[[], float | None]) -> float:
+    """Wall time of one run, or what it measured itself."""
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    own = work()
+    return time.perf_counter() - start if own is None else own
 
 
 def main() -> None:
@@ -83,11 +104,14 @@ def main() -> None:
     kernel = Kernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
     folder = RunFolder(args.path, new_run_name(), rank=0)
     streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
+    records = BlockFile(folder, "records", [RECORD_BYTES] * (num_bytes // RECORD_BYTES), is_touched=True)
+    pipeline = Pipeline(records, RECORD_BYTES)
     scratch = Path(args.path) / "streaming_scratch.bin"
     scratch.touch(mode=0o600, exist_ok=False)
     with scratch.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-    works: dict[str, Callable[[], None]] = {
+    works: dict[str, Callable[[], float | None]] = {
+        "pipeline": lambda: pipeline.run(range(num_bytes // RECORD_BYTES), lambda index, buffer: True),
         "optimizer, streamed": lambda: streamed.step(),
         "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, os.O_DIRECT),
         "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2, os.O_DIRECT),
@@ -95,6 +119,8 @@ def main() -> None:
         "disk, memory map": lambda: mapped(scratch, num_bytes),
         "optimizer, in memory": lambda: in_memory.step(),
     }
+    if shutil.which("fio"):
+        works |= {f"fio, {name}": partial(fio, scratch, num_bytes, name) for name in ("libaio", "io_uring", "psync")}
     try:
         for work in works.values():
             work()
@@ -103,6 +129,8 @@ def main() -> None:
             for name, work in works.items():
                 times[name].append(seconds(work))
     finally:
+        pipeline.close()
+        records.close()
         streamed.close()
         scratch.unlink()
     for name, found in times.items():

@@ -83,6 +83,28 @@ def test_an_allocation_that_the_system_refuses(tmp_path):
     assert ": File too large. Free some" in in_child(_with_limit, str(tmp_path))
 
 
+def _write_past_limit(path: str) -> list[str]:
+    import resource
+
+    file = BlockFile(RunFolder(path, "vissl-zero-2", rank=0), "records", [PAGE, PAGE], is_touched=False)
+    buffer = PageBuffer(PAGE)
+    file.write(1, buffer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
+    told = []
+    for use in (file.write, file.read):
+        try:
+            use(1, buffer)
+        except OffloadError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_write_that_fails_in_mid_run_leaves_nothing_to_read(tmp_path):
+    told = in_child(_write_past_limit, str(tmp_path))
+    assert "cannot write: File too large. Go on from the last checkpoint" in told[0]
+    assert "record 1 is not what was written" in told[1]
+
+
 def _flip(path):
     with path.open("r+b") as file:
         file.seek(PAGE + 100)

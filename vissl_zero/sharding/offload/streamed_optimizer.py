@@ -16,7 +16,7 @@ from vissl_zero.sharding.offload.kernel import Kernel, Piece
 from vissl_zero.sharding.offload.pipeline import Pipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder
 
-RECORD_BYTES = 8 * 2**20  # of a chunk's state; larger ones stream no faster (docs/offload.md)
+RECORD_BYTES = 4 * 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
 _FILE = "optimizer.state"
 
 
