@@ -47,15 +47,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if is_plain_refused:
             model.register_forward_hook(self._watch)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
 
         Args:
             loss: 0-d, this rank's mean over its own samples.
-            kwargs: none; torch's ``retain_graph`` and the like belong to a loss without scaling.
         """
-        if kwargs:
-            raise TypeError(f"backward() takes the loss alone, got {', '.join(kwargs)}")
         self._is_in_backward = True
         try:
             self._sharded.backward(loss, 1.0 / self._accumulation_steps)

@@ -29,14 +29,11 @@ class PageBuffer:
 
     Args:
         num_bytes: rounded up to whole pages.
-        is_pinned: page-lock it, for copies to and from a GPU.
     """
 
-    def __init__(self, num_bytes: int, is_pinned: bool = False):
+    def __init__(self, num_bytes: int):
         self._memory = mmap.mmap(-1, max(1, pages(num_bytes)))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if is_pinned:
-            torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
 
     def view(self, num_bytes: int) -> memoryview:
         """The first bytes, for the operating system."""

@@ -21,12 +21,11 @@ class Pipeline:
     Args:
         file: the records.
         record_bytes: size of the largest.
-        is_pinned: page-lock the buffers.
     """
 
-    def __init__(self, file: BlockFile, record_bytes: int, is_pinned: bool = False):
+    def __init__(self, file: BlockFile, record_bytes: int):
         self._file = file
-        self._buffers = [PageBuffer(record_bytes, is_pinned) for _ in range(NUM_BUFFERS)]
+        self._buffers = [PageBuffer(record_bytes) for _ in range(NUM_BUFFERS)]
         # The calls release the interpreter's lock; as many threads as requests may be under way.
         self._threads = ThreadPoolExecutor(READ_AHEAD + WRITE_BEHIND, thread_name_prefix="offload")
 

@@ -1,0 +1,48 @@
+"""Which number formats are chosen, from the model's own and from what ``zero`` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vissl_zero.config.resolved import Precision
+from vissl_zero.errors import ConfigError
+from vissl_zero.own_loop.number_formats import choose_precision
+from vissl_zero.own_loop.settings import read_settings
+
+TYPED = {"type": "ZeroRedundancyOptimizer_Level_3"}
+SCALED = Precision("float32", None, "float16", "float32", True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "expected"),
+    [
+        (torch.float32, TYPED, SCALED),
+        (torch.float32, {"level": 2, "fp16": True}, SCALED),
+        (torch.float16, {"level": 3}, SCALED),
+        (torch.float32, TYPED | {"dynamic_loss_scale": False}, Precision("float32", None, "float16", "float32", False)),
+        (torch.bfloat16, {"level": 1}, Precision("float32", None, "bfloat16", "float32", False)),
+        (torch.float32, {"level": 0, "fp16": True}, Precision("float32", "float16", "float32", "float32", True)),
+        (torch.float64, TYPED, Precision("float64", None, "float64", "float64", False)),
+        (torch.float32, {"level": 3}, Precision()),
+    ],
+)
+def test_formats(dtype, zero, expected):
+    assert choose_precision(nn.Linear(2, 2, dtype=dtype), read_settings(zero)) == (expected, ())
+
+
+def test_loss_scaling_without_float16_is_said_to_have_no_effect():
+    _, notes = choose_precision(nn.Linear(2, 2), read_settings({"level": 3, "dynamic_loss_scale": True}))
+    assert notes == ("zero.dynamic_loss_scale has no effect: nothing is computed in float16.",)
+
+
+def test_float64_is_never_touched():
+    with pytest.raises(ConfigError, match=r"zero\.bf16: cannot go with a float64 model"):
+        choose_precision(nn.Linear(2, 2).double(), read_settings({"level": 3, "bf16": True}))
+
+
+def test_a_mixed_model_is_refused():
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+    with pytest.raises(ConfigError, match=r"parameters of one floating-point format \(got float16, float32\)"):
+        choose_precision(mixed, read_settings({"level": 3}))
