@@ -12,12 +12,17 @@ from vissl_zero.reporting.weights_file import WeightsFile, save_weights
 
 
 class WholeState:
-    """The one method of a sharded model that the hook calls."""
+    """What the hook calls of a sharded model."""
 
     def __init__(self, state: dict[str, Tensor]):
-        self.state = state
+        self.state, self.is_consolidated = state, False
+
+    def consolidate_buffers(self) -> None:
+        """Must come before ``full_state``: the file has the mean of the ranks' running statistics."""
+        self.is_consolidated = True
 
     def full_state(self) -> dict[str, Tensor]:
+        assert self.is_consolidated
         return self.state
 
 
