@@ -8,7 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
+from torch import Tensor
 
 from vissl_zero.sharding.fairscale_engine import limits
 
@@ -31,6 +33,14 @@ def _set_up_the_stream(unit: FullyShardedDataParallel) -> None:
         unit._streams.update(dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), _THE_STREAM))
 
 
+_reduce_scatter = dist._reduce_scatter_base
+
+
+def _reduce_scatter_flat(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """fairscale's buckets are matrices, which nccl takes and gloo does not."""
+    return _reduce_scatter(output, input.flatten(), **options)
+
+
 @contextmanager
 def streams_on_cpu() -> Iterator[None]:
     """Inside, fairscale's level 3 can be built and trained on the CPU."""
@@ -40,7 +50,8 @@ def streams_on_cpu() -> Iterator[None]:
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
         patch.object(torch.cuda, "current_stream", lambda: _THE_STREAM),
         patch.object(torch.cuda, "synchronize", lambda: None),
-        patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        patch.object(Tensor, "record_stream", lambda tensor, stream: None),
+        patch.object(dist, "_reduce_scatter_base", _reduce_scatter_flat),
     ]
     with ExitStack() as stack:
         for stand_in in stand_ins:

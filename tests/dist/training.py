@@ -48,6 +48,7 @@ class Case:
         giant: one layer holds nearly all parameters.
         checkpoint_every, wrap_threshold, shard_group_size: as in ShardingPlan.
         dtype: of parameters, data and all computation.
+        lr: in the first step.
     """
 
     optimizer: str = "sgd"
@@ -64,6 +65,7 @@ class Case:
     wrap_threshold: int = 0
     shard_group_size: int = -1
     dtype: str = "float64"
+    lr: float = LR
 
 
 @dataclass
@@ -175,8 +177,8 @@ def loss_of(outputs: list[Any], num_samples: int) -> Tensor:
     return (rows * torch.linspace(0.5, 1.5, len(rows), dtype=rows.dtype)[:, None]).sum(0).mean()
 
 
-def schedule(step: int) -> float:
-    return LR / (1 + step)
+def schedule(case: Case, step: int) -> float:
+    return case.lr / (1 + step)
 
 
 # --- plain torch, one process ---------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def train_plainly(case: Case, reverse_rows: bool = False) -> Outcome:
         if case.clip is not None:
             nn.utils.clip_grad_norm_(moving, case.clip)
         for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
+            group["lr"] = schedule(case, step)
         _step_adapted(case.optimizer, optimizer)
         optimizer.zero_grad()
     outcome.state = {name: tensor.detach().clone() for name, tensor in params.items()}
@@ -305,7 +307,7 @@ def train_step(sharded: Sharded, case: Case, step: int, outcome: Outcome) -> Ste
     """One optimizer step; notes loss and gradient norm in ``outcome``."""
     sharded.freeze(["heads.0.prototypes0.weight"] if step < case.frozen_steps else [])
     for group in sharded.optimizer.param_groups:
-        group["lr"] = schedule(step)
+        group["lr"] = schedule(case, step)
     batches = list(micro_batches(case, step))
     num_samples = sum(batch[0].shape[1] for batch in batches)
     total = torch.zeros((), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 
 from vissl_zero.models.unit import is_recomputing
 from vissl_zero.sharding.fairscale_engine.segment import Segment
+
+# fairscale 0.4.13, its last version, uses what torch has renamed since. Both names work, and it will not change.
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch\.distributed\._(all_gather|reduce_scatter)_base` is a private function",
+    category=FutureWarning,
+)
 
 
 class FsdpUnit(FullyShardedDataParallel):
