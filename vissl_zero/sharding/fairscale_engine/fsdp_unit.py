@@ -66,6 +66,16 @@ class FsdpUnit(FullyShardedDataParallel):
         if not (state is TrainingState.BACKWARD_POST and is_unused):
             super().assert_state(state)
 
+    def _lazy_init(self) -> None:
+        """Like fairscale's, for all units at once: one that is never called is put in order after backward, too."""
+        is_first = self._is_root is None
+        super()._lazy_init()
+        if is_first and self._is_root:
+            for unit in self.modules():
+                if isinstance(unit, FsdpUnit):
+                    for param in unit.params:
+                        unit._init_param_attributes(param)
+
     def _register_pre_backward_hooks(self, outputs: Any) -> Any:
         """Gather the parameters for the backward pass before any of it runs, whichever output it comes from.
 
@@ -75,6 +85,11 @@ class FsdpUnit(FullyShardedDataParallel):
         if self._output_pre_backward_hook_registered is not None:
             self._output_pre_backward_hook_registered.clear()
         return super()._register_pre_backward_hooks(_joined(outputs))
+
+    def _wait_for_post_backward(self) -> None:
+        """Like fairscale's, which leaves parameters of the root whole where this backward pass did not reach them."""
+        self.drop_whole()
+        super()._wait_for_post_backward()
 
     def watch(self, segments: Sequence[Segment]) -> None:
         """Note which of ``segments``, those of this unit, the loss reaches.

@@ -1,0 +1,316 @@
+"""fairscale beside the numbers: skips, state in and out, schedules, rows, whole parameters, a clean end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.dist.cuda_streams import streams_on_cpu
+from tests.dist.training import Case, Outcome, build, micro_batches, shard, train_plainly, train_step
+from tests.ranks import RankError, run_on_ranks
+from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.elementwise import sgd
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.strategy import Sharded
+
+LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
+PROTOTYPES = "heads.0.prototypes0.weight"
+TOLERANCE = {"float64": 1e-10, "float32": 1e-6}
+
+
+def _case(level: int, **settings: Any) -> Case:
+    return Case(**settings) if level < 3 else Case(dtype="float32", lr=0.01, **settings)
+
+
+def _on_cpu(level: int) -> AbstractContextManager[None]:
+    return streams_on_cpu() if level == 3 else nullcontext()
+
+
+def _fairscale(case: Case, level: int, **changes: Any) -> Sharded:
+    precision = Precision(case.dtype, None, case.dtype, case.dtype, use_loss_scale=True)
+    return shard(case, level, engine="fairscale", **{"precision": precision, **changes})
+
+
+def _largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max([(left[name] - right[name]).abs().max().item() for name in left] or [0.0])
+
+
+# --- loss scale ------------------------------------------------------------------------------------------------------
+
+
+def _train_with_inf(level: int, case: Case) -> dict[str, Any]:
+    """A good step, one with an inf in the gradients of rank 1 alone, and the rest."""
+    with _on_cpu(level):
+        sharded, outcome, skipped, scales = _fairscale(case, level), Outcome(), [], []
+        for step in (0, 1, 1, 2, 3):
+            before = sharded.full_state()
+            handle = None
+            if is_bad := len(skipped) == 1:
+                handle = _spoil_gradient(sharded.model) if dist.get_rank() == 1 else None
+            result = train_step(sharded, case, step, outcome)
+            skipped.append(result.skipped)
+            scales.append(result.loss_scale)
+            if handle:
+                handle.remove()
+            if is_bad:
+                trained = [name for name, _ in sharded.named_parameters()] if before else []
+                after = sharded.full_state()
+                assert all(torch.equal(before[name], after[name]) for name in trained)
+                outcome.losses.pop()
+                outcome.grad_norms.pop()
+        outcome.state = sharded.full_state()
+        return {"outcome": outcome, "skipped": skipped, "scales": scales}
+
+
+def _spoil_gradient(model: nn.Module) -> Any:
+    def spoil(module: nn.Module, inputs: Any, output: Any) -> None:
+        output[0][0].register_hook(lambda grad: grad * float("inf"))
+
+    return model.register_forward_hook(spoil)
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_an_inf_on_one_rank_makes_all_skip_and_halve_the_scale(level: int) -> None:
+    case = _case(level, optimizer="larc", clip=0.05, norm="group")
+    answers = run_on_ranks(2, _train_with_inf, level, case)
+    for answer in answers:
+        assert answer["skipped"] == [False, True, False, False, False]
+        assert answer["scales"] == [65536.0, 65536.0, 32768.0, 32768.0, 32768.0]
+    expected, outcome = train_plainly(case), answers[0]["outcome"]
+    assert _largest_difference(outcome.state, expected.state) < TOLERANCE[case.dtype]
+    assert outcome.losses == pytest.approx(expected.losses, abs=TOLERANCE[case.dtype])
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def _resume(level: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:
+    with _on_cpu(level):
+        first = _fairscale(case, level, **changes)
+        for step in range(2):
+            train_step(first, case, step, Outcome())
+        state = _copied(first.state_dict())
+        for step in (2, 3):
+            train_step(first, case, step, Outcome())
+        second = _fairscale(case, level, **changes)
+        train_step(second, case, 0, Outcome())  # whatever it holds by then must go
+        second.load_state_dict(state)
+        for step in (2, 3):
+            train_step(second, case, step, Outcome())
+        with pytest.raises(CheckpointError, match=r"another layout: engine fairscale \(here torch\)"):
+            shard(case, level).load_state_dict(state)
+        return {"state": state, "difference": _largest_difference(first.full_state(), second.full_state())}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("level", "changes"), [(1, {}), (2, {}), (3, {}), (3, {"flatten_parameters": False})])
+def test_a_resumed_run_goes_on_as_if_never_stopped_and_parts_make_the_whole(level: int, changes: dict) -> None:
+    case = _case(level, optimizer="adamw", clip=0.05)
+    answers = run_on_ranks(3, _resume, level, case, changes)
+    # DDP fills its buckets in another order in its first step, and with them gloo's order of summation.
+    assert max(answer["difference"] for answer in answers) <= (1e-13 if level == 1 else 0.0)
+    states = [answer["state"] for answer in answers]
+    for name, param in build(case).named_parameters():
+        for entries in (
+            [state["params"][name] for state in states],
+            [state["optimizer"]["state"][name]["exp_avg"] for state in states],
+        ):
+            assert {entry["full_shape"] for entry in entries} == {tuple(param.shape)}
+            places = [(e["first_element"], e["first_element"] + e["local"].numel()) for e in entries]
+            covered = [place for first, stop in sorted(places) for place in range(first, stop)]
+            assert covered == list(range(param.numel())), (name, places)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+def _train_with_schedules(engine: str, level: int, case: Case) -> dict[str, Tensor]:
+    """Learning rate and weight decay are different in every step."""
+    with _on_cpu(level):
+        sharded = shard(case, level, engine=engine)
+        for step in range(3):
+            for group in sharded.optimizer.param_groups:
+                group["weight_decay"] = 0.3 * step
+            train_step(sharded, case, step, Outcome())
+        return sharded.full_state()
+
+
+@LEVELS
+@pytest.mark.timeout(60)
+def test_schedules_of_rate_and_decay_reach_the_optimizer_inside(level: int) -> None:
+    case = _case(level)
+    expected = run_on_ranks(2, _train_with_schedules, "torch", 0, case)[0]
+    state = run_on_ranks(2, _train_with_schedules, "fairscale", level, case)[0]
+    assert _largest_difference(state, expected) < TOLERANCE[case.dtype]
+    assert _largest_difference(state, train_plainly(case).state) > 1e-3  # which has one decay throughout
+
+
+# --- rows and whole parameters ---------------------------------------------------------------------------------------
+
+
+def _normalize(level: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:
+    with _on_cpu(level):
+        sharded = _fairscale(case, level, **changes)
+        train_step(sharded, case, 0, Outcome())
+        images = [crops.flatten(0, 1) for crops in next(micro_batches(case, 0))]
+        with torch.no_grad():
+            sharded.model.eval()
+            sharded.model(images)  # whatever it keeps whole from here is out of date afterwards
+            before = sharded.full_state()
+            sharded.normalize_rows([PROTOTYPES])
+            outputs = sharded.model(images)
+        with sharded.full_parameters():
+            inside = {name: tensor.clone() for name, tensor in sharded.named_parameters()}
+        return {"before": before, "after": sharded.full_state(), "inside": inside, "outputs": outputs, "images": images}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("level", "changes"), [(1, {}), (2, {}), (3, {}), (3, {"flatten_parameters": False})])
+def test_rows_are_normalised_everywhere_and_evaluation_sees_it(level: int, changes: dict) -> None:
+    case = _case(level, norm="group")
+    answers = run_on_ranks(3, _normalize, level, case, changes)
+    before, after = answers[0]["before"], answers[0]["after"]
+    expected = before | {PROTOTYPES: nn.functional.normalize(before[PROTOTYPES], dim=1)}
+    assert _largest_difference(after, expected) < TOLERANCE[case.dtype] / 10
+    model = build(case).eval()
+    model.load_state_dict(expected)
+    for answer in answers:
+        assert _largest_difference(answer["inside"], expected) < TOLERANCE[case.dtype] / 10
+        for got, wanted in zip(_tensors(answer["outputs"]), _tensors(model(answer["images"])), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [nested] if isinstance(nested, Tensor) else [tensor for part in nested for tensor in _tensors(part)]
+
+
+# --- models that fairscale does not expect ---------------------------------------------------------------------------
+
+
+class _Foreign(nn.Module):
+    """No units, a scalar, a frozen layer, a layer that nobody uses, and one that some forward passes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.second = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3, bias=False)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.unused, self.optional = nn.Linear(2, 2), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, use_optional: bool = False) -> tuple[Tensor, Tensor]:
+        hidden = self.frozen(torch.tanh(self.first(x))) * self.temperature
+        scores = self.second(hidden)
+        return hidden, self.optional(scores) if use_optional else scores
+
+
+def _foreign(level: int, changes: dict[str, Any]) -> tuple[nn.Module, list[ParamGroup], ShardingPlan]:
+    torch.manual_seed(3)
+    dtype = "float32" if level == 3 else "float64"
+    model = _Foreign().to(getattr(torch, dtype))
+    names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
+    plan = ShardingPlan(level=level, engine="fairscale", precision=Precision(dtype, None, dtype, dtype), **changes)
+    return model, [ParamGroup("all", names, False, True, 0.1)], plan
+
+
+def _train_foreign(level: int, changes: dict[str, Any], uses: list[bool]) -> dict[str, Tensor]:
+    """Three steps with as many micro-batches as ``uses``: which of them use the optional layer."""
+    with _on_cpu(level):
+        model, groups, plan = _foreign(level, changes)
+        build_optimizer = lambda groups: (sgd(groups, momentum=0.9), None)  # noqa: E731
+        sharded = STRATEGIES.get("fairscale").build().shard(model, groups, build_optimizer, plan, torch.device("cpu"))
+        sharded.optimizer.param_groups[0]["lr"] = 0.05
+        for step in range(3):
+            for index, use_optional in enumerate(uses):
+                rows = _rows(step)[dist.get_rank() :: dist.get_world_size()].to(next(model.parameters()).dtype)
+                with sharded.micro_batch(is_last=index == len(uses) - 1):
+                    hidden, scores = sharded.model(rows, use_optional)
+                    sharded.backward((hidden.sin().sum(1) + scores.square().sum(1)).mean())
+            sharded.step()
+            sharded.zero_grad()
+        return sharded.full_state()
+
+
+def _rows(step: int) -> Tensor:
+    return torch.randn(6, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def _train_foreign_plainly(level: int, uses: list[bool]) -> dict[str, Tensor]:
+    model, _, _ = _foreign(level, {})
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        for use_optional in uses:
+            hidden, scores = model(_rows(step).to(params[0].dtype), use_optional)
+            (hidden.sin().sum(1) + scores.square().sum(1)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("level", "changes", "uses"),
+    [
+        (1, {}, [False]),
+        (2, {}, [True, True]),
+        (2, {"reduce_buffer_size": 0}, [False, True]),
+        (3, {}, [True, False]),
+        (3, {"flatten_parameters": False, "wrap_threshold": 4}, [True, False]),
+        (3, {"wrap_threshold": 4}, [False]),
+    ],
+)
+def test_a_model_without_units_trains_the_same(level: int, changes: dict, uses: list[bool]) -> None:
+    state = run_on_ranks(3, _train_foreign, level, changes, uses)[0]
+    difference = _largest_difference(state, _train_foreign_plainly(level, uses))
+    assert difference < (1e-10 if level < 3 else 1e-6), difference
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_that_the_last_micro_batch_does_not_use_is_an_error_at_level_2() -> None:
+    with pytest.raises(RankError, match=r"did not use optional\.weight, which an earlier one did.*ENGINE=torch"):
+        run_on_ranks(2, _train_foreign, 2, {}, [True, False])
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+import sys, torch, torch.distributed as dist
+from tests.dist.training import Case, Outcome, shard, train_step
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+sharded = shard(Case(), 2, engine="fairscale", reduce_buffer_size=0)
+train_step(sharded, Case(), 0, Outcome())
+dist.barrier()
+if rank == 0:  # rank 1 ends without: the group goes with the interpreter
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_run_without_buffers_ends_with_exit_code_0(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SCRIPT]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE) for rank in range(2)]
+    errors = [rank.communicate(timeout=80)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert all("Warning" not in error for error in errors), errors
