@@ -9,14 +9,14 @@ from vissl_zero.config.derive.precision import precision
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.config.run import RunConfig
 
-# What only fairscale reads: key -> field of the plan.
+# What only fairscale reads: key -> field of the plan, and the level that reads it.
 _FAIRSCALE_KEYS = {
-    "SHARDED_DDP_SETUP.reduce_buffer_size": "reduce_buffer_size",
-    "FSDP_CONFIG.flatten_parameters": "flatten_parameters",
-    "FSDP_CONFIG.bucket_cap_mb": "bucket_cap_mb",
-    "FSDP_CONFIG.clear_autocast_cache": "clear_autocast_cache",
-    "FSDP_CONFIG.FORCE_SYNC_CUDA": "force_sync_cuda",
-    "FSDP_CONFIG.reshard_after_forward": "reshard_after_forward",
+    "SHARDED_DDP_SETUP.reduce_buffer_size": ("reduce_buffer_size", 2),
+    "FSDP_CONFIG.flatten_parameters": ("flatten_parameters", 3),
+    "FSDP_CONFIG.bucket_cap_mb": ("bucket_cap_mb", 3),
+    "FSDP_CONFIG.clear_autocast_cache": ("clear_autocast_cache", 3),
+    "FSDP_CONFIG.FORCE_SYNC_CUDA": ("force_sync_cuda", 3),
+    "FSDP_CONFIG.reshard_after_forward": ("reshard_after_forward", 3),
 }
 
 
@@ -79,11 +79,21 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, has_gpu: bool) -> list[str]:
     """Notes on keys that were set away from their defaults and do nothing in this plan."""
     notes = []
-    for key, field in _FAIRSCALE_KEYS.items():
-        if plan.engine == "torch" and getattr(plan, field) != ShardingPlan.__dataclass_fields__[field].default:
+    for key, (field, its_level) in _FAIRSCALE_KEYS.items():
+        is_set = getattr(plan, field) != ShardingPlan.__dataclass_fields__[field].default
+        if is_set and plan.engine == "torch":
             notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
-    if plan.level == 0 and plan.wrap_threshold:
+        elif is_set and plan.level != its_level:
+            notes.append(f"config.MODEL.{key} has no effect at level {plan.level}: fairscale reads it at {its_level}.")
+    if plan.wrap_threshold and plan.level == 0:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
+    elif plan.wrap_threshold and plan.engine == "fairscale" and plan.level < 3:
+        notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect below level 3 of fairscale.")
+    if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and plan.precision.compute == plan.precision.master:
+        notes.append(
+            "config.MODEL.FSDP_CONFIG.fp32_reduce_scatter has no effect: parameters are computed in "
+            f"{plan.precision.master}, and gradients reduced in it."
+        )
     tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
     notes += offload_notes(*tiers, has_gpu=has_gpu, root="config.ZERO")
     if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):

@@ -41,6 +41,9 @@ def engine(cfg: RunConfig, host: Host) -> Problem | None:
     if name == "fairscale" and level(cfg)[0] == 0:
         must = "fairscale has no level 0, where nothing is sharded"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=1.")
+    if name == "fairscale" and level(cfg)[0] == 3 and cfg.TRAINER.DTYPE == "float64":
+        must = "fairscale shards parameters (level 3) in float32 only, and config.TRAINER.DTYPE is float64"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=2.")
     return None if name == "auto" or name in STRATEGIES else STRATEGIES.unknown(name)
 
 
