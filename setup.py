@@ -35,6 +35,7 @@ setup(
         "matplotlib>=3.8",
         "scikit-learn>=1.4",
         "safetensors>=0.4.3",
+        "xxhash>=3.5",
     ],
     extras_require={"dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff", "mypy", "pre-commit"]},
     entry_points={"console_scripts": ["vissl-zero = vissl_zero.cli:main"]},

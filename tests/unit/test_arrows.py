@@ -21,10 +21,11 @@ ALLOWED = {
     "sharding": {"config", "models", "losses", "data", "optim"},
     "own_loop": {"config", "optim", "sharding"},
     "engine": {"config", "models", "losses", "data", "optim", "sharding"},
+    "checkpoint": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},
-    "launch": {"config", "sharding", "engine", "evaluation", "reporting"},
-    "commands": {"config", "launch"},
+    "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
+    "commands": {"config", "checkpoint", "launch"},
 }
 
 

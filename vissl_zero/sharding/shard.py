@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vissl_zero import collectives
+
 MIN_ROW_NORM = 1e-12
 
 
@@ -28,6 +30,7 @@ class Shard:
         first_element: place of the first of their elements in the whole parameter, flattened.
         is_counted: whether sums over ranks take this rank's part. A scalar cannot be cut, so every rank has it, and one
             counts.
+        num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Shard:
     full_shape: torch.Size
     first_element: int = 0
     is_counted: bool = True
+    num_copies: int = 1
+    copy: int = 0
 
     def local_grad(self) -> Tensor | None:
         """The gradient of these rows that the last backward left, or None."""
@@ -73,11 +78,20 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
     is_first = group is None or group.rank() == 0
     for name, source in model.named_parameters():
         if not isinstance(source, DTensor):
-            yield Shard(name, source, source, source.shape, is_counted=is_first)
+            yield whole_shard(name, source, is_counted=is_first)
             continue
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
-        yield Shard(name, source, local, source.shape, _first_row(source) * source.shape[1:].numel())
+        mesh = source.device_mesh
+        num_copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim > 1 else (1, 0)
+        first_element = _first_row(source) * source.shape[1:].numel()
+        yield Shard(name, source, local, source.shape, first_element, num_copies=num_copies, copy=copy)
+
+
+def whole_shard(name: str, param: nn.Parameter, is_counted: bool = True) -> Shard:
+    """The shard of a parameter that every rank of the world holds whole."""
+    copies = collectives.world_size(), collectives.rank()
+    return Shard(name, param, param, param.shape, is_counted=is_counted, num_copies=copies[0], copy=copies[1])
 
 
 def divide_by_norms(rows: Tensor) -> None:

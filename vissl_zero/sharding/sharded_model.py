@@ -24,7 +24,15 @@ from vissl_zero.sharding.memory import (
 )
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.shard import Shard, shards_of
-from vissl_zero.sharding.state import load_sharded_state, sharded_state
+from vissl_zero.sharding.state import (
+    Part,
+    SavedState,
+    load_sharded_state,
+    parts_of,
+    restore_state,
+    scalars_of,
+    sharded_state,
+)
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
 
@@ -177,6 +185,36 @@ class ShardedModel(Sharded):
         load_sharded_state(
             state, self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale
         )
+
+    def parts(self) -> Iterator[Part]:
+        """See ``Sharded``."""
+        return parts_of(self._shards, self.optimizer)
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """See ``Sharded``."""
+        return scalars_of(self._shards, self.optimizer)
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """See ``Sharded``."""
+        return self._loss_scale.state_dict() if self._loss_scale else None
+
+    def group_facts(self) -> list[dict[str, Any]]:
+        """See ``Sharded``."""
+        names = {id(shard.local): name for name, shard in self._shards.items()}
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [names[id(param)] for param in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """See ``Sharded``."""
+        return dict(self._saved_buffers())
+
+    def restore(self, saved: SavedState) -> None:
+        """See ``Sharded``."""
+        self._before_shards_change()
+        restore_state(saved, self._shards, self.optimizer, self._loss_scale)
 
     def ledger(self) -> Bytes:
         """See ``Sharded``. ``activations`` are those that ``measure_activations`` counted last."""

@@ -1,5 +1,8 @@
 """What a rank must write to go on later, each tensor with its place in the whole.
 
+Two forms of it. ``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store
+everything once; ``restore_state`` takes from such a store whatever runs this rank needs, however it was cut when it was
+written. ``sharded_state`` is this rank's state as one dict, for the same layout:
 ``{"layout": {...}, "params": {name: entry}, "optimizer": {"groups": [...], "state": {name: {key: entry or number}}},
 "buffers": {name: tensor}, "loss_scale": {...} or None}``, where an entry is ``{"local": tensor, "first_element": int,
 "full_shape": tuple}``: enough to put the whole together again, or to cut it for another number of ranks.
@@ -7,8 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +21,225 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of elements of one tensor of the training state, which one rank has to store.
+
+    Attributes:
+        name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
+        full_shape: of the whole tensor.
+        first_element: place of the first element in the whole tensor, flattened.
+        num_elements: length of the run.
+        dtype: of the elements.
+        read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
+        is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat the tier they rest on.
+    """
+
+    name: str
+    full_shape: torch.Size
+    first_element: int
+    num_elements: int
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    is_streamed: bool = False
+
+
+class SavedState(Protocol):
+    """Where a saved state is read from: whole tensors by name, of which any run of elements may be had."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a whole tensor; None if there is none of that name."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of tensors that begin with ``prefix``."""
+
+    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
+        """Fill ``out`` (1-d) with the elements from ``first_element`` on."""
+
+    def scalars(self, parameter: str) -> Mapping[str, Any]:
+        """Optimizer state of a parameter that is one number each."""
+
+    @property
+    def loss_scale(self) -> Mapping[str, Any] | None:
+        """State of the loss scaler."""
+
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """What this rank stores of parameters and optimizer state. Over all ranks, each element once. Not a collective.
+
+    Ranks that hold the same elements share the work of storing them.
+
+    Raises:
+        CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
+    """
+    for shard in shards.values():
+        yield from _part(MODEL + shard.name, shard, shard.local)
+    if isinstance(optimizer, StreamedOptimizer):
+        yield from _streamed_parts(shards, optimizer)
+        return
+    names = {id(shard.local): name for name, shard in shards.items()}
+    for param, values in optimizer.state.items():
+        shard = shards[names[id(param)]]
+        for key, value in values.items():
+            if _is_cut(shard, key, value):
+                yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
+            elif isinstance(value, Tensor) and value.dim():
+                raise CheckpointError(
+                    f"The optimizer's {key!r} of {shard.name} has shape {tuple(value.shape)}, unlike the parameter: "
+                    "it cannot be stored so that another number of ranks could take it."
+                )
+
+
+def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Optimizer state that is one number per parameter, of the parameters this rank answers for: ready for JSON."""
+    names = {id(shard.local): name for name, shard in shards.items()}
+    found: dict[str, dict[str, Any]] = {}
+    if isinstance(optimizer, StreamedOptimizer):
+        items = [(param, optimizer.scalars_of(param)) for param in optimizer.stored_params()]
+    else:
+        items = list(optimizer.state.items())  # type: ignore[arg-type]
+    for param, values in items:
+        shard = shards[names[id(param)]]
+        if not _answers_for(shard):
+            continue
+        numbers = {key: _number(value) for key, value in values.items() if not _is_cut(shard, key, value)}
+        # An empty entry, too: it says that the parameter has been updated.
+        found[shard.name] = numbers
+    return found
+
+
+@torch.no_grad()
+def restore_state(
+    saved: SavedState,
+    shards: Mapping[str, Shard],
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+) -> None:
+    """Fill parameters and optimizer state of this rank from a store that any layout may have written.
+
+    Hyperparameters of groups are left as this run has them. Not a collective.
+
+    Raises:
+        CheckpointError: it is of another model or another optimizer; nothing was changed then.
+    """
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    _check_saved(saved, shards, optimizer, loss_scale)
+    for name, shard in shards.items():
+        _read(saved, MODEL + name, shard, shard.local)
+    keys_of: dict[str, list[str]] = {}
+    for stored in saved.names(OPTIMIZER):
+        key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
+        keys_of.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    for name, shard in shards.items():
+        numbers = saved.scalars(name)
+        if id(shard.local) not in trained or not (numbers or name in keys_of):
+            continue
+        values: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
+        for key in keys_of.get(name, ()):
+            values[key] = torch.empty_like(shard.local, memory_format=torch.contiguous_format, requires_grad=False)
+            _read(saved, f"{OPTIMIZER}{key}/{name}", shard, values[key])
+        optimizer.state[shard.local] = values
+    if loss_scale is not None and saved.loss_scale is not None:
+        loss_scale.load_state_dict(dict(saved.loss_scale))
+
+
+def _check_saved(
+    saved: SavedState, shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer, loss_scale: LossScale | None
+) -> None:
+    prefixed = {name.removeprefix(MODEL): name for name in saved.names(MODEL)}
+    _check_names("parameters", prefixed, shards)
+    for name, shard in shards.items():
+        shape = saved.shape(MODEL + name)
+        if shape != tuple(shard.full_shape):
+            raise CheckpointError(f"{name} has shape {shape} in the checkpoint and {tuple(shard.full_shape)} here.")
+    if (loss_scale is None) != (saved.loss_scale is None):
+        raise CheckpointError("The checkpoint and this run differ in loss scaling. Use the same AMP settings.")
+
+
+def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
+    """Fill ``target``, which is cut as ``shard`` is."""
+    if not target.numel():
+        return
+    if target.is_contiguous():
+        saved.read_into(name, shard.first_element, target.detach().view(-1))
+        return
+    flat = torch.empty(target.numel(), dtype=target.dtype)
+    saved.read_into(name, shard.first_element, flat)
+    target.copy_(flat.view(target.shape))
+
+
+def _own_run(shard: Shard) -> tuple[int, int]:
+    """Of this rank's elements of a parameter, those that it stores: its share among the ranks that hold the same."""
+    count = shard.local.numel()
+    return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
+
+
+def _answers_for(shard: Shard) -> bool:
+    """Whether this rank stores what there is once per parameter; true on one rank."""
+    return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
+
+
+def _is_cut(shard: Shard, key: str, value: Any) -> bool:
+    """Whether state has an element for each of the parameter's.
+
+    torch's counters look like that for a parameter without dimensions; all of them are called ``step``.
+    """
+    return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key != "step")
+
+
+def _part(name: str, shard: Shard, value: Tensor) -> Iterator[Part]:
+    """What this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all."""
+    begin, end = _own_run(shard)
+    if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
+        first = shard.first_element + begin
+        flat = value.detach().reshape(-1)[begin:end]
+        yield Part(name, shard.full_shape, first, end - begin, value.dtype, lambda: flat)
+
+
+def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
+    """State on the disk, read when it is written: all keys of a parameter one after the other, so it is read once."""
+    names = {id(shard.local): name for name, shard in shards.items()}
+    latest: list[Any] = [None, {}]
+
+    def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
+        if latest[0] is not param:
+            latest[:] = [param, optimizer.read_state(param)]  # type: ignore[arg-type]
+        return latest[1][key].view(-1)[begin:end]
+
+    for param in optimizer.stored_params():
+        shard = shards[names[id(param)]]
+        begin, end = _own_run(shard)
+        for key in optimizer.keys if begin < end else ():
+            yield Part(
+                f"{OPTIMIZER}{key}/{shard.name}",
+                shard.full_shape,
+                shard.first_element + begin,
+                end - begin,
+                param.dtype,
+                lambda param=param, key=key, begin=begin, end=end: read(param, key, begin, end),  # type: ignore[misc]
+                is_streamed=True,
+            )
+
+
+def _number(value: Any) -> Any:
+    """A number for JSON; a tensor's with its type."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    return value
+
+
+def _tensor_or_number(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return torch.tensor(entry["value"], dtype=getattr(torch, entry["dtype"]))
+    return entry
 
 
 def sharded_state(

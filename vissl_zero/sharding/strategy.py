@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
+
+if TYPE_CHECKING:
+    from vissl_zero.sharding.state import Part, SavedState
 
 # Given torch-style groups (dicts with "name", "params", "lr", "weight_decay") of *local shards*, returns the optimizer
 # to run on them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
@@ -132,6 +135,39 @@ class Sharded(ABC):
 
         Raises:
             CheckpointError: it comes from another layout or another model.
+        """
+
+    @abstractmethod
+    def parts(self) -> Iterator[Part]:
+        """What this rank stores of parameters and optimizer state: over all ranks, each element once.
+
+        Not a collective. Memory is shared with training: read it before the next step.
+        """
+
+    @abstractmethod
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is one number per parameter, of those this rank answers for. Not a collective."""
+
+    @abstractmethod
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The loss scaler, equal on every rank; None without one. Not a collective."""
+
+    @abstractmethod
+    def group_facts(self) -> list[dict[str, Any]]:
+        """Parameter groups: names of their parameters and their options, equal on every rank. Not a collective."""
+
+    @abstractmethod
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
+
+    @abstractmethod
+    def restore(self, saved: SavedState) -> None:
+        """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
+
+        Each rank reads the runs of elements it needs, straight into where they rest. Buffers are not touched.
+
+        Raises:
+            CheckpointError: it is of another model, or was trained with another kind of loss scaling.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.shard import Shard, divide_by_norms
+from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
     }
     for name, param in module.named_parameters():
         if param not in owners:
-            yield Shard(name, param, param, param.shape)
+            yield whole_shard(name, param)
             continue
         is_owned = owners[param] == dist.get_rank()
         local = param.detach() if is_owned else param.detach().new_empty((0, *param.shape[1:]))

@@ -22,6 +22,7 @@ from vissl_zero.sharding.data_parallel import DataParallel
 from vissl_zero.sharding.fairscale_engine.oss import OwnedShard, deal, owned_shards, run_inside
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state import SavedState
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
 
 DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
@@ -63,6 +64,12 @@ class _OwnedByRank(ShardedModel):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``. A rank's state has the parameters it owns."""
         super().load_state_dict(state)
+        for shard in self._owned:
+            shard.share()
+
+    def restore(self, saved: SavedState) -> None:
+        """See ``Sharded``. A rank reads the parameters it owns, and gets the others from their owners."""
+        super().restore(saved)
         for shard in self._owned:
             shard.share()
 

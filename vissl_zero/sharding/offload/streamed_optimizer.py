@@ -136,6 +136,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Parameters that have state: all those updated so far."""
         return [self._params[index] for index in sorted(self.scalars)]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """State that has an element for each of a parameter's."""
+        return tuple(self._kernel.keys)
+
+    def scalars_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """State of one shard that is one number each."""
+        return dict(self._scalars_of(self._index_of(param)))
+
     def read_state(self, param: nn.Parameter) -> dict[str, Any]:
         """State of one shard, as the base optimizer would hold it. Reads the records it is in."""
         self._require_sound()

@@ -1,0 +1,227 @@
+"""The files of a checkpoint: what is written comes back in any cut, and nothing damaged or foreign is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
+from vissl_zero.checkpoint.folder import prune, remove_leftovers
+from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.writer import commit, write_rank
+from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.state import Part
+
+NUM_RANKS = 3
+TENSORS = {
+    "model/trunk.stem.0.weight": torch.arange(35.0, dtype=torch.float64).view(7, 5),
+    "model/heads.0.weight": torch.arange(11, dtype=torch.float32).to(torch.bfloat16),
+    "model/scalar": torch.tensor(3.0),
+    "optimizer/momentum_buffer/trunk.stem.0.weight": torch.randn(7, 5, dtype=torch.float64),
+    "buffer/num_batches": torch.tensor([5]),
+    "model/nothing": torch.zeros(0, 4),
+}
+
+
+def _cut(tensor: torch.Tensor, rank: int) -> tuple[int, int]:
+    """Uneven runs; the last rank has what the others leave."""
+    bounds = [0, tensor.numel() // 5, tensor.numel() // 2, tensor.numel()]
+    return bounds[rank], bounds[rank + 1]
+
+
+def write(folder: Path, step: int) -> Path:
+    for rank in range(NUM_RANKS):
+        parts = []
+        for name, tensor in TENSORS.items():
+            begin, end = _cut(tensor, rank)
+            if end > begin or (rank == 0 and not tensor.numel()):
+                flat = tensor.reshape(-1)[begin:end]
+                parts.append(Part(name, tensor.shape, begin, end - begin, tensor.dtype, lambda flat=flat: flat))
+        scalars = {"trunk.stem.0.weight": {"step": {"dtype": "float32", "value": 4.0}}} if rank == 1 else {}
+        write_rank(folder, step, rank, parts, scalars, {"torch": "ab"})
+    manifest = Manifest(
+        step=step,
+        epoch=1,
+        epoch_samples=12,
+        position=48,
+        world_size=NUM_RANKS,
+        level=3,
+        engine="torch",
+        global_batch=12,
+        recipe="r",
+        vissl_zero="0",
+        torch="2",
+        created="2026-01-01T00:00:00Z",
+        ranks={},
+        config={"config": {"IMPORTS": ["os"]}},
+    )
+    return commit(folder, manifest)
+
+
+def test_any_range_of_any_tensor_comes_back(tmp_path):
+    with open_checkpoint(write(tmp_path, 4)) as checkpoint:
+        assert list(checkpoint.verify()) == []
+        assert checkpoint.manifest.step == 4 and checkpoint.manifest.config["config"]["IMPORTS"] == ["os"]
+        assert checkpoint.scalars("trunk.stem.0.weight") == {"step": {"dtype": "float32", "value": 4.0}}
+        assert checkpoint.tensors.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            info = checkpoint.tensors[name]
+            assert (info.dtype, info.shape) == (tensor.dtype, tuple(tensor.shape))
+            assert torch.equal(checkpoint.read(name), tensor)
+            for begin in range(tensor.numel()):
+                for end in range(begin, tensor.numel() + 1):
+                    expected = tensor.reshape(-1)[begin:end]
+                    assert torch.equal(checkpoint.read_range(name, begin, end - begin), expected)
+        other_type = torch.empty(35, dtype=torch.float32)
+        checkpoint.read_into("model/trunk.stem.0.weight", 0, other_type)
+        assert torch.equal(other_type, torch.arange(35.0))
+        with pytest.raises(CheckpointError, match="34 to 36 were asked for"):
+            checkpoint.read_range("model/trunk.stem.0.weight", 34, 2)
+
+
+def test_the_data_files_are_plain_safetensors(tmp_path):
+    path = write(tmp_path, 4)
+    tensors = load_file(path / "rank00002.safetensors")
+    assert torch.equal(tensors["model/heads.0.weight"], TENSORS["model/heads.0.weight"][5:])
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank00001.json", "rank00001.safetensors"])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer", "pickle", "text", "link"])
+def test_what_is_not_whole_does_not_open(tmp_path, name, how):
+    path = write(tmp_path, 4)
+    target, canary = path / name, tmp_path / "canary"
+    data = target.read_bytes()
+    if how == "missing":
+        target.unlink()
+    elif how == "link":
+        target.rename(tmp_path / "elsewhere")
+        target.symlink_to(tmp_path / "elsewhere")
+    else:
+        target.write_bytes(
+            {
+                "empty": b"",
+                "cut": data[: len(data) * 2 // 3],
+                "longer": data + b"\0",
+                "pickle": pickle.dumps(_Payload(f"touch {canary}")),
+                "text": b"import os\nos.system('touch %s')\n" % str(canary).encode(),
+            }[how]
+        )
+    with pytest.raises(CheckpointError, match=str(path)):
+        open_checkpoint(path)
+    assert not canary.exists()
+
+
+class _Payload:
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    path = write(tmp_path, 4)
+    for target in sorted(path.iterdir()):
+        data = bytearray(target.read_bytes())
+        for place in range(0, len(data), 7):
+            bit = 1 << place % 8
+            data[place] ^= bit
+            target.write_bytes(data)
+            try:
+                with open_checkpoint(path) as checkpoint:
+                    problems = list(checkpoint.verify())
+                    # A blank between JSON tokens may turn into another blank, and nothing has changed.
+                    assert problems or (target.suffix == ".json" and bytes([data[place]]).isspace()), (
+                        target.name,
+                        place,
+                    )
+            except CheckpointError:
+                pass
+            data[place] ^= bit
+        target.write_bytes(data)
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint.verify()) == []
+
+
+@pytest.mark.parametrize("stem", ["../../secret", "/etc/passwd", "rank00001/../../x", "rank1", ""])
+def test_names_that_lead_elsewhere_are_refused(tmp_path, stem):
+    path = write(tmp_path, 4)
+    _change(path / "manifest.json", lambda body: body["ranks"].update({stem: "0" * 16}))
+    with pytest.raises(CheckpointError, match="only rank<number> files belong to a checkpoint"):
+        open_checkpoint(path)
+
+
+def test_a_later_version_and_foreign_json_are_named(tmp_path):
+    path = write(tmp_path, 4)
+    manifest = path / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"format_version": 1', '"format_version": 7'))
+    with pytest.raises(CheckpointError, match="format version 7; this vissl_zero reads version 1"):
+        open_checkpoint(path)
+    manifest.write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="not part of a vissl_zero checkpoint"):
+        open_checkpoint(path)
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        open_checkpoint(path)
+
+
+def test_files_of_two_checkpoints_do_not_mix(tmp_path):
+    path = write(tmp_path, 4)
+    _change(path / "rank00001.json", lambda body: body["rng"].update(torch="cd"))
+    with pytest.raises(CheckpointError, match=r"rank00001.json is not the file that the manifest lists"):
+        open_checkpoint(path)
+
+
+def test_parts_must_make_up_the_whole(tmp_path):
+    path = write(tmp_path, 4)
+    piece = "model/trunk.stem.0.weight"
+    body = _change(path / "rank00001.json", lambda body: body["pieces"][piece].update(first_element=8))
+    _change(path / "manifest.json", lambda manifest: manifest["ranks"].update(rank00001=body))
+    with pytest.raises(CheckpointError, match="overlap or leave gaps"):
+        open_checkpoint(path)
+
+
+def test_a_header_that_points_outside_its_file_is_refused(tmp_path):
+    path = write(tmp_path, 4) / "rank00000.safetensors"
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        open_checkpoint(path.parent)
+
+
+def test_the_newest_that_opens_is_found_and_old_ones_are_pruned(tmp_path):
+    for step in (1, 2, 3, 4, 6):
+        write(tmp_path, step)
+    (tmp_path / "checkpoints" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints" / ".step_000000009.partial").mkdir()
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step_{step:09d}" for step in (6, 4, 3, 2, 1)]
+    (tmp_path / "checkpoints" / "step_000000006" / "manifest.json").unlink()
+    assert newest_checkpoint(tmp_path).manifest.step == 4
+    assert remove_leftovers(tmp_path) == [".step_000000009.partial"]
+    prune(tmp_path, keep_last=2, keep_every=3)
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step_{step:09d}" for step in (6, 4, 3)]
+    assert (tmp_path / "checkpoints" / "notes.txt").exists()
+
+
+def test_a_second_try_takes_the_place_of_the_first(tmp_path):
+    write(tmp_path, 4)
+    assert list(open_checkpoint(write(tmp_path, 4)).verify()) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000004"]
+
+
+def _change(path: Path, change) -> str:
+    """Change the body of a JSON file and give it the checksum that fits, as an attacker would."""
+    from vissl_zero.checkpoint.manifest import read_json, write_json
+
+    body, _ = read_json(path)
+    change(body)
+    path.unlink()
+    return write_json(path, body)

@@ -1,0 +1,95 @@
+"""The folder of a run's checkpoints: ``<run folder>/checkpoints/step_<steps>``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from vissl_zero.errors import CheckpointError
+
+FOLDER_NAME = "checkpoints"
+_NAME = re.compile(r"step_(\d{9,})")
+_PARTIAL = re.compile(r"\.step_\d{9,}\.(partial|old)")
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:09d}"
+
+
+def partial_name_of(step: int) -> str:
+    """Folder name while it is being written."""
+    return f".{name_of(step)}.partial"
+
+
+def step_of(path: Path) -> int | None:
+    """Optimizer steps of a checkpoint folder, by its name; None for anything else."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def find_checkpoints(run_folder: str | Path) -> list[Path]:
+    """Folders of a run's finished checkpoints, newest first; whether they are whole, opening them tells."""
+    folder = Path(run_folder) / FOLDER_NAME
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at ``path``, or, for a run folder, its newest that opens.
+
+    Raises:
+        CheckpointError: there is none; the message says why each that is there does not open.
+    """
+    path = Path(path)
+    candidates = find_checkpoints(path)
+    if not candidates:
+        if path.is_dir() and not (path / "manifest.json").exists():
+            raise CheckpointError(f"{path} holds no checkpoint.")
+        return open_checkpoint(path)
+    reasons = []
+    for candidate in candidates:
+        try:
+            return open_checkpoint(candidate)
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise CheckpointError(f"{path} holds no checkpoint that opens:\n" + "\n".join(reasons))
+
+
+def remove_leftovers(run_folder: Path) -> list[str]:
+    """Remove what interrupted saves have left; gives the names. One process calls this, with no save under way."""
+    folder = run_folder / FOLDER_NAME
+    found = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in found]
+
+
+def prune(run_folder: Path, keep_last: int, keep_every: int) -> list[Path]:
+    """Remove all checkpoints but the newest ``keep_last`` and those at multiples of ``keep_every`` steps.
+
+    Args:
+        run_folder: of the run.
+        keep_last: at least 1; -1: all.
+        keep_every: in optimizer steps; -1: none.
+    Returns:
+        What was removed.
+    """
+    if keep_last < 0:
+        return []
+    removed = []
+    for path in find_checkpoints(run_folder)[max(keep_last, 1) :]:
+        step = step_of(path)
+        if keep_every > 0 and step is not None and step % keep_every == 0:
+            continue
+        # Renamed first: half a checkpoint must never stand under the name of a whole one.
+        doomed = path.with_name(f".{path.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+        removed.append(path)
+    return removed

@@ -1,0 +1,223 @@
+"""What the JSON files of a checkpoint say, and how they are read without trusting them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from vissl_zero.errors import CheckpointError
+
+FORMAT = "vissl_zero checkpoint"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_RANK_FILE = re.compile(r"rank\d{5,7}")
+_MAX_JSON_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class PieceFacts:
+    """The part of a tensor that one rank has stored.
+
+    Attributes:
+        dtype: safetensors' name ("F32").
+        shape: of the whole tensor.
+        first_element, num_elements: the part, of the whole tensor flattened.
+        digest: XXH3-64 of its bytes, hexadecimal.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    first_element: int
+    num_elements: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class RankManifest:
+    """``rank<k>.json``: what rank k has stored.
+
+    Attributes:
+        num_bytes, header_digest: of ``rank<k>.safetensors``.
+        pieces: by tensor name.
+        scalars: state that is one number per parameter (Adam's step): {parameter: {key: value}}; only what this rank
+            answers for.
+        rng: this rank's random number generators, by name, as hexadecimal text.
+    """
+
+    num_bytes: int
+    header_digest: str
+    pieces: dict[str, PieceFacts]
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``: the checkpoint as a whole.
+
+    Attributes:
+        step, epoch: optimizer steps done; the epoch that the next step belongs to (from 0).
+        epoch_samples: source images of that epoch already trained on, over all ranks.
+        position: source images trained on in all.
+        world_size, level, engine: of the run that wrote it; it opens under any other.
+        global_batch: source images per optimizer step.
+        recipe: what ``config=`` named.
+        vissl_zero, torch: versions that wrote it.
+        created: UTC, ISO 8601.
+        ranks: digests of the ranks' JSON files, by file stem ("rank00000").
+        config: the resolved run as data, ``${...}`` as written; nothing in it is ever run.
+        groups: parameter groups of the optimizer: name, parameters, options.
+        loss_scale: state of the loss scaler, or None.
+        hooks: state of hooks by name.
+        results: figures found so far (``run.results``).
+    """
+
+    step: int
+    epoch: int
+    epoch_samples: int
+    position: int
+    world_size: int
+    level: int
+    engine: str
+    global_batch: int
+    recipe: str
+    vissl_zero: str
+    torch: str
+    created: str
+    ranks: dict[str, str]
+    config: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    loss_scale: dict[str, Any] | None = None
+    hooks: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint as a whole."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+
+def stem_of(rank: int) -> str:
+    """Name of a rank's two files, without ending."""
+    return f"rank{rank:05d}"
+
+
+def require_plain_name(name: str) -> str:
+    """A rank's file stem, or an error: a name in a manifest must not lead out of the folder.
+
+    Raises:
+        CheckpointError: it is anything but ``rank`` and digits.
+    """
+    if not _RANK_FILE.fullmatch(name):
+        raise CheckpointError(f"The manifest names a file {name!r}; only rank<number> files belong to a checkpoint.")
+    return name
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> str:
+    """Write a JSON file of ours, synced to the disk; gives the digest of its body."""
+    text = canonical(body)
+    digest = xxhash.xxh3_64_hexdigest(text.encode())
+    whole = f'{{"format": "{FORMAT}", "format_version": {FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
+    with path.open("xb") as file:
+        file.write(whole.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return digest
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], str]:
+    """Body and digest of a JSON file of ours.
+
+    Raises:
+        CheckpointError: missing, a link, damaged, not ours, or of a later version.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_size > _MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} is too large for what it should be.")
+            whole = json.loads(file.read())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON.") from error
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not part of a vissl_zero checkpoint.")
+    version = whole.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version!r}; this vissl_zero reads version {FORMAT_VERSION}. "
+            "Open it with the version of vissl_zero that wrote it, or a later one."
+        )
+    body = whole.get("body")
+    if not isinstance(body, dict) or xxhash.xxh3_64_hexdigest(canonical(body).encode()) != whole.get("xxh3"):
+        raise CheckpointError(f"{path} is damaged: its content does not fit its checksum.")
+    return body, str(whole["xxh3"])
+
+
+def canonical(body: Any) -> str:
+    """JSON text that is the same for equal content."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
+    """A manifest from JSON.
+
+    Raises:
+        CheckpointError: fields are missing or of the wrong kind, or a file name leads elsewhere.
+    """
+    known = {f.name: f for f in fields(Manifest)}
+    try:
+        manifest = Manifest(**{key: value for key, value in body.items() if key in known})
+    except TypeError as error:
+        raise CheckpointError(f"{path} lacks what a manifest must have.") from error
+    numbers = (manifest.step, manifest.epoch, manifest.epoch_samples, manifest.position, manifest.world_size)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(manifest.ranks, dict):
+        raise CheckpointError(f"{path} has fields of the wrong kind.")
+    for name in manifest.ranks:
+        require_plain_name(name)
+    return manifest
+
+
+def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
+    """A rank's manifest from JSON.
+
+    Raises:
+        CheckpointError: fields are missing or of the wrong kind.
+    """
+    try:
+        pieces = {
+            name: PieceFacts(**{**piece, "shape": tuple(int(size) for size in piece["shape"])})
+            for name, piece in body["pieces"].items()
+        }
+        return RankManifest(**{**body, "pieces": pieces})
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} lacks what a rank's manifest must have.") from error
+
+
+def plain(record: Manifest | RankManifest) -> dict[str, Any]:
+    """A manifest as JSON has it."""
+    return json.loads(json.dumps(asdict(record), allow_nan=False))

@@ -1,0 +1,239 @@
+"""Safetensors files, written as a stream and read by ranges.
+
+The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
+header, the data. Its own library needs a second copy of all tensors to write, and whole tensors in memory to read; a
+rank that stores or takes a range of a few hundred gigabytes can afford neither.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from vissl_zero.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SLICE_BYTES = 8 * 2**20  # hashed and written in turn, while they are in the processor's cache
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to write.
+
+    Attributes:
+        key: name in the file.
+        dtype, shape: of the tensor.
+        read: gives its elements when their turn comes; any device, any layout.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file holds: size, checksum of the header, checksum of each tensor's bytes (XXH3, 64 bits, as hex)."""
+
+    num_bytes: int
+    header_digest: str
+    digests: dict[str, str]
+
+
+def write_shard_file(path: Path, entries: Sequence[Entry]) -> Written:
+    """Write a new file, synced to the disk. One tensor at a time is in memory besides what ``read`` shares.
+
+    Raises:
+        OSError: no room, or the disk failed; or the file exists.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # keeps every tensor aligned
+    header = _header(ordered)
+    digests: dict[str, str] = {}
+    with path.open("xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        for entry in ordered:
+            digest = xxhash.xxh3_64()
+            data = bytes_of(_on_host(entry))
+            for start in range(0, len(data), SLICE_BYTES):
+                part = data[start : start + SLICE_BYTES]
+                digest.update(part)
+                _write_all(file.fileno(), part)
+            digests[entry.key] = digest.hexdigest()
+        os.fsync(file.fileno())
+    size = len(header) + sum(entry.num_bytes for entry in ordered)
+    return Written(size, xxhash.xxh3_64_hexdigest(header), digests)
+
+
+class ShardFile:
+    """A safetensors file to read from; nothing but numbers is taken from it. Close it when done.
+
+    Args:
+        path: not a link.
+    Attributes:
+        shapes, dtypes: by key.
+        header_digest: checksum of the header.
+        num_bytes: size of the file.
+    Raises:
+        CheckpointError: the file is missing, a link, or no whole safetensors file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+        try:
+            self.num_bytes = os.fstat(self._fd).st_size
+            self._spans: dict[str, tuple[int, int]] = {}
+            self.shapes: dict[str, tuple[int, ...]] = {}
+            self.dtypes: dict[str, torch.dtype] = {}
+            self.header_digest = self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def read_into(self, key: str, first_element: int, out: Tensor) -> None:
+        """Fill ``out`` (1-d, contiguous, on the CPU, of the tensor's dtype) with elements from ``first_element`` on.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        assert out.dtype == self.dtypes[key] and out.dim() == 1
+        begin, end = self._spans[key]
+        offset = begin + first_element * out.element_size()
+        data = bytes_of(out)
+        assert first_element >= 0 and offset + len(data) <= end, (key, first_element, len(out))
+        done = 0
+        while done < len(data):
+            try:
+                count = os.preadv(self._fd, [data[done : done + 2**30]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
+            if not count:
+                raise CheckpointError(f"{self.path} became shorter while it was read.")
+            done += count
+
+    def digest(self, key: str) -> str:
+        """Checksum of the bytes of one tensor, read in slices."""
+        size = math.prod(self.shapes[key])
+        step = max(SLICE_BYTES // self.dtypes[key].itemsize, 1)
+        buffer, digest = torch.empty(min(step, size), dtype=self.dtypes[key]), xxhash.xxh3_64()
+        for first in range(0, size, step):
+            part = buffer[: min(step, size - first)]
+            self.read_into(key, first, part)
+            digest.update(bytes_of(part))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _read_header(self) -> str:
+        prefix = os.pread(self._fd, 8, 0)
+        if len(prefix) < 8 or not 2 <= (length := struct.unpack("<Q", prefix)[0]) <= _MAX_HEADER_BYTES:
+            raise self._damaged("it does not begin with a header")
+        text = os.pread(self._fd, length, 8)
+        if len(text) < length:
+            raise self._damaged("it ends within its header")
+        try:
+            entries = json.loads(text)
+            entries.pop("__metadata__", None)
+            for key, entry in entries.items():
+                self._take(key, entry, 8 + length)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._damaged("its header makes no sense") from error
+        end = 8 + length
+        for begin, stop in sorted(self._spans.values()):
+            if begin != end:
+                raise self._damaged("its tensors overlap or leave gaps")
+            end = stop
+        if end != self.num_bytes:
+            raise self._damaged(f"it has {self.num_bytes} bytes where its header says {end}")
+        return xxhash.xxh3_64_hexdigest(prefix + text)
+
+    def _take(self, key: str, entry: dict[str, Any], base: int) -> None:
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        numbers = (*shape, begin, end)
+        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+            raise ValueError
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError
+        self._spans[key], self.shapes[key], self.dtypes[key] = (base + begin, base + end), shape, dtype
+
+    def _damaged(self, how: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged or no safetensors file: {how}.")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[ShardFile]:
+    """A ``ShardFile`` that is closed at the end."""
+    file = ShardFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; shared."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _on_host(entry: Entry) -> Tensor:
+    tensor = entry.read().detach()
+    assert tensor.dtype == entry.dtype and tensor.numel() == math.prod(entry.shape), entry
+    return tensor.to("cpu").contiguous()
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    header: dict[str, Any] = {}
+    offset = 0
+    for entry in entries:
+        span = [offset, offset + entry.num_bytes]
+        header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
