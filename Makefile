@@ -14,7 +14,7 @@ $(STAMP): requirements.txt setup.py
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-quickstart: $(STAMP) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; about 5 minutes on 2 cores.
+quickstart: $(STAMP) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
 test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.

@@ -14,7 +14,7 @@ NUM_PROTOTYPES = 30
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_quickstart_learns(seed, tmp_path):
     command = [sys.executable, "-m", "vissl_zero.cli", "config=quickstart/swav_digits"]
     command += [f"config.SEED_VALUE={seed}", f"config.CHECKPOINT.DIR={tmp_path}/run"]
