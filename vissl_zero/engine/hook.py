@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vissl_zero.engine.stopping import Stop
 from vissl_zero.sharding.strategy import Bytes, Sharded
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ class Run:
         rank, world_size: global.
         steps_per_epoch, num_steps: length of the schedule, and the step the run will end at (MAX_STEPS included).
         step, epoch, position: optimizer steps done, epoch in progress, source images consumed in all.
-        records: every step so far.
+        epoch_samples: source images of that epoch consumed, over all ranks.
+        records: every step so far, those before a resume as ``metrics.jsonl`` has them.
+        first_step: optimizer steps done when this process began; not 0 where it goes on from a checkpoint.
+        stop: set by a hook, alike on every rank: leave the loop after this step, without ``on_end``.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 
@@ -78,8 +82,16 @@ class Run:
     step: int = 0
     epoch: int = 0
     position: int = 0
+    epoch_samples: int = 0
+    first_step: int = 0
+    stop: Stop | None = None
     records: list[StepRecord] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_resumed(self) -> bool:
+        """The run goes on from a checkpoint: what is done once, at the start, was done."""
+        return self.first_step > 0
 
     @property
     def is_main(self) -> bool:
@@ -95,11 +107,18 @@ class Run:
 class Hook:
     """Base of all hooks; override what you need. Called in the order hooks were given, on every rank."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook must know again after a resume, as JSON can hold it; rank 0's is kept. Not a collective."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave; on every rank, before ``on_start``."""
+
     def on_start(self, run: Run) -> None:
-        """After the model was sharded, before the first step."""
+        """After the model was sharded (and its checkpoint loaded, if ``run.is_resumed``), before the next step."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """Before the first step of ``run.epoch``."""
+        """Before the first step of ``run.epoch``, or before the next one where a resumed run is in the middle of it."""
 
     def on_step(self, run: Run, record: StepRecord) -> None:
         """After every optimizer step."""

@@ -22,7 +22,9 @@ class DivergedError(VisslZeroError):
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
-    """Train to the end of the schedule, or to ``run.num_steps`` if that comes first.
+    """Train to the end of the schedule, or to ``run.num_steps`` if that comes first, or until a hook sets ``run.stop``.
+
+    A run that was resumed begins where its checkpoint was made, in the middle of an epoch too.
 
     Every rank calls this with hooks in the same order (some are collective).
 
@@ -30,15 +32,16 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
         DivergedError: the loss is not finite (and not skipped by the loss scaler).
     """
     try:
-        run.sharded.normalize_rows(run.criterion.normalized_rows())
+        if not run.is_resumed:
+            run.sharded.normalize_rows(run.criterion.normalized_rows())
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
-        while run.step < run.num_steps:
+        while run.step < run.num_steps and run.stop is None:
             _train_epoch(run, schedules, frozen, hooks)
-            run.epoch += 1
-        for hook in hooks:
-            hook.on_end(run)
+        if run.stop is None:
+            for hook in hooks:
+                hook.on_end(run)
     finally:
         for hook in hooks:
             hook.close(run)
@@ -48,18 +51,21 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     for hook in hooks:
         hook.on_epoch_start(run)
     started = time.perf_counter()
-    for micro_batches in run.loader.epoch(run.epoch):
+    for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
         lr = schedules.apply(run.sharded, run.step)
         run.sharded.freeze(frozen.at(run.step))
         record = _train_step(run, micro_batches, lr, started)
         run.records.append(record)
         for hook in hooks:
             hook.on_step(run, record)
+        if run.stop is not None:
+            return
         if run.step >= run.num_steps:
             break
         started = time.perf_counter()
     for hook in hooks:
         hook.on_epoch_end(run)
+    run.epoch, run.epoch_samples = run.epoch + 1, 0
 
 
 def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float) -> StepRecord:
@@ -71,7 +77,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     for index, cpu_batch in enumerate(micro_batches):
         batch = cpu_batch.to(run.device, getattr(torch, run.plan.sharding.precision.master))
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        is_first = run.step == 0 and index == 0
+        is_first = run.step == run.first_step and index == 0
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with sharded.measure_activations() if is_first else nullcontext():
                 outputs = sharded.model(batch.images, criterion.probe())
@@ -86,6 +92,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     loss_value = float(all_reduce_sum(loss_sum))
     run.step += 1
     run.position += num_samples
+    run.epoch_samples += num_samples
     if not result.skipped and not math.isfinite(loss_value):
         raise DivergedError(
             f"The loss became {loss_value} at step {run.step} (learning rate {lr:g}). "

@@ -1,0 +1,50 @@
+"""How a run is asked to save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from vissl_zero.engine import stopping
+
+
+@pytest.fixture(autouse=True)
+def _put_back(monkeypatch):
+    before = {number: signal.getsignal(number) for number in (*stopping.SIGNALS, signal.SIGINT)}
+    monkeypatch.delenv(stopping.END_AT_VARIABLE, raising=False)
+    stopping.forget()
+    yield
+    stopping.forget()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_signals_ask_with_their_name(number):
+    stopping.listen()
+    assert stopping.asked() is None
+    os.kill(os.getpid(), number)
+    assert stopping.asked() == stopping.Stop(number.name, 75)
+    stopping.ask("later")
+    assert stopping.asked() == stopping.Stop(number.name, 75)
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_at_once():
+    stopping.listen()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.asked() == stopping.Stop("Ctrl-C", 130)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_earlier_time_limit_counts(monkeypatch):
+    stopping.end_at(time.time() + 100)
+    assert stopping.asked() is None
+    monkeypatch.setenv(stopping.END_AT_VARIABLE, str(time.time() - 1))
+    stopping.end_at(time.time() + 100)
+    assert stopping.asked() == stopping.Stop("the time limit")
+    stopping.forget()
+    assert stopping.asked() == stopping.Stop("the time limit"), "the environment alone is enough"

@@ -1,0 +1,108 @@
+"""Save and stop: how a run is asked to end early, and how it says that it has.
+
+A run that is asked to stop finishes its optimizer step, agrees with all ranks on that step, saves a checkpoint, closes
+its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command goes on from there, on the same number
+of ranks or another. One rank that is asked is enough. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Whoever
+starts runs (the local launcher, a batch system) needs this file and nothing else::
+
+    from vissl_zero.engine import stopping
+
+    stopping.listen()           # in a rank's process: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C mean save and stop
+    stopping.ask("preempted")   # the same without a signal; from any thread, or from a signal handler
+    stopping.end_at(deadline)   # the time limit, as Unix time; VISSL_ZERO_END_AT in the environment does it too
+    ...
+    if code == stopping.STOPPED:  # the exit code of a rank, of the launcher, of ``vissl-zero config=...``
+        requeue()
+
+A batch system that sends a warning signal before the end of a job (``#SBATCH --signal=USR1@300``) may send it to the
+launcher or to the ranks: the launcher passes SIGTERM, SIGUSR1 and SIGUSR2 on. A second Ctrl-C ends at once, unsaved.
+
+Other exit codes: 0 done, 1 a crash, 2 the user's input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "temporary failure, the user is invited to retry"
+INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+END_AT_VARIABLE = "VISSL_ZERO_END_AT"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run is to end.
+
+    Attributes:
+        reason: for people ("SIGUSR1", "the time limit", ...).
+        exit_code: ``STOPPED``, or ``INTERRUPTED`` for Ctrl-C.
+    """
+
+    reason: str
+    exit_code: int = STOPPED
+
+
+_asked: Stop | None = None
+_end_at: float | None = None
+
+
+def ask(reason: str, exit_code: int = STOPPED) -> None:
+    """Have this rank's run save and stop after the step in progress. The first call counts."""
+    global _asked
+    if _asked is None:
+        _asked = Stop(reason, exit_code)
+
+
+def asked() -> Stop | None:
+    """What this rank was asked, or the time limit once it is reached; None: go on."""
+    if _asked is not None:
+        return _asked
+    end_at = _end_at if _end_at is not None else _from_environment()
+    if end_at is not None and time.time() >= end_at:
+        return Stop("the time limit")
+    return None
+
+
+def end_at(unix_time_s: float | None) -> None:
+    """Stop when the clock says so; the earlier of this and ``VISSL_ZERO_END_AT`` counts. None: no limit."""
+    global _end_at
+    given = [limit for limit in (unix_time_s, _from_environment()) if limit is not None]
+    _end_at = min(given, default=None)
+
+
+def forget() -> None:
+    """As if nothing had been asked; for the next run of a process."""
+    global _asked, _end_at
+    _asked = _end_at = None
+
+
+def listen(ctrl_c: bool = True) -> None:
+    """Let ``SIGNALS`` (and Ctrl-C, if wanted) mean save and stop. Only in the main thread; does nothing elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in SIGNALS:
+        signal.signal(number, _on_signal)
+    if ctrl_c:
+        signal.signal(signal.SIGINT, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        if _asked is not None:
+            raise KeyboardInterrupt
+        ask("Ctrl-C", INTERRUPTED)
+    else:
+        ask(signal.Signals(number).name)
+
+
+def _from_environment() -> float | None:
+    try:
+        return float(os.environ[END_AT_VARIABLE])
+    except (KeyError, ValueError):
+        return None
