@@ -44,7 +44,7 @@ class Saboteur(Hook):
 def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, f"config.CHECKPOINT.DIR={folder}/run", *overrides]
     (folder / "saboteur_of_tests.py").write_text(SABOTEUR)
-    env = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]), **environment}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder, start_new_session=True
     )

@@ -31,7 +31,7 @@ def write_parts(folder: Path) -> dict[str, str]:
     (folder / "configs/config/my_recipe.yaml").write_text(
         block("yaml", "# @package _global_\n# configs/config/my_recipe.yaml")
     )
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.timeout(200)
