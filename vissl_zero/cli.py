@@ -29,6 +29,7 @@ Train:
     config.CHECKPOINT.DIR=runs/mine                 the run folder
 
 Look before you train:
+  vissl-zero config=<recipe> --dry-run              check everything, print the plan, start nothing
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
   vissl-zero config=<recipe> --help                 the same, with Hydra's hints
   vissl-zero list recipes|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
@@ -102,6 +103,7 @@ def _train(arguments: list[str]) -> int:
 
     register()
     sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
+    arguments = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     sys.argv = [sys.argv[0], *_quiet_on_other_ranks(arguments)]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
@@ -129,7 +131,10 @@ def _run_job(cfg: object) -> int:
     try:
         composed = typed(cfg, str(hydra_cfg.runtime.choices["config"]))
         plan = resolve(composed.run, hydra_cfg.runtime.output_dir, recipe=composed.recipe, written=composed.written)
-        return run(plan, composed.user_yaml())
+        code = run(plan, composed.user_yaml(), composed.node_id)
+        if composed.run.DRY_RUN:
+            _remove_if_empty(Path(hydra_cfg.runtime.output_dir))
+        return code
     except VisslZeroError as error:
         print(error, file=sys.stderr)
         _remove_if_empty(Path(hydra_cfg.runtime.output_dir))

@@ -26,11 +26,13 @@ class Composed:
         run: typed, every ``${...}`` resolved.
         written: the same tree as plain containers, with every ``${...}`` as it was written.
         recipe: what ``config=`` named.
+        node_id: number of this machine, from 0.
     """
 
     run: RunConfig
     written: dict[str, Any]
     recipe: str
+    node_id: int = 0
 
     def user_yaml(self) -> str:
         """Text of ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
@@ -52,7 +54,11 @@ def typed(cfg: DictConfig, recipe: str) -> Composed:
     except EXPLAINABLE as error:
         raise explain(error) from error
     assert isinstance(run, RunConfig) and isinstance(written, dict)
-    return Composed(run, {str(key): value for key, value in written.items()}, recipe)
+    if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
+        must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
+        fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES says how many there are."
+        raise ConfigError([Problem("node_id", str(cfg.node_id), must, fix)])
+    return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id)
 
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:

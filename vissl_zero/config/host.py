@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import ctypes
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +39,33 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
     """
     num_gpus, why_no_gpu = _gpus()
     return Host(num_gpus, why_no_gpu, _cores(), torchrun_ranks(os.environ if environment is None else environment))
+
+
+def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
+    """A node of the SLURM cluster as a job will see it, which need not be like this machine.
+
+    Args:
+        num_procs, num_cores: that the job asks for on each node.
+        device: MACHINE.DEVICE; "auto" has GPUs where the partition says that its nodes do.
+        partition: empty for the cluster's default one.
+    """
+    why_no_gpu = "the partition's nodes have none"
+    num_gpus = num_procs if device in ("gpu", "cuda") else _partition_gpus(partition) if device == "auto" else 0
+    return Host(num_gpus, why_no_gpu, num_cores)
+
+
+def _partition_gpus(partition: str) -> int:
+    command = ["sinfo", "-h", "-o", "%P %G", *(["-p", partition] if partition else [])]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    counts = []
+    for line in answer.splitlines():
+        name, _, resources = line.partition(" ")
+        if partition or name.endswith("*"):  # the star marks the default
+            counts += [int(count) for count in re.findall(r"gpu(?::[a-zA-Z][^:,()]*)?:(\d+)", resources)]
+    return max(counts, default=0)
 
 
 def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from vissl_zero.config.derive.components import head_options, inferred_notes, lo
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import global_batch, placement
 from vissl_zero.config.derive.sharding import sharding_plan
-from vissl_zero.config.host import Host, this_host
+from vissl_zero.config.host import Host, cluster_host, this_host
 from vissl_zero.config.plain_tree import find, leaves, without_vissl_keys
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.rules import problems
@@ -46,7 +46,7 @@ def resolve(
         ConfigError: everything that is wrong, all problems at once.
     """
     load_plugins(cfg.IMPORTS)
-    host = host or this_host()
+    host = host or _host(cfg)
     if found := problems(cfg, host):
         raise ConfigError(found)
     place, step = placement(cfg, host), global_batch(cfg, host)
@@ -74,6 +74,15 @@ def resolve(
         notes=(*place.notes, *sharding_notes, *optimizer_notes, *inferred_notes(cfg), *no_effect(cfg)),
         interpolations=_interpolations(written or {}, config),
     )
+
+
+def _host(cfg: RunConfig) -> Host:
+    """The machine to plan for: this one, or a node of the cluster that the run is submitted to."""
+    here = this_host()
+    if not cfg.SLURM.USE_SLURM or here.torchrun:
+        return here
+    procs = cfg.DISTRIBUTED.NUM_PROC_PER_NODE
+    return cluster_host(procs, cfg.SLURM.NUM_CPU_PER_PROC * procs, cfg.MACHINE.DEVICE, cfg.SLURM.PARTITION)
 
 
 def _config(cfg: RunConfig) -> dict[str, Any]:

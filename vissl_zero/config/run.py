@@ -26,6 +26,8 @@ class RunConfig:
     """Optimizer steps between lines of the plain display."""
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
+    DRY_RUN: bool = False
+    """Check everything, print the plan of the run and start nothing; also written --dry-run."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
     MODEL: Model = field(default_factory=Model)
@@ -59,7 +61,7 @@ class Root:
     VERSION: int = 1
     """Version of VISSL's configuration; only 1."""
     node_id: int = 0
-    """Number of this machine; no effect, torchrun says it."""
+    """Number of this machine, from 0, where machines are started by hand (DISTRIBUTED.RUN_ID)."""
     engine_name: str = "train"
     """What to do; only train."""
     config: RunConfig = field(default_factory=RunConfig)

@@ -303,7 +303,6 @@ NO_EFFECT: dict[str, Any] = {
         "NCCL_SOCKET_NTHREADS": "",
         "BROADCAST_BUFFERS": True,
         "INIT_METHOD": "tcp",
-        "RUN_ID": "auto",
         "MANUAL_GRADIENT_REDUCTION": False,
     },
     "NEAREST_NEIGHBOR": {"USE_CUDA": True, "OPTIMIZE_MEMORY": False, "FEATURES": {"PATH": ""}},

@@ -36,6 +36,10 @@ class Schedules:
         self._lr_of = {g.name: (lr_head or lr) if g.is_head else lr for g in groups}
         self._wd_of = {g.name: wd_head if g.is_head else wd for g in groups if g.is_decayed}
 
+    def lr(self, step: int) -> float:
+        """The trunk's learning rate at optimizer step ``step`` (from 0)."""
+        return self._lr(step)
+
     def apply(self, sharded: Sharded, step: int) -> float:
         """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:

@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client, NetworkStore
+
 STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"  # set by launch/local.py: a file in a folder only this user can enter
 
 
@@ -25,8 +27,12 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         timeout_s: of every collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = None
-    if path := os.environ.get(STORE_PATH_VARIABLE):
+    store: dist.Store | None = None
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        host, _, port = address.rpartition(":")
+        secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
+        store = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
+    elif path := os.environ.get(STORE_PATH_VARIABLE):
         store = dist.FileStore(path, world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)

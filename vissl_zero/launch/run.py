@@ -36,15 +36,28 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> None:
         raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}).") from error
 
 
-def run(plan: ResolvedRun, user_yaml: str) -> int:
-    """Run to the end; returns the exit code.
+def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
+    """Run to the end, or submit; returns the exit code.
 
     Args:
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
+        node_id: number of this machine, where machines are started by hand.
     """
+    if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
+        from vissl_zero.launch.dry_run import dry_run
+
+        return dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
+    if plan.config["SLURM"]["USE_SLURM"]:
+        from vissl_zero.launch.slurm import submit
+
+        return submit(plan, user_yaml)
+    if plan.num_nodes > 1:
+        from vissl_zero.launch.machines import launch_machine
+
+        return launch_machine(plan, user_yaml, node_id)
     from vissl_zero.launch.local import launch_local  # here, because it imports torch
 
     prepare_folder(plan, user_yaml)
@@ -72,3 +85,12 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher
         return fail(error)
     return 0
+
+
+def _submission(plan: ResolvedRun) -> str:
+    """The sbatch script of a run that would be submitted, else nothing."""
+    if not plan.config["SLURM"]["USE_SLURM"]:
+        return ""
+    from vissl_zero.launch.slurm_script import script
+
+    return script(plan)

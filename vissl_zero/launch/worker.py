@@ -15,6 +15,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.launch.failure import write_failure
+from vissl_zero.launch.membership import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.launch.process_group import process_group
 from vissl_zero.registry import load_plugins
 from vissl_zero.reporting.hooks import build_hooks
@@ -46,6 +47,14 @@ def work(plan: ResolvedRun) -> None:
         train_rank(plan)
 
 
+def take_place() -> None:
+    """Number this rank among all machines; torch's launcher knows its own machine only."""
+    if FIRST_RANK_VARIABLE in os.environ:
+        os.environ["RANK"] = str(int(os.environ[FIRST_RANK_VARIABLE]) + int(os.environ["RANK"]))
+        os.environ["LOCAL_RANK"] = str(int(os.environ[FIRST_LOCAL_RANK_VARIABLE]) + int(os.environ["LOCAL_RANK"]))
+        os.environ["WORLD_SIZE"] = os.environ[WORLD_SIZE_VARIABLE]
+
+
 def fail(error: BaseException) -> int:
     """Report an error of this rank and give its exit code: 2 for a user's error, 1 otherwise."""
     failure = write_failure(error, int(os.environ.get("RANK", 0)))
@@ -60,6 +69,7 @@ def fail(error: BaseException) -> int:
 def main() -> int:
     """Entry of a rank started by ``launch/local.py``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher alone answers it
+    take_place()
     try:
         work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher

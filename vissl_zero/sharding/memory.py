@@ -30,7 +30,7 @@ class Storages:
             if tensor is not None:
                 storage = _plain(tensor).untyped_storage()
                 if size := storage.nbytes():
-                    self._sizes[storage.data_ptr()] = size
+                    self._sizes[_address(storage)] = size
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class Storages:
         return sum(self._sizes.values())
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return storage.data_ptr() in self._sizes
+        return _address(storage) in self._sizes
 
 
 def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
@@ -98,10 +98,13 @@ class ActivationCounter(TorchDispatchMode):
     def alive_bytes(self, *excluded: Storages) -> int:
         """Bytes of the storages made inside that still live and are not among ``excluded``."""
         storages = (reference() for reference in self._made.values())
-        alive = {
-            s.data_ptr(): s.nbytes() for s in storages if s is not None and not any(s in kind for kind in excluded)
-        }
+        alive = {_address(s): s.nbytes() for s in storages if s is not None and not any(s in kind for kind in excluded)}
         return sum(alive.values())
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Of the memory; of the object for fake and meta tensors, which have none."""
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -24,7 +24,11 @@ class Distributed:
     NUM_PROC_PER_NODE: int = 1
     """Processes (ranks) on each machine; torchrun's own number wins."""
     NUM_NODES: int = 1
-    """Machines; more than 1 only under torchrun."""
+    """Machines: under torchrun, under SLURM, or by hand with RUN_ID and one command per machine."""
+    RUN_ID: str = "auto"
+    """Where machines started by hand meet: <address of machine 0>:<port>; auto: this machine alone."""
+    SECRET_FILE: str | None = None
+    """What machines started by hand prove to each other that they know; null: ~/.vissl_zero/secret, made if missing."""
     BACKEND: str = "auto"
     """auto (nccl on GPUs, gloo on the CPU), nccl or gloo."""
     TIMEOUT_S: float = 600.0
@@ -33,7 +37,7 @@ class Distributed:
 
 @dataclass
 class Slurm:
-    """``SLURM``: submission to a cluster; not there yet, so USE_SLURM must stay false."""
+    """``SLURM``: the run becomes a job of a cluster. NUM_NODES and NUM_PROC_PER_NODE say its size."""
 
     USE_SLURM: bool = False
     """Submit the run instead of starting it here."""
@@ -42,9 +46,13 @@ class Slurm:
     COMMENT: str = "vissl job"
     """Comment on the job."""
     PARTITION: str = ""
-    """Partition to submit to."""
+    """Partition to submit to; empty: the cluster's default."""
+    ACCOUNT: str = ""
+    """Account to charge; empty: the cluster's default."""
+    QOS: str = ""
+    """Quality of service; empty: the cluster's default."""
     LOG_FOLDER: str = "."
-    """Folder for the job's logs."""
+    """Folder for the job's submission and logs, which this user alone can enter; relative: to the run folder."""
     TIME_HOURS: int = 72
     """Time limit, hours."""
     TIME_MINUTES: int = 0
@@ -52,13 +60,21 @@ class Slurm:
     CONSTRAINT: str = ""
     """Node features asked for."""
     MEM_GB: int = 250
-    """Memory per node, GiB."""
-    PORT_ID: int = 40050
-    """Rendezvous port."""
+    """Memory per node, GiB; 0: all of it."""
     NUM_CPU_PER_PROC: int = 8
     """CPU cores per process."""
+    PORT_ID: int = 0
+    """Rendezvous port; 0: a free one."""
+    TASK_PER: str = "node"
+    """node: one launcher per node, which starts its processes; process: one SLURM task per process."""
+    SIGNAL_DELAY_S: int = 120
+    """Seconds before the time limit (or the eviction) at which the run saves and stops."""
+    MAX_REQUEUES: int = 3
+    """How many times a job that saved and stopped is queued again; 0: never."""
+    SETUP: list[str] = field(default_factory=list)
+    """Shell commands to run on the first node before the run, such as module load cuda."""
     ADDITIONAL_PARAMETERS: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch parameters."""
+    """Further sbatch options by their long names, such as {exclude: node7}; true for one without a value."""
 
 
 @with_vissl_keys("TRAINER")

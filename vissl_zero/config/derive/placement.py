@@ -42,6 +42,8 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
         notes.append("config.DISTRIBUTED.BACKEND: nccl needs GPUs; gloo is used on the CPU.")
     if host.torchrun and procs != distributed.NUM_PROC_PER_NODE != 1:
         notes.append(f"config.DISTRIBUTED.NUM_PROC_PER_NODE has no effect: torchrun started {procs} processes.")
+    if distributed.NUM_NODES == 1 and distributed.RUN_ID != "auto":
+        notes.append("config.DISTRIBUTED.RUN_ID has no effect: one machine has nobody to meet.")
     return Placement(
         device=device,
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",

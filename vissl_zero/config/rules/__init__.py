@@ -19,6 +19,7 @@ from vissl_zero.config.rules import (
     precision,
     schedules,
     sharding,
+    slurm,
 )
 from vissl_zero.config.rules import vissl as vissl_rules
 from vissl_zero.config.run import RunConfig
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *sharding.RULES,
     *precision.RULES,
     *placement.RULES,
+    *slurm.RULES,
     *later.RULES,
     *vissl_rules.RULES,
 )

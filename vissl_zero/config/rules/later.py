@@ -22,14 +22,6 @@ def checkpoints(cfg: RunConfig, host: Host) -> list[Problem]:
     ]
 
 
-def slurm(cfg: RunConfig, host: Host) -> Problem | None:
-    """Nothing is submitted."""
-    if not cfg.SLURM.USE_SLURM:
-        return None
-    fix = "Leave it off, and start the run with srun or torchrun in a job of your own."
-    return Problem("config.SLURM.USE_SLURM", "True", "cannot be set yet: nothing is submitted by this version", fix)
-
-
 def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
     """One shard group, of all ranks."""
     world_size = ranks(cfg, host)[0]
@@ -44,4 +36,4 @@ def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
 
 
-RULES = (checkpoints, slurm, shard_groups, hooks)
+RULES = (checkpoints, shard_groups, hooks)

@@ -51,11 +51,22 @@ def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
-    """Several machines are started by torchrun."""
-    if cfg.DISTRIBUTED.NUM_NODES <= 1 or host.torchrun:
+    """Several machines know where to meet."""
+    distributed = cfg.DISTRIBUTED
+    if distributed.NUM_NODES <= 1 or host.torchrun or cfg.SLURM.USE_SLURM:
         return None
-    fix = "Start tools/run_distributed.py under torchrun --nnodes on each machine."
-    return Problem("config.DISTRIBUTED.NUM_NODES", str(cfg.DISTRIBUTED.NUM_NODES), "must be 1 without torchrun", fix)
+    host_name, _, port = distributed.RUN_ID.rpartition(":")
+    if host_name and port.isdigit() and 0 < int(port) < 65536:
+        return None
+    if distributed.RUN_ID == "auto":
+        must = "must be 1, unless machines know where to meet"
+        fix = (
+            "On each machine write config.DISTRIBUTED.RUN_ID=<address of machine 0>:<port> node_id=<its number>; "
+            "or use torchrun --nnodes, or config.SLURM.USE_SLURM=true."
+        )
+        return Problem("config.DISTRIBUTED.NUM_NODES", str(distributed.NUM_NODES), must, fix)
+    must = "must be <address of machine 0>:<port>"
+    return Problem("config.DISTRIBUTED.RUN_ID", repr(distributed.RUN_ID), must, "Write such as 10.0.0.1:29500.")
 
 
 RULES = (names, gpu, numbers, several_machines)

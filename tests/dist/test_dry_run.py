@@ -1,0 +1,83 @@
+"""What a dry run says is what a run does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from vissl_zero import cli
+from vissl_zero.config.compose import compose
+from vissl_zero.config.host import Host
+from vissl_zero.config.resolve import resolve
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
+from vissl_zero.launch.dry_run import rehearse
+
+RECIPE = "quickstart/swav_digits"
+CASES = {
+    "level 0": ["config.ZERO.LEVEL=0"],
+    "level 1": ["config.ZERO.LEVEL=1"],
+    "level 2, float64": ["config.ZERO.LEVEL=2", "config.TRAINER.DTYPE=float64"],
+    "level 3, LARC": ["config.ZERO.LEVEL=3", "config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true"],
+    "level 3, recomputed": ["config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true"],
+}
+
+
+def planned(*overrides: str) -> ResolvedRun:
+    nothing_frozen = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]"  # a frozen parameter has no optimizer state yet
+    overrides = (*overrides, nothing_frozen, "config.TRAINER.MAX_STEPS=2", "config.TRAINER.THREADS_PER_RANK=1")
+    composed = compose(RECIPE, overrides)
+    return resolve(composed.run, "/nowhere", recipe=RECIPE, host=Host(num_cores=1))
+
+
+def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
+    """Bytes by kind after two steps, the wrap plan, the length and the learning rates, of a real rank."""
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    num_steps = run.num_steps
+    train(run, schedules, frozen, [])
+    return asdict(run.records[-1].bytes), run.sharded.describe(), num_steps, [record.lr for record in run.records]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_units_and_rates_are_those_of_a_run(case):
+    plan = planned(*CASES[case])
+    rehearsed = rehearse(plan)
+    per_rank = run_on_ranks(2, measured, plan)
+    memory, described, num_steps, rates = per_rank[0]
+    forecast = asdict(rehearsed.forecast.memory)
+    for kind in ("params", "grads", "optimizer", "buffers"):
+        assert forecast[kind] == memory[kind] == max(figures[0][kind] for figures in per_rank), kind
+    assert rehearsed.forecast.no_activations == ""
+    assert forecast["activations"] == pytest.approx(memory["activations"], rel=0.1)
+    assert forecast["params_step_peak"] == pytest.approx(memory["params_step_peak"], rel=0.02)
+    assert rehearsed.forecast.wrap_plan.describe() == described
+    assert rehearsed.num_steps == num_steps == 2
+    assert [rehearsed.lr_first, rehearsed.lr_last] == rates
+
+
+def test_the_command_prints_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([f"config={RECIPE}", "--dry-run", f"config.CHECKPOINT.DIR={tmp_path}/runs/mine"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "nothing was started",
+        "ZeRO level 3, torch engine, 2 processes on cpu",
+        "1,144 steps, 44 an epoch",
+        "0.0015 at most",
+        f"{tmp_path}/runs/mine",
+        "block  trunk.stages.2.1         15,312",
+    ):
+        assert text in printed
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not (tmp_path / "runs/mine").exists()
+
+
+def test_what_only_building_shows_is_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wrong = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[[heads.0.prototype.weight,3]]"
+    assert cli.main([f"config={RECIPE}", "--dry-run", wrong]) == 2
+    assert "must name parameters of the model" in capsys.readouterr().err

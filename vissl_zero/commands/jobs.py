@@ -1,0 +1,126 @@
+"""``tools/jobs.py list | logs <job> [--follow] | cancel <job>``: the runs this user has submitted to SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vissl_zero.errors import LaunchError, did_you_mean
+from vissl_zero.launch.slurm_note import Submitted, noted
+
+USAGE = """\
+tools/jobs.py list                   submitted runs: state, progress, run folder
+tools/jobs.py logs <job> [--follow]  what a job printed; all of its tasks' errors at the end
+tools/jobs.py cancel <job> ...       cancel jobs; a run that is under way saves first, if its cluster leaves it the time
+"""
+_WORDS = ("list", "logs", "cancel")
+_FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "ended")
+
+
+def jobs(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        LaunchError: an unknown word or job.
+    """
+    word, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if word in ("", "-h", "--help"):
+        print(USAGE, end="")
+        return 0 if word else 2
+    if word not in _WORDS:
+        raise LaunchError(f"tools/jobs.py {word}: must be list, logs or cancel.{did_you_mean(word, _WORDS)}")
+    if word == "list":
+        return _list()
+    follow = "--follow" in rest or "-f" in rest
+    names = [name for name in rest if name not in ("--follow", "-f")]
+    if not names:
+        raise LaunchError(f"tools/jobs.py {word}: must name a job. tools/jobs.py list shows them.")
+    known = {job.job_id: job for job in noted()}
+    for name in names:
+        if name not in known:
+            listed = f"Known: {', '.join(list(known)[-8:])}." if known else "None was submitted from this account."
+            raise LaunchError(f"tools/jobs.py {word}: {name} is no job of vissl-zero. {listed}")
+    if word == "cancel":
+        return subprocess.run(["scancel", *names], check=False).returncode
+    return _logs(known[names[0]], follow)
+
+
+def _list() -> int:
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "name", "state", "steps", "submitted", "run folder"):
+        table.add_column(column, no_wrap=column != "run folder", overflow="fold")
+    found = noted()
+    for job in found:
+        when = time.strftime("%m-%d %H:%M", time.localtime(job.submitted))
+        row = (job.job_id, job.name, state_of(job), _steps(job), when, job.run_dir)
+        table.add_row(*map(Text, row))
+    if found:
+        Console().print(table)
+    else:
+        print("No run was submitted from this account.")
+    return 0
+
+
+def state_of(job: Submitted) -> str:
+    """SLURM's word for the job's state, or what the run folder says of one that SLURM has forgotten."""
+    try:
+        answer = subprocess.run(
+            ["scontrol", "show", "job", "-o", job.job_id], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        answer = None
+    states = (
+        [word.partition("=")[2] for word in answer.stdout.split() if word.startswith("JobState=")] if answer else []
+    )
+    if states and _is_same(job, answer.stdout if answer else ""):
+        return states[0]
+    return "COMPLETED" if (Path(job.run_dir) / "summary.json").exists() else "ended"
+
+
+def _is_same(job: Submitted, description: str) -> bool:
+    """Job numbers begin again on a cluster that was set up anew: the log's path tells jobs apart."""
+    return str(Path(job.stdout).parent) in description
+
+
+def _steps(job: Submitted) -> str:
+    """Optimizer steps so far, from the last line of the run's metrics."""
+    try:
+        with (Path(job.run_dir) / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            lines = file.read().splitlines()
+        return str(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, KeyError, ValueError):
+        return "-"
+
+
+def _logs(job: Submitted, follow: bool) -> int:
+    """Print the first task's output as it comes, then every task's errors."""
+    out, folder = Path(job.stdout), Path(job.stdout).parent
+    position = 0
+    while True:
+        is_over = not follow or state_of(job) in _FINAL  # asked first: what is written before the end is still read
+        if out.exists():
+            with out.open("rb") as file:
+                file.seek(position)
+                text = file.read()
+            position += len(text)
+            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.flush()
+        if is_over:
+            break
+        time.sleep(1.0)
+    if position == 0:
+        print(f"Nothing yet in {out}; the job is {state_of(job)}.")
+    for path in sorted(folder.glob("*_log.err")):
+        if text := path.read_bytes():
+            print(f"\n--- {path.name} ---\n{text.decode(errors='replace')}", end="")
+    return 0

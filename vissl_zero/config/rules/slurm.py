@@ -1,0 +1,125 @@
+"""What a job of a cluster may be called and ask for; nothing given here can add a line to the sbatch script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from vissl_zero.config.host import Host
+from vissl_zero.config.rules.limits import at_least, one_of
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import Problem
+
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# sbatch options that other keys decide, and those that keys decide.
+_DECIDED = {
+    "job-name": "config.SLURM.NAME",
+    "comment": "config.SLURM.COMMENT",
+    "partition": "config.SLURM.PARTITION",
+    "account": "config.SLURM.ACCOUNT",
+    "qos": "config.SLURM.QOS",
+    "time": "config.SLURM.TIME_HOURS and TIME_MINUTES",
+    "constraint": "config.SLURM.CONSTRAINT",
+    "mem": "config.SLURM.MEM_GB",
+    "cpus-per-task": "config.SLURM.NUM_CPU_PER_PROC",
+    "nodes": "config.DISTRIBUTED.NUM_NODES",
+    "ntasks": "config.DISTRIBUTED.NUM_PROC_PER_NODE and NUM_NODES",
+    "ntasks-per-node": "config.DISTRIBUTED.NUM_PROC_PER_NODE",
+    "gpus-per-node": "config.DISTRIBUTED.NUM_PROC_PER_NODE and config.MACHINE.DEVICE",
+    "signal": "config.SLURM.SIGNAL_DELAY_S",
+    "output": "config.SLURM.LOG_FOLDER",
+    "error": "config.SLURM.LOG_FOLDER",
+    "open-mode": "the run, which appends to its logs",
+    "requeue": "config.SLURM.MAX_REQUEUES",
+    "no-requeue": "config.SLURM.MAX_REQUEUES",
+    "array": "Hydra's multirun (-m)",
+    "wrap": "the run",
+}
+
+
+def texts(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Names and comments are one line each: a second one would be read as an option or a command."""
+    slurm, found = cfg.SLURM, []
+    for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
+        value = getattr(slurm, key)
+        if _has_control(value):
+            found.append(_one_line(f"config.SLURM.{key}", value))
+    if not slurm.NAME.strip():
+        found.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
+    if "%" in slurm.LOG_FOLDER:
+        must = "must have no %, which SLURM replaces"
+        found.append(Problem("config.SLURM.LOG_FOLDER", repr(slurm.LOG_FOLDER), must, "Name another folder."))
+    return found
+
+
+def setup(cfg: RunConfig, host: Host) -> list[Problem]:
+    """SETUP is shell, and nothing but shell."""
+    must = "must be shell commands, not options of sbatch"
+    fix = "Put options into config.SLURM.ADDITIONAL_PARAMETERS."
+    return [
+        Problem("config.SLURM.SETUP", repr(command), must, fix)
+        for command in cfg.SLURM.SETUP
+        if re.search(r"^\s*#\s*SBATCH", command, re.MULTILINE)
+    ]
+
+
+def additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
+    """Further options are well formed and are not those that other keys decide."""
+    for name, value in cfg.SLURM.ADDITIONAL_PARAMETERS.items():
+        option, key = str(name).replace("_", "-"), f"config.SLURM.ADDITIONAL_PARAMETERS.{name}"
+        if not _OPTION.fullmatch(option):
+            fix = "Write it without dashes in front, such as exclude."
+            yield Problem("config.SLURM.ADDITIONAL_PARAMETERS", repr(name), "must be a long option of sbatch", fix)
+        elif option in _DECIDED:
+            yield Problem(key, repr(value), "is decided by another key", f"Use {_DECIDED[option]}.")
+        elif not isinstance(value, (str, int, float, bool)):
+            yield Problem(key, repr(value), "must be a text, a number or true", "Write one value.")
+        elif value is False:
+            yield Problem(key, "False", "must be true for an option without a value", "Leave it out to be without it.")
+        elif _has_control(str(value)):
+            yield _one_line(key, str(value))
+
+
+def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Counts and times are in range."""
+    slurm = cfg.SLURM
+    found = [
+        *at_least("SLURM.TIME_HOURS", slurm.TIME_HOURS, 0),
+        *at_least("SLURM.TIME_MINUTES", slurm.TIME_MINUTES, 0),
+        *at_least("SLURM.MEM_GB", slurm.MEM_GB, 0),
+        *at_least("SLURM.NUM_CPU_PER_PROC", slurm.NUM_CPU_PER_PROC, 1),
+        *at_least("SLURM.SIGNAL_DELAY_S", slurm.SIGNAL_DELAY_S, 1),
+        *at_least("SLURM.MAX_REQUEUES", slurm.MAX_REQUEUES, 0),
+        *one_of("SLURM.TASK_PER", slurm.TASK_PER, ("node", "process")),
+    ]
+    if not 0 <= slurm.PORT_ID < 65536:
+        must, fix = "must be 0 to 65535", "Write 0 for a free port."
+        found.append(Problem("config.SLURM.PORT_ID", str(slurm.PORT_ID), must, fix))
+    minutes = 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES
+    if minutes < 1:
+        fix = "Set config.SLURM.TIME_HOURS or config.SLURM.TIME_MINUTES."
+        found.append(Problem("config.SLURM.TIME_HOURS", "0", "must leave time to run", fix))
+    elif 60 * minutes <= slurm.SIGNAL_DELAY_S:
+        must = f"must be less than the time limit, {60 * minutes} s"
+        fix = "Lower it, or raise config.SLURM.TIME_HOURS or TIME_MINUTES."
+        found.append(Problem("config.SLURM.SIGNAL_DELAY_S", str(slurm.SIGNAL_DELAY_S), must, fix))
+    return found
+
+
+def all_of_it(cfg: RunConfig, host: Host) -> list[Problem]:
+    """All rules of this file, where a job is submitted."""
+    if not cfg.SLURM.USE_SLURM:
+        return []
+    return [*texts(cfg, host), *setup(cfg, host), *additional(cfg, host), *numbers(cfg, host)]
+
+
+def _has_control(text: str) -> bool:
+    return any(ord(letter) < 32 or ord(letter) == 127 or letter in "\u0085\u2028\u2029" for letter in text)
+
+
+def _one_line(key: str, value: str) -> Problem:
+    must = "must be one line of printable text: the next line would be read as an option or a command"
+    return Problem(key, repr(value), must, "Take the line breaks out.")
+
+
+RULES = (all_of_it,)

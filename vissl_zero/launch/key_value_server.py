@@ -1,0 +1,184 @@
+"""The place where the machines of a run meet: a small key-value server that only holders of a secret can talk to.
+
+torch's own TCPStore listens on every interface and lets anyone in. This server listens on one address, and both sides
+prove with HMAC-SHA256 over fresh random numbers that they know the run's secret before anything else is said. It holds
+what process groups need to start (addresses of peers), when each launcher was last heard of, and why the run ended.
+
+Frames are a 4-byte length and fields of a 4-byte length each; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+MAX_FRAME = 1 << 26
+_LENGTH = struct.Struct("!I")
+_NONCE_BYTES = 32
+_HANDSHAKE_S = 10.0
+
+
+class RefusedError(ConnectionError):
+    """The other side does not hold the run's secret."""
+
+
+def send(sock: socket.socket, fields: Sequence[bytes]) -> None:
+    """Write one frame."""
+    body = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket, max_bytes: int = MAX_FRAME) -> list[bytes]:
+    """Read one frame.
+
+    Raises:
+        ConnectionError: the other side is gone, or sends what is no frame.
+    """
+    (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    if size > max_bytes:
+        raise ConnectionError("a frame is too large")
+    body, fields = _exactly(sock, size), []
+    while body:
+        if len(body) < _LENGTH.size:
+            raise ConnectionError("a frame is torn")
+        (length,) = _LENGTH.unpack(body[: _LENGTH.size])
+        fields.append(body[_LENGTH.size : _LENGTH.size + length])
+        body = body[_LENGTH.size + length :]
+    return fields
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise ConnectionError("the other side closed the connection")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
+    """Both sides show that they know ``secret`` without saying it.
+
+    Raises:
+        RefusedError: the other side does not.
+        ConnectionError, TimeoutError: it is gone or says nothing.
+    """
+    sock.settimeout(_HANDSHAKE_S)
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    send(sock, [ours])
+    (theirs,) = receive(sock, 256)
+    own, other = (b"server", b"client") if is_server else (b"client", b"server")
+    if len(theirs) != _NONCE_BYTES or theirs == ours:
+        raise RefusedError("no proper greeting")
+    send(sock, [_proof(secret, own, ours, theirs)])
+    try:
+        (proof,) = receive(sock, 256)
+    except ConnectionError as error:
+        raise RefusedError("the other side ended the greeting") from error
+    if not hmac.compare_digest(proof, _proof(secret, other, theirs, ours)):
+        raise RefusedError("the secrets differ")
+    sock.settimeout(None)
+
+
+def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
+
+
+class KeyValueServer:
+    """Serves in threads of this process until ``close``.
+
+    Args:
+        address: host and port to listen on; port 0 takes a free one.
+        secret: of the run.
+    Attributes:
+        address: what it listens on in fact.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes):
+        self._secret = secret
+        self._values: dict[bytes, bytes] = {}
+        self._changed = threading.Condition()
+        self._heard: dict[str, float] = {}
+        self._open: set[socket.socket] = set()
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server(address, family=family, backlog=256)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        threading.Thread(target=self._accept, daemon=True, name="key-value server").start()
+
+    def close(self) -> None:
+        """Stop listening and cut all connections."""
+        self._listener.close()
+        for sock in list(self._open):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            prove(sock, self._secret, is_server=True)
+            self._open.add(sock)
+            try:
+                while True:
+                    send(sock, self._answer(receive(sock)))
+            finally:
+                self._open.discard(sock)
+
+    def _answer(self, fields: list[bytes]) -> list[bytes]:
+        operation, *rest = fields
+        with self._changed:
+            if operation == b"wait":
+                return [b"1" if self._wait(float(rest[0]), rest[1:]) else b"0"]
+            if operation == b"beat":
+                return [self._beat(rest[0].decode())]
+            answer = self._change(operation, rest)
+            self._changed.notify_all()
+            return answer
+
+    def _wait(self, timeout_s: float, keys: list[bytes]) -> bool:
+        return self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
+
+    def _beat(self, name: str) -> bytes:
+        """Note that a launcher lives; give the seconds since each was last heard of."""
+        now = time.monotonic()
+        self._heard[name] = now
+        return json.dumps({other: now - when for other, when in self._heard.items()}).encode()
+
+    def _change(self, operation: bytes, rest: list[bytes]) -> list[bytes]:
+        values = self._values
+        if operation == b"set":
+            values[rest[0]] = rest[1]
+            return [b""]
+        if operation == b"get":
+            return [values[key] for key in rest] if all(key in values for key in rest) else []
+        if operation == b"add":
+            values[rest[0]] = str(int(values.get(rest[0], b"0")) + int(rest[1])).encode()
+            return [values[rest[0]]]
+        if operation == b"swap":
+            key, expected, desired = rest
+            if values.get(key, b"") == expected:
+                values[key] = desired
+            return [values.get(key, expected)]
+        if operation == b"check":
+            return [b"1" if all(key in values for key in rest) else b"0"]
+        if operation == b"delete":
+            return [b"1" if values.pop(rest[0], None) is not None else b"0"]
+        if operation == b"count":
+            return [str(len(values)).encode()]
+        return []

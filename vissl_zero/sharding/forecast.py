@@ -1,0 +1,126 @@
+"""Bytes of a rank by kind before anything runs: the model with fake tensors, which have shapes and no memory.
+
+Everything in this file happens inside torch's ``FakeTensorMode``. Parameters, gradients and optimizer state are counted
+from the shards that the first rank will hold (no rank holds more); activations by one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.models.unit import Unit
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.batch_norm import convert_batch_norms
+from vissl_zero.sharding.memory import ActivationCounter, Storages
+from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.strategy import Bytes, OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What ``forecast`` found.
+
+    Attributes:
+        wrap_plan: the units.
+        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it; ``peak``
+            is 0 (it depends on the allocator and the machine).
+        no_activations: why activations could not be counted, or empty.
+    """
+
+    wrap_plan: WrapPlan
+    memory: Bytes
+    no_activations: str = ""
+
+
+def forecast(
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    build_optimizer: OptimizerFactory,
+    plan: ShardingPlan,
+    world_size: int,
+    run_forward: Callable[[], Tensor],
+) -> Forecast:
+    """Forecast a rank's memory. Call it in ``FakeTensorMode``; no process group is needed and nothing is communicated.
+
+    Args:
+        model: built in that mode, with the master dtype; changed in place.
+        groups: parameter groups.
+        build_optimizer: as for ``Strategy.shard``.
+        plan: what will be asked of the strategy.
+        world_size: ranks of the run.
+        run_forward: runs the model and the loss on one micro-batch.
+    Raises:
+        ConfigError: what asks for the impossible of this model.
+    """
+    num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
+    wrap_plan = plan_wrap(model, plan, num_ranks)
+    params = dict(model.named_parameters())
+    states = _optimizer_bytes(params, groups, build_optimizer, num_ranks)
+    reduced = dtype_of(plan.precision.reduce)
+    activations, reason = _activations(model, plan, wrap_plan, run_forward)
+    trained = [params[name] for group in groups for name in group.params]
+    held = sum(_shard(param, num_ranks).nbytes for param in params.values())
+    return Forecast(
+        wrap_plan,
+        Bytes(
+            params=held,
+            grads=sum(_shard(param, num_ranks).numel() * reduced.itemsize for param in trained),
+            optimizer=states,
+            activations=activations,
+            buffers=sum(buffer.nbytes for buffer in model.buffers()),
+            params_step_peak=held + wrap_plan.whole_bytes,
+        ),
+        reason,
+    )
+
+
+def _shard(param: Tensor, num_ranks: int) -> Tensor:
+    """The first rank's rows: ``torch.chunk`` gives it the most."""
+    return param if param.dim() == 0 else param.chunk(num_ranks)[0]
+
+
+def _optimizer_bytes(
+    params: dict[str, nn.Parameter], groups: Sequence[ParamGroup], build: OptimizerFactory, num_ranks: int
+) -> int:
+    """Of the state after one step of the very optimizer, on shards of the right sizes."""
+    tables = []
+    for group in groups:
+        shards = [nn.Parameter(_shard(params[name], num_ranks).detach().clone()) for name in group.params]
+        for shard in shards:
+            shard.grad = torch.zeros_like(shard)
+        tables.append({"name": group.name, "params": shards, "lr": 0.0, "weight_decay": group.weight_decay})
+    optimizer, _ = build(tables)
+    optimizer.step()
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "step"
+    )
+
+
+def _activations(
+    model: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, run_forward: Callable[[], Tensor]
+) -> tuple[int, str]:
+    convert_batch_norms(model, None)
+    for name in wrap_plan.checkpointed:
+        unit = model.get_submodule(name)
+        assert isinstance(unit, Unit), name
+        unit.checkpoint = True
+    run_in_precision(model, plan.precision, torch.device("cpu"))
+    model.train()
+    constants = Storages([*model.parameters(), *model.buffers()])
+    try:
+        with ActivationCounter() as counter:
+            loss = run_forward()
+        assert isinstance(loss, FakeTensor)
+        return counter.alive_bytes(constants), ""
+    except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
+        return 0, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
