@@ -73,15 +73,12 @@ def _list() -> int:
 def state_of(job: Submitted) -> str:
     """SLURM's word for the job's state, or what the run folder says of one that SLURM has forgotten."""
     try:
-        answer = subprocess.run(
-            ["scontrol", "show", "job", "-o", job.job_id], capture_output=True, text=True, check=False, timeout=60
-        )
+        command = ["scontrol", "show", "job", "-o", job.job_id]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        answer = None
-    states = (
-        [word.partition("=")[2] for word in answer.stdout.split() if word.startswith("JobState=")] if answer else []
-    )
-    if states and _is_same(job, answer.stdout if answer else ""):
+        answer = ""
+    states = [word.partition("=")[2] for word in answer.split() if word.startswith("JobState=")]
+    if states and _is_same(job, answer):
         return states[0]
     return "COMPLETED" if (Path(job.run_dir) / "summary.json").exists() else "ended"
 

@@ -76,13 +76,13 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
     sock.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
-    (theirs,) = receive(sock, 256)
+    theirs = b"".join(receive(sock, 256))
     own, other = (b"server", b"client") if is_server else (b"client", b"server")
     if len(theirs) != _NONCE_BYTES or theirs == ours:
         raise RefusedError("no proper greeting")
     send(sock, [_proof(secret, own, ours, theirs)])
     try:
-        (proof,) = receive(sock, 256)
+        proof = b"".join(receive(sock, 256))
     except ConnectionError as error:
         raise RefusedError("the other side ended the greeting") from error
     if not hmac.compare_digest(proof, _proof(secret, other, theirs, ours)):
@@ -117,6 +117,8 @@ class KeyValueServer:
 
     def close(self) -> None:
         """Stop listening and cut all connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept, which would take one more client
         self._listener.close()
         for sock in list(self._open):
             with contextlib.suppress(OSError):
@@ -141,7 +143,7 @@ class KeyValueServer:
                 self._open.discard(sock)
 
     def _answer(self, fields: list[bytes]) -> list[bytes]:
-        operation, *rest = fields
+        operation, rest = fields[0] if fields else b"", fields[1:]
         with self._changed:
             if operation == b"wait":
                 return [b"1" if self._wait(float(rest[0]), rest[1:]) else b"0"]

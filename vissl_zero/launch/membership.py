@@ -114,6 +114,7 @@ class Membership:
         place = self.place
         hello = {"host": socket.gethostname(), "configuration": configuration, "run_dir": run_dir}
         try:
+            self._client.beat(str(place.index))  # known from here on, and missed if nothing more comes
             self._client.call(b"set", f"launcher/{place.index}".encode(), json.dumps(hello).encode())
             greetings = []
             deadline = time.monotonic() + place.start_s

@@ -29,8 +29,8 @@ class Forecast:
 
     Attributes:
         wrap_plan: the units.
-        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it; ``peak``
-            is 0 (it depends on the allocator and the machine).
+        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
+            ``peak`` is 0 (it depends on the allocator and the machine).
         no_activations: why activations could not be counted, or empty.
     """
 

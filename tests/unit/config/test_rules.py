@@ -73,7 +73,7 @@ REFUSALS = {
     "gpu": ({"MACHINE__DEVICE": "gpu"}, "config.MACHINE.DEVICE: cannot be used here: no NVIDIA driver is loaded"),
     "device": ({"MACHINE__DEVICE": "tpu"}, "must be auto or cpu or gpu"),
     "processes": ({"DISTRIBUTED__NUM_PROC_PER_NODE": 0}, "NUM_PROC_PER_NODE: must be at least 1"),
-    "nodes": ({"DISTRIBUTED__NUM_NODES": 2}, "config.DISTRIBUTED.NUM_NODES: must be 1 without torchrun"),
+    "nodes": ({"DISTRIBUTED__NUM_NODES": 2}, "config.DISTRIBUTED.NUM_NODES: must be 1, unless machines know where"),
     "steps": ({"TRAINER__MAX_STEPS": 0}, "config.TRAINER.MAX_STEPS: must be at least 1"),
     "more processes than images": (
         {"DISTRIBUTED__NUM_PROC_PER_NODE": 1500},
@@ -136,7 +136,7 @@ REFUSALS = {
     "schedule": ({"OPTIMIZER__param_schedulers__lr__name": "cosin"}, "param_schedulers.lr.name: must be a known"),
     "interval": ({"OPTIMIZER__param_schedulers__lr__update_interval": "day"}, "must be step or epoch (got 'day')"),
     "checkpoints": ({"CHECKPOINT__AUTO_RESUME": False}, "config.CHECKPOINT.AUTO_RESUME: cannot be set yet"),
-    "slurm": ({"SLURM__USE_SLURM": True}, "config.SLURM.USE_SLURM: cannot be set yet"),
+    "slurm": ({"SLURM__USE_SLURM": True, "SLURM__NAME": " "}, "config.SLURM.NAME: must have a letter"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EVAL_MODE_ON": True},

@@ -1,0 +1,177 @@
+"""Launchers that meet: only with the secret, only with the same plan, and never silently alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.errors import LaunchError
+from vissl_zero.launch import membership as membership_module
+from vissl_zero.launch.failure import Failure
+from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
+from vissl_zero.launch.membership import Membership, Place, interface_towards
+from vissl_zero.launch.network_store import Client, NetworkStore
+from vissl_zero.launch.secret import load_secret
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def server():
+    found = KeyValueServer(("127.0.0.1", 0), SECRET)
+    yield found
+    found.close()
+
+
+def test_a_store_for_torch(server):
+    store = NetworkStore(Client(server.address, SECRET, 5.0), 5.0)
+    store.set("a", "1")
+    assert store.get("a") == b"1" and store.check(["a"]) and not store.check(["a", "b"])
+    assert [store.add("n", 2), store.add("n", 3)] == [2, 5]
+    assert store.compare_set("a", "1", "2") == b"2" and store.compare_set("a", "1", "3") == b"2"
+    assert store.num_keys() == 2 and store.delete_key("a") and not store.delete_key("a")
+    with pytest.raises(Exception, match=r"no value of missing within 0\.2 s"):
+        store.wait(["missing"], timedelta(seconds=0.2))
+    threading.Timer(0.3, lambda: NetworkStore(Client(server.address, SECRET, 5.0), 5.0).set("late", b"\0x")).start()
+    assert store.get("late") == b"\0x"
+
+
+def test_it_listens_on_one_address_only(server):
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+    port = f"{server.address[1]:04X}"
+    assert [address for address in listening if address.endswith(port)] == [f"0100007F:{port}"]
+
+
+def test_without_the_secret_nothing_is_said(server):
+    with pytest.raises(RefusedError):
+        Client(server.address, b"x" * 32, 2.0).call(b"count")
+    Client(server.address, SECRET, 2.0).call(b"set", b"key", b"private")
+    with socket.create_connection(server.address, timeout=2.0) as sock:
+        greeting = receive(sock)
+        send(sock, [b"get", b"key"])  # no greeting of ours, only the question
+        with pytest.raises(OSError):
+            assert b"private" not in b"".join(receive(sock))
+            receive(sock)
+    assert len(greeting) == 1 and b"private" not in greeting[0]
+
+
+def test_a_server_cannot_be_played_back_at_itself(server):
+    """A client that knows nothing and answers with what it was sent."""
+    with socket.create_connection(server.address, timeout=2.0) as sock:
+        send(sock, receive(sock))
+        with pytest.raises(OSError):
+            send(sock, receive(sock))
+            receive(sock)
+
+
+def place(index: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Place:
+    return Place(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=2.0)
+
+
+def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Membership], list[str]]:
+    """Two launchers that have joined, and what join gave or why it failed."""
+    first = Membership(place(0))
+    members = [first, Membership(place(1, first.address))]
+    results = ["", ""]
+
+    def join(index: int) -> None:
+        try:
+            results[index] = members[index].join(configurations[index], f"/runs/{index}")
+        except LaunchError as error:
+            results[index] = str(error)
+
+    threads = [threading.Thread(target=join, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return members, results
+
+
+@pytest.fixture
+def no_killing(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(membership_module, "end_children", lambda: ended.append(1))
+    return ended
+
+
+def test_machine_0_decides_the_run_folder_and_ranks_are_numbered_across(no_killing):
+    members, folders = two()
+    assert folders == ["/runs/0", "/runs/0"]
+    variables = members[1].variables()
+    assert variables["VISSL_ZERO_FIRST_RANK"] == "1" and variables["VISSL_ZERO_WORLD_SIZE"] == "2"
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo" == interface_towards("127.0.0.1", 1)
+    for member in reversed(members):
+        member.leave()
+    assert no_killing == [] and [member.cause for member in members] == ["", ""]
+
+
+def test_another_configuration_is_refused_on_both(no_killing):
+    members, results = two(("a", "b"))
+    assert all("Machine 1 was started with another configuration" in text for text in results)
+    for member in reversed(members):
+        member.leave()
+
+
+def test_who_does_not_come_and_who_cannot_be_reached_are_named():
+    alone = Membership(replace(place(0), start_s=0.3))
+    with pytest.raises(LaunchError, match=r"Machine 1 of 2 did not come within 0\.3 s"):
+        alone.join("", "")
+    alone.leave()
+    with pytest.raises(LaunchError, match=r"Machine 0 cannot be reached at 127\.0\.0\.1:1 "):
+        Membership(replace(place(1, ("127.0.0.1", 1)), start_s=0.3)).join("", "")
+    stranger = KeyValueServer(("127.0.0.1", 0), b"other" * 8)
+    with pytest.raises(LaunchError, match="need the same secret"):
+        Membership(place(1, stranger.address)).join("", "")
+    stranger.close()
+    with pytest.raises(LaunchError, match=r"Cannot listen on 192\.0\.2\.1:80"):
+        Membership(place(0, ("192.0.2.1", 80)))
+
+
+def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
+    members, _ = two()
+    began = Failure(1, time.time_ns(), False, "RuntimeError: the cat sat on the keyboard")
+    assert members[1].explain(began) == ""
+    lost = Failure(0, time.time_ns(), False, "Connection closed by peer [127.0.0.1]:1")
+    assert f"rank 1 on machine 1 ({socket.gethostname()}) failed first:\nRuntimeError: the cat" in members[0].explain(
+        lost
+    )
+    for member in reversed(members):
+        member.leave()
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_machine_is_lost_by_name(silent, no_killing):
+    members, _ = two()
+    quiet, other = members[silent], members[1 - silent]
+    quiet._stopping.set()
+    if quiet._server is not None:
+        quiet._server.close()
+    lost = Failure(1 - silent, time.time_ns(), False, "Timed out waiting 4000ms for recv operation to complete")
+    began = time.monotonic()
+    assert other.explain(lost).startswith(f"Lost machine {silent} ")
+    assert time.monotonic() - began < place(0).timeout_s + 3 and no_killing == [1]
+    other.leave()
+
+
+def test_the_secret_file_is_made_private_and_refused_when_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = load_secret(None)
+    path = tmp_path / ".vissl_zero/secret"
+    assert len(made) == 32 and load_secret(None) == made == path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o640)
+    with pytest.raises(LaunchError, match=r"closed to others\. chmod 600"):
+        load_secret(None)
+    with pytest.raises(LaunchError, match="cannot read"):
+        load_secret(str(tmp_path / "none"))
+    (tmp_path / "short").write_bytes(b"abc")
+    (tmp_path / "short").chmod(0o600)
+    with pytest.raises(LaunchError, match="at least 16 bytes"):
+        load_secret(str(tmp_path / "short"))
