@@ -37,7 +37,7 @@ class SlurmTask:
         Raises:
             SystemExit: with the code of the run, unless it is 0.
         """
-        from vissl_zero.launch.launch_codes import STOPPED
+        from vissl_zero.engine.stopping import STOPPED
 
         try:
             code = self._launch()
@@ -79,7 +79,7 @@ class SlurmTask:
 
     def _requeue(self) -> int:
         """Queue the job again, unless it was cancelled or has been queued often enough; the exit code."""
-        from vissl_zero.launch.launch_codes import STOPPED
+        from vissl_zero.engine.stopping import STOPPED
 
         times = _number("SLURM_RESTART_COUNT")
         if times >= self.max_requeues:
