@@ -15,7 +15,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.launch.dry_run import rehearse
+from vissl_zero.engine.rehearsal import rehearse
 
 RECIPE = "quickstart/swav_digits"
 CASES = {

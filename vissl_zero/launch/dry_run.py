@@ -1,60 +1,17 @@
 """``config.DRY_RUN=true``: everything a person can check before spending hours, without starting anything.
 
 The recipe has been composed, checked and resolved by then. Here the data are indexed and one micro-batch is read, the
-model is built with fake tensors (shapes, no memory), and the plan is printed.
+model is built with fake tensors, and the plan is printed.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
 import rich
-import torch
 from rich.console import Console
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import vissl_zero
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.data.batch import Batch
-from vissl_zero.data.loader import Loader, build_loader
-from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.losses.criterion import build_criterion
-from vissl_zero.models.model import build_model
-from vissl_zero.optim.build import build_optimizer
-from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
-from vissl_zero.registry import HOOKS, load_plugins
-from vissl_zero.reporting.memory_kinds import KINDS, total
-from vissl_zero.reporting.quantity import bytes_text
-from vissl_zero.sharding.forecast import Forecast, forecast
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What ``rehearse`` found.
-
-    Attributes:
-        plan: the resolved run.
-        forecast: units and memory.
-        num_params, num_trained: elements of the model, and those the optimizer updates.
-        num_images, steps_per_epoch, num_steps: length of the run.
-        lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
-    """
-
-    plan: ResolvedRun
-    forecast: Forecast
-    num_params: int
-    num_trained: int
-    num_images: int
-    steps_per_epoch: int
-    num_steps: int
-    lr_first: float
-    lr_peak: float
-    lr_last: float
+from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.reporting.rehearsal_lines import rehearsal_lines
 
 
 def dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
@@ -68,140 +25,8 @@ def dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = N
         ConfigError, DataError: what the plan asks for does not exist or cannot be done.
     """
     out = console or rich.get_console()
-    for line in lines(rehearse(plan)):
+    for line in rehearsal_lines(rehearse(plan)):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if submission:
         out.print(f"\nsbatch script:\n{submission}", markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def rehearse(plan: ResolvedRun) -> DryRun:
-    """Build everything but the processes. Cost: indexing the data, reading one micro-batch, a second or two."""
-    load_plugins(plan.config["IMPORTS"])
-    for name in plan.config["HOOKS"]["EXTRA"]:
-        HOOKS.get(name)
-    loader = _loader(plan)
-    batch = next(loader.epoch(0))[0]
-    dtype = getattr(torch, plan.sharding.precision.master)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _default_dtype(dtype):
-        model = build_model(plan.config["MODEL"])
-        freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
-        groups = param_groups(model, plan.optimizer)
-        names = [name for name, _ in model.named_parameters()]
-        Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-        criterion = build_criterion(plan.config["LOSS"])
-        fakes = _faked(batch, fake, dtype)
-
-        def run_forward() -> torch.Tensor:
-            criterion.on_step(0, 0)
-            outputs = model(fakes.images, criterion.probe())
-            return criterion(outputs, fakes)
-
-        optimizer = functools.partial(build_optimizer, plan.optimizer)
-        found = forecast(model, groups, optimizer, plan.sharding, plan.world_size, run_forward)
-    num_steps = loader.steps_per_epoch * plan.num_epochs
-    schedules = Schedules(plan, groups, loader.steps_per_epoch)
-    rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
-    end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
-    return DryRun(
-        plan=plan,
-        forecast=found,
-        num_params=sum(param.numel() for param in model.parameters()),
-        num_trained=sum(param.numel() for param in model.parameters() if param.requires_grad),
-        num_images=len(loader.source),
-        steps_per_epoch=loader.steps_per_epoch,
-        num_steps=end,
-        lr_first=rates[0],
-        lr_peak=max(rates),
-        lr_last=schedules.lr(end - 1),
-    )
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Fake modules are made in their dtype: ``.to`` cannot replace their parameters."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _loader(plan: ResolvedRun) -> Loader:
-    data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
-    data["NUM_DATALOADER_WORKERS"] = 0  # one micro-batch: no processes for that
-    return build_loader(
-        data,
-        "TRAIN",
-        seed=plan.seed,
-        batch_per_rank=plan.batch_per_rank,
-        rank=0,
-        world_size=plan.world_size,
-        accumulation_steps=plan.accumulation_steps,
-    )
-
-
-def _faked(batch: Batch, mode: FakeTensorMode, dtype: torch.dtype) -> Batch:
-    return Batch(
-        images=[mode.from_tensor(image.to(dtype)) for image in batch.images],
-        num_crops=batch.num_crops,
-        targets=None if batch.targets is None else mode.from_tensor(batch.targets),
-        sample_ids=mode.from_tensor(batch.sample_ids),
-        num_global=batch.num_global,
-    )
-
-
-def lines(run: DryRun) -> Iterator[str]:
-    """The plan for people, ASCII but for what the user named."""
-    plan = run.plan
-    yield f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
-    rows = {
-        "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
-        "precision": _precision(plan),
-        "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
-        "data": f"{run.num_images:,} images; {plan.global_batch} a step = {plan.batch_per_rank} x {plan.world_size} "
-        f"processes x {plan.accumulation_steps} micro-batches",
-        "length": f"{run.num_steps:,} steps, {run.steps_per_epoch:,} an epoch",
-        "optimizer": f"{plan.optimizer.name}{' with LARC' if plan.optimizer.larc else ''}, weight decay "
-        f"{plan.optimizer.weight_decay:g}",
-        "lr": f"{run.lr_first:.4g} at the first step, {run.lr_peak:.4g} at most, {run.lr_last:.4g} at the last "
-        "(after scaling)",
-        "memory": f"{bytes_text(total(run.forecast.memory))} a rank at most, of which",
-        **{f"  {name}": text for name, text in _memory(run)},
-        "writes to": plan.run_dir,
-        "": "config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png logs/",
-    }
-    yield from (f"{name:20}{text}" for name, text in rows.items())
-    yield from (f"note: {note}" for note in plan.notes)
-    yield "wrap plan:"
-    yield run.forecast.wrap_plan.describe()
-
-
-def _ranks(plan: ResolvedRun) -> str:
-    ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    machines = f" ({plan.num_nodes} machines x {plan.procs_per_node})" if plan.num_nodes > 1 else ""
-    return f"{ranks}{machines} on {plan.device}, {plan.backend}"
-
-
-def _precision(plan: ResolvedRun) -> str:
-    formats = plan.sharding.precision
-    if formats.autocast:
-        return f"{formats.master}, autocast to {formats.autocast}"
-    return formats.master if formats.compute == formats.master else f"{formats.master}, computed in {formats.compute}"
-
-
-def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
-    rests: Mapping[str, str] = {
-        "optimizer": run.plan.sharding.offload_optimizer.device,
-        "params": run.plan.sharding.offload_params.device,
-    }
-    for kind, name in KINDS.items():
-        text = bytes_text(getattr(run.forecast.memory, kind))
-        if kind == "activations" and run.forecast.no_activations:
-            text = f"not counted ({run.forecast.no_activations})"
-        if rests.get(kind, "none") != "none":
-            text += f", at rest on {rests[kind]}"
-        if kind == "params":
-            text += f"; {bytes_text(run.forecast.memory.params_step_peak)} at the fullest moment of a step"
-        yield name, text
