@@ -30,7 +30,7 @@ from torch import nn
 from vissl_zero.optim.elementwise import adamw
 from vissl_zero.sharding.offload.block_file import BlockFile
 from vissl_zero.sharding.offload.kernel import Kernel
-from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND, Pipeline
+from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND, Cell, Pipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
@@ -105,13 +105,15 @@ def main() -> None:
     folder = RunFolder(args.path, new_run_name(), rank=0)
     streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
     records = BlockFile(folder, "records", [RECORD_BYTES] * (num_bytes // RECORD_BYTES), is_touched=True)
-    pipeline = Pipeline(records, RECORD_BYTES)
+    pipeline = Pipeline([RECORD_BYTES])
     scratch = Path(args.path) / "streaming_scratch.bin"
     scratch.touch(mode=0o600, exist_ok=False)
     with scratch.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     works: dict[str, Callable[[], float | None]] = {
-        "pipeline": lambda: pipeline.run(range(num_bytes // RECORD_BYTES), lambda index, buffer: True),
+        "pipeline": lambda: pipeline.run(
+            [[Cell(records, index)] for index in range(num_bytes // RECORD_BYTES)], lambda k, tray: (0,)
+        ),
         "optimizer, streamed": lambda: streamed.step(),
         "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, os.O_DIRECT),
         "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2, os.O_DIRECT),

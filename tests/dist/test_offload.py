@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import vissl_zero
 from tests.ranks import run_on_ranks
 from vissl_zero.errors import ConfigError
-from vissl_zero.sharding.offload import streamed_optimizer
+from vissl_zero.sharding.offload import layout, streamed_optimizer
 from vissl_zero.sharding.offload.errors import OffloadError
 
 NUM_STEPS, ACCUMULATION = 20, 2
@@ -32,7 +32,9 @@ def _model(dtype: torch.dtype) -> nn.Module:
 def _build(optimizer: str, level: int, tiers: dict[str, Any], dtype: torch.dtype) -> Any:
     # Records of one kibi-element: shards are cut, and small ones share a record.
     streamed_optimizer.RECORD_BYTES = 4096
+    layout.CHUNK_ELEMENTS = 1024
     zero = {"level": level, "clip_grad": 0.5, "gradient_accumulation_steps": ACCUMULATION, **tiers}
+    zero |= {"wrap_threshold": 1000} if level == 3 else {}
     return vissl_zero.initialize(_model(dtype), OPTIMIZERS[optimizer], zero)
 
 
@@ -97,7 +99,10 @@ def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
     pairs.append({"offload_optimizer_config": _tier("cpu", tmp_path)})
     if level == 3:
         cpu = {"offload_param_config": _tier("cpu", tmp_path, pin_memory=False)}
-        pairs += [cpu, {**pairs[0], **cpu}]
+        nvme = {"offload_param_config": _tier("nvme", tmp_path, pin_memory=False)}
+        some_in_cpu = {"offload_param_config": _tier("nvme", tmp_path, max_in_cpu=1600, fast_init=True)}
+        pairs += [params | state for params in (cpu, nvme) for state in ({}, *pairs[:2])]
+        pairs.append(some_in_cpu | pairs[0])
     distances = run_on_ranks(2, _compare, optimizer, level, pairs, torch.float64, timeout_s=80)
     assert max(map(max, distances)) < 1e-10, distances
     assert list(tmp_path.iterdir()) == [], "files are gone with the optimizers"
@@ -106,8 +111,11 @@ def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
-    pairs = [{"offload_optimizer_config": _tier("nvme", tmp_path)}]
-    assert run_on_ranks(2, _compare, optimizer, 3, pairs, torch.float32)[0] == [0.0, 0.0]
+    state, params = (
+        {f"offload_{kind}_config": _tier("nvme", tmp_path)} for kind in ("optimizer", "param")
+    )
+    found = run_on_ranks(2, _compare, optimizer, 3, [state, params, state | params], torch.float32)
+    assert found == [[0.0] * 6] * 2
 
 
 def _folder_per_rank(folders: list[str]) -> str:
@@ -140,7 +148,7 @@ def _unstreamable(given: dict[str, Any], folder: str) -> str:
 @pytest.mark.timeout(60)
 def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) -> None:
     told = run_on_ranks(1, _unstreamable, {"type": "RMSprop"}, str(tmp_path))[0]
-    assert told.startswith("offload_optimizer_config.device: keeps its state on NVMe only as SGD")
+    assert told.startswith("offload_optimizer_config.device: can be nvme only with SGD")
     assert "(got RMSprop)" in told
     dampened = {"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}
     assert "without dampening" in run_on_ranks(1, _unstreamable, dampened, str(tmp_path))[0]

@@ -78,7 +78,7 @@ class OffloadPlan:
         pin_memory: page-lock host memory, where there is an accelerator.
         fast_init: leave memory and disk untouched until their first use.
         keep_files: leave the files on the disk at a clean end.
-        max_in_cpu: parameters on NVMe: most elements that stay in host memory; None: no bound.
+        max_in_cpu: parameters on NVMe: most elements of a rank that stay in host memory; None: none does.
     """
 
     device: str = "none"

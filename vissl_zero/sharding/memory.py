@@ -27,7 +27,7 @@ class Storages:
     def add(self, tensors: Iterable[Tensor | None]) -> None:
         """Add the storage of each tensor; None and storages whose memory has been released count nothing."""
         for tensor in tensors:
-            if tensor is not None:
+            if tensor is not None and not _plain(tensor).is_meta:  # those have a shape and no memory
                 storage = _plain(tensor).untyped_storage()
                 if size := storage.nbytes():
                     self._sizes[_address(storage)] = size

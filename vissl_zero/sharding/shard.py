@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,10 @@ class Shard:
         is_counted: whether sums over ranks take this rank's part. A scalar cannot be cut, so every rank has it, and one
             counts.
         num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
+        is_stored: values and gradient rest on a disk; ``local`` and its gradient have a shape and no memory.
     """
+
+    is_stored: ClassVar[bool] = False
 
     name: str
     source: nn.Parameter
@@ -51,6 +55,30 @@ class Shard:
         """Hand the gradient to the optimizer's view of the parameter. No copy."""
         if self.local is not self.source:
             self.local.grad = self.local_grad()
+
+    def values(self) -> Tensor:
+        """These rows, to read."""
+        return self.local.detach()
+
+    @torch.no_grad()
+    def assign(self, values: Tensor) -> None:
+        """Overwrite these rows."""
+        self.local.copy_(values)
+
+    def grad(self) -> Tensor:
+        """The gradient that ``take_grad`` found, to read."""
+        assert self.local.grad is not None
+        return self.local.grad
+
+    def set_zero_grad(self) -> None:
+        """Have a gradient of zero, where backward has left none."""
+        self.local.grad = torch.zeros_like(self.local)
+
+    def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
+        """The gradient becomes ``factor * grad + param_factor * param``."""
+        self.grad().mul_(factor)
+        if param_factor is not None:
+            self.grad().addcmul_(self.local.detach(), param_factor)
 
     def forget_grad(self) -> None:
         """Release the gradient."""

@@ -158,7 +158,9 @@ class ShardedModel(Sharded):
         if self._whole is not None:
             yield from self._whole.items()
         else:
-            yield from ((name, shard.local) for name, shard in self._shards.items())
+            yield from (
+                (name, shard.values() if shard.is_stored else shard.local) for name, shard in self._shards.items()
+            )
 
     def full_state(self) -> dict[str, Tensor]:
         """See ``Sharded``. Buffers are rank 0's (``consolidate_buffers`` first, where they may differ).

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,8 +81,8 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
         CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
     """
     for shard in shards.values():
-        yield from _part(MODEL + shard.name, shard, shard.local)
-    if isinstance(optimizer, StreamedOptimizer):
+        yield from _part(MODEL + shard.name, shard, shard.local, shard.values if shard.is_stored else None)
+    if isinstance(optimizer, StreamedOptimizer) and optimizer.is_on_disk:
         yield from _streamed_parts(shards, optimizer)
         return
     names = {id(shard.local): name for name, shard in shards.items()}
@@ -132,7 +133,12 @@ def restore_state(
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     _check_saved(saved, shards, optimizer, loss_scale)
     for name, shard in shards.items():
-        _read(saved, MODEL + name, shard, shard.local)
+        if shard.is_stored:
+            values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
+            _read(saved, MODEL + name, shard, values)
+            shard.assign(values)
+        else:
+            _read(saved, MODEL + name, shard, shard.local)
     keys_of: dict[str, list[str]] = {}
     for stored in saved.names(OPTIMIZER):
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
@@ -142,11 +148,12 @@ def restore_state(
         numbers = saved.scalars(name)
         if id(shard.local) not in trained or not (numbers or name in keys_of):
             continue
-        values: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
+        state: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
         for key in keys_of.get(name, ()):
-            values[key] = torch.empty_like(shard.local, memory_format=torch.contiguous_format, requires_grad=False)
-            _read(saved, f"{OPTIMIZER}{key}/{name}", shard, values[key])
-        optimizer.state[shard.local] = values
+            device = "cpu" if shard.is_stored else shard.local.device
+            state[key] = torch.empty(shard.local.shape, dtype=shard.local.dtype, device=device)
+            _read(saved, f"{OPTIMIZER}{key}/{name}", shard, state[key])
+        optimizer.state[shard.local] = state
     if loss_scale is not None and saved.loss_scale is not None:
         loss_scale.load_state_dict(dict(saved.loss_scale))
 
@@ -195,13 +202,25 @@ def _is_cut(shard: Shard, key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key != "step")
 
 
-def _part(name: str, shard: Shard, value: Tensor) -> Iterator[Part]:
-    """What this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all."""
+def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
+    """What this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all.
+
+    With ``read``, ``value`` tells the shape only, and ``read`` gives the elements.
+    """
     begin, end = _own_run(shard)
     if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
         first = shard.first_element + begin
-        flat = value.detach().reshape(-1)[begin:end]
-        yield Part(name, shard.full_shape, first, end - begin, value.dtype, lambda: flat)
+        num_elements, dtype = end - begin, value.dtype
+        if read is None:
+            flat = value.detach().reshape(-1)[begin:end]
+            yield Part(name, shard.full_shape, first, num_elements, dtype, lambda: flat)
+        else:
+            run = partial(_run_of, read, begin, end)
+            yield Part(name, shard.full_shape, first, num_elements, dtype, run, is_streamed=True)
+
+
+def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
+    return read().reshape(-1)[begin:end]
 
 
 def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
@@ -262,7 +281,7 @@ def sharded_state(
         state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
     return {
         "layout": _layout(plan),
-        "params": {name: _entry(shard, shard.local.detach()) for name, shard in shards.items()},
+        "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
         "optimizer": {"groups": groups, "state": state},
         "buffers": dict(buffers),
         "loss_scale": loss_scale.state_dict() if loss_scale else None,
@@ -285,7 +304,7 @@ def load_sharded_state(
     """
     _check(state, plan, shards, optimizer, buffers, loss_scale)
     for name, shard in shards.items():
-        shard.local.copy_(state["params"][name]["local"])
+        shard.assign(state["params"][name]["local"])
     for name, buffer in buffers.items():
         buffer.copy_(state["buffers"][name])
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
@@ -317,7 +336,7 @@ def _entry(shard: Shard, value: Any) -> Any:
 
 def _value(entry: Any, local: Tensor) -> Any:
     if isinstance(entry, dict):
-        return entry["local"].to(device=local.device, copy=True)
+        return entry["local"].to(device="cpu" if local.is_meta else local.device, copy=True)
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 

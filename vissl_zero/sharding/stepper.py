@@ -64,8 +64,8 @@ class Stepper:
                 shard.local.grad = None
         shards = [shard for shard in self._shards if shard.name not in frozen]
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        if scale != 1.0 and (grads := _grads(shards)):
-            torch._foreach_mul_(grads, 1.0 / scale)
+        if scale != 1.0:
+            _multiply(shards, 1.0 / scale)
         norms = self._norms(shards)
         grad_norm = norms.grad_sq.sum().sqrt()
         if self._loss_scale is not None:
@@ -80,18 +80,32 @@ class Stepper:
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Norms of the whole tensors; a gradient that no rank has counts as zero."""
-        nothing = shards[0].local.new_empty(0) if shards else torch.empty(0)
-        params = [shard.local if shard.is_counted else nothing for shard in shards]
-        grads = [nothing if param.grad is None else param.grad for param in params]
+        table = torch.stack(self._sums([shard for shard in shards if not shard.is_stored]), dim=1)
+        if any(shard.is_stored for shard in shards):
+            table = self._with_stored(shards, table)
+        table = sum_over_ranks(table.T.contiguous(), self._group)
+        self._agree_on_missing(shards, table[1])
+        param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)
+        return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
+
+    def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
+        """Rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
+        nothing = torch.empty(0, device=_device(shards), dtype=_dtype(shards))
+        params = [shard.values() if shard.is_counted and self._adaptation is not None else nothing for shard in shards]
+        grads = [shard.grad() if shard.is_counted and shard.local.grad is not None else nothing for shard in shards]
         grad_sq = squared_norms(grads)
         rows = [grad_sq, grad_sq.new_tensor([shard.local.grad is not None for shard in shards])]
         if self._adaptation is not None:
             partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
             rows += [squared_norms(params), dots(partners, grads)]
-        table = sum_over_ranks(torch.stack(rows), self._group)
-        self._agree_on_missing(shards, table[1])
-        param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)
-        return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
+        return rows
+
+    def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
+        """Insert the sums of shards that rest on a disk, which come to memory one by one."""
+        others = iter(in_memory)
+        return torch.stack(
+            [torch.stack(self._sums([shard]))[:, 0] if shard.is_stored else next(others) for shard in shards]
+        )
 
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
         """A gradient that only some ranks have is zero on the others: all of them must take the same step.
@@ -103,7 +117,7 @@ class Stepper:
             return
         for shard, number in zip(shards, num_present.tolist(), strict=True):
             if number and shard.local.grad is None:
-                shard.local.grad = torch.zeros_like(shard.local)
+                shard.set_zero_grad()
         self._is_agreed = True
 
     def _rescale(self, shards: Sequence[Shard], norms: TensorNorms, grad_norm: Tensor) -> None:
@@ -112,8 +126,8 @@ class Stepper:
         if self._clip_grad is not None:
             clip = (self._clip_grad / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
         if self._adaptation is None:
-            if clip is not None and (grads := _grads(shards)):
-                torch._foreach_mul_(grads, clip)
+            if clip is not None:
+                _multiply(shards, clip)
             return
         if clip is not None:
             norms = TensorNorms(param_sq=norms.param_sq, grad_sq=norms.grad_sq * clip**2, dot=norms.dot * clip)
@@ -127,14 +141,36 @@ class Stepper:
         of_grad = scale if clip is None else scale * clip
         of_param = scale * decay
         factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
-        chosen = [(shard.local, g, p) for shard, g, p in factors if shard.local.grad is not None]
+        chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
+        for shard, g, p in chosen:
+            if shard.is_stored:
+                shard.change_grad(g, p)
+        chosen = [row for row in chosen if not row[0].is_stored]
         if chosen:
-            params, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
-            grads = [param.grad for param in params]
+            chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
+            grads = _grads(chosen_shards)
             with torch.no_grad():
                 torch._foreach_mul_(grads, grad_factors)
-                torch._foreach_addcmul_(grads, params, param_factors)
+                torch._foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
+
+
+def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
+    """Multiply all gradients."""
+    for shard in shards:
+        if shard.is_stored and shard.local.grad is not None:
+            shard.change_grad(factor)
+    if grads := _grads([shard for shard in shards if not shard.is_stored]):
+        torch._foreach_mul_(grads, factor)
 
 
 def _grads(shards: Sequence[Shard]) -> list[Tensor]:
     return [shard.local.grad for shard in shards if shard.local.grad is not None]
+
+
+def _device(shards: Sequence[Shard]) -> torch.device:
+    """Where the sums of ``shards`` are made."""
+    return shards[0].local.device if shards and not shards[0].is_stored else torch.device("cpu")
+
+
+def _dtype(shards: Sequence[Shard]) -> torch.dtype:
+    return shards[0].local.dtype if shards else torch.float32

@@ -38,7 +38,7 @@ def test_max_in_cpu(block, expected):
         ({"device": "nvme"}, {}, 1, "z.offload_optimizer_config.nvme_path: must be given with nvme"),
         ({"device": "gpu"}, {}, 1, "z.offload_optimizer_config.device: must be none, cpu or nvme (got 'gpu')"),
         ({}, {"device": "cpu"}, 2, "z.offload_param_config.device: needs ZeRO level 3: at level 2"),
-        ({}, {"device": "nvme", "nvme_path": "/x"}, 3, "z.offload_param_config.device: cannot be nvme yet"),
+        ({}, {"device": "nvme"}, 3, "z.offload_param_config.nvme_path: must be given with nvme"),
         ({}, {"max_in_cpu": -1.0}, 3, "z.offload_param_config.max_in_cpu: must be at least 0 (got -1)"),
         ({}, {"fast_init": 1.5, "max_in_cpu": 2.0}, 3, "z.offload_param_config.fast_init: is a number"),
     ],

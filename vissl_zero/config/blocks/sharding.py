@@ -72,7 +72,7 @@ class OffloadParam:
     fast_init: bool | float = False
     """Touch memory only when it is first used; a number is read as max_in_cpu."""
     max_in_cpu: float | None = None
-    """With nvme: most parameters (elements) held in host memory."""
+    """With nvme: most parameters (elements of a rank) that stay in host memory between uses; null: 0."""
     nvme_path: str | None = None
     """Folder on the NVMe disk."""
 

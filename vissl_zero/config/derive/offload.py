@@ -66,9 +66,6 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
     if params.device in DEVICES[1:] and level != 3:
         must = f"needs ZeRO level 3: at level {level} parameters are whole in memory throughout a step"
         found.append(Problem(f"{key}.device", repr(params.device), must, "Use level 3, or device: none."))
-    elif params.device == "nvme":
-        must = "cannot be nvme yet: parameters rest in host memory at the most"
-        found.append(Problem(f"{key}.device", "'nvme'", must, "Write cpu, and nvme for offload_optimizer_config."))
     if params.max_in_cpu is not None and not isinstance(params.fast_init, bool):
         fix = "Write the number under max_in_cpu, and true or false under fast_init."
         found.append(

@@ -32,6 +32,7 @@ class PageBuffer:
     """
 
     def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
         self._memory = mmap.mmap(-1, max(1, pages(num_bytes)))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 

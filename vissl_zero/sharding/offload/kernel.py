@@ -20,6 +20,7 @@ class Kernel:
     Args:
         optimizer: built over proxies of one element per group; its group dicts are kept, so that learning rates set in
             them take effect.
+        key: what asks for streaming, to name it in errors.
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
@@ -28,8 +29,8 @@ class Kernel:
         ConfigError: its state cannot be cut.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        _require_streamable(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, key: str = "offload_optimizer_config.device"):
+        _require_streamable(optimizer, key)
         self.optimizer = optimizer
         self.is_eager = any(optimizer.state.values())
         state = self._probe()
@@ -83,13 +84,13 @@ class Piece:
         self.group, self.values, self.grad, self.state = group, values, grad, state
 
 
-def _require_streamable(optimizer: torch.optim.Optimizer) -> None:
+def _require_streamable(optimizer: torch.optim.Optimizer, key: str) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in STREAMABLE:
-        must = "keeps its state on NVMe only as SGD, LARC, LARS, Adam or AdamW"
+        must = "can be nvme only with SGD, LARC, LARS, Adam or AdamW, which are updated piece by piece"
         fix = "Use one of them, or write device: cpu."
-        raise ConfigError([Problem("offload_optimizer_config.device", name, must, fix)])
+        raise ConfigError([Problem(key, name, must, fix)])
     if any(group.get("dampening") for group in optimizer.param_groups):
         must = "with nvme needs SGD without dampening: its first step differs from the others"
         fix = "Write dampening=0, or device: cpu."
-        raise ConfigError([Problem("offload_optimizer_config.device", "nvme", must, fix)])
+        raise ConfigError([Problem(key, "nvme", must, fix)])

@@ -1,9 +1,10 @@
-"""From ``offload_optimizer_config`` to the optimizer that runs: where the base optimizer's state rests."""
+"""From the two offload plans to the optimizer that runs and the store of parameters: where training state rests."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,15 +15,49 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.kernel import Kernel
+from vissl_zero.sharding.offload.layout import StoredParam
+from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name, stale_runs
+from vissl_zero.sharding.offload.stored_shard import StoredShard
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import OptimizerFactory
 
 Groups = list[dict[str, Any]]
-_KEY = "config.ZERO.offload_optimizer_config.device"
+Built = TypeVar("Built")
+_KEY, _PARAM_KEY = "offload_optimizer_config.device", "offload_param_config.device"
 
 
-def offloaded(build_optimizer: OptimizerFactory, plan: ShardingPlan, device: torch.device) -> OptimizerFactory:
+def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan) -> ParameterStore | None:
+    """The store of what does not stay in memory, or None if all of it does. Collective.
+
+    Args:
+        units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.
+        plan: of parameters.
+    Raises:
+        OffloadError: a rank has no disk space or cannot use the folder.
+    """
+    if plan.device != "nvme":
+        return None
+    room = plan.max_in_cpu or 0
+    away: list[list[StoredParam]] = []
+    for unit in units:
+        away.append([])
+        for param in unit:
+            if param.num_elements <= room:
+                room -= param.num_elements
+            else:
+                away[-1].append(param)
+    return _on_every_rank(plan, lambda folder: ParameterStore(away, folder, plan.fast_init))
+
+
+def offloaded(
+    build_optimizer: OptimizerFactory,
+    plan: ShardingPlan,
+    device: torch.device,
+    store: ParameterStore | None,
+    shards: Sequence[Shard],
+) -> OptimizerFactory:
     """``build_optimizer`` with its state where ``plan.offload_optimizer`` says.
 
     Every rank must call the result. With the shards in host memory already, ``cpu`` is where the state is built anyway,
@@ -32,30 +67,35 @@ def offloaded(build_optimizer: OptimizerFactory, plan: ShardingPlan, device: tor
         build_optimizer: of the base optimizer, over local shards.
         plan: level and tiers.
         device: where training computes.
+        store: of parameters on a disk, or None.
+        shards: the shards that are to be trained.
     Raises:
         ConfigError: the tier cannot be had there.
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
     """
     where = plan.offload_optimizer.device
-    if where == "none":
-        return build_optimizer
-    if plan.level == 0:
-        fix = "Write level 1, 2 or 3, or device: none."
-        must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
-        raise ConfigError([Problem(_KEY, repr(where), must, fix)])
-    if device.type != "cpu" and plan.offload_params.device == "none":
+    if where != "none" and device.type != "cpu" and plan.offload_params.device == "none":
         fix = "Write device: cpu for offload_param_config too, at level 3."
         must = f"must be none where parameters are on {device.type}: the update runs where the parameters rest"
         raise ConfigError([Problem(_KEY, repr(where), must, fix)])
-    if where == "cpu":
+    index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, StoredShard)}
+    if where != "nvme" and not index_of:
         return build_optimizer
 
     def factory(groups: Groups) -> tuple[torch.optim.Optimizer, Adaptation | None]:
         optimizer, adaptation = build_optimizer([{**group, "params": _proxies(group)} for group in groups])
-        kernel = Kernel(optimizer)
+        kernel = Kernel(optimizer, _KEY if where == "nvme" else _PARAM_KEY)
         params = [list(group["params"]) for group in groups]
-        if kernel.keys:
-            return _streamed(kernel, params, plan.offload_optimizer), adaptation
+        together = [param for own in params for param in own]
+        stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}
+        if where == "nvme" and kernel.keys:
+            fast_init = plan.offload_optimizer.fast_init
+            return _on_every_rank(
+                plan.offload_optimizer,
+                lambda folder: StreamedOptimizer(kernel, params, folder, fast_init, store, stored),
+            ), adaptation
+        if stored:
+            return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = own
         return optimizer, adaptation
@@ -69,7 +109,7 @@ def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32))]
 
 
-def _streamed(kernel: Kernel, params: list[list[nn.Parameter]], plan: OffloadPlan) -> StreamedOptimizer:
+def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Built:
     """Build on every rank or on none: a rank that went on alone would wait for the others."""
     assert plan.nvme_path is not None
     run_name = new_run_name()
@@ -77,7 +117,7 @@ def _streamed(kernel: Kernel, params: list[list[nn.Parameter]], plan: OffloadPla
     try:
         folder = RunFolder(plan.nvme_path, run_name, collectives.rank(), plan.keep_files)
         try:
-            built = StreamedOptimizer(kernel, params, folder, plan.fast_init)
+            built = build(folder)
         except OffloadError:
             folder.remove()
             raise
@@ -88,7 +128,7 @@ def _streamed(kernel: Kernel, params: list[list[nn.Parameter]], plan: OffloadPla
         raise failure
     assert built is not None
     if num_failed:
-        built.close()
+        built.close()  # type: ignore[attr-defined]
         raise OffloadError(
             f"nvme_path: {int(num_failed)} other rank(s) cannot use {plan.nvme_path}; see their messages."
         )

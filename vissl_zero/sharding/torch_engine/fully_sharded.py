@@ -20,10 +20,15 @@ from torch.distributed.tensor import DTensor
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.offload.stored_shard import stored_shard
+from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.plan import PlannedUnit, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.shard import shards_of
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
 
 
 class FullySharded(ShardedModel):
@@ -39,11 +44,15 @@ class FullySharded(ShardedModel):
         device: torch.device,
     ):
         mesh = _mesh(device, wrap_plan.num_ranks)
-        _wrap(module, plan, wrap_plan, mesh)
+        trained = {name for group in groups for name in group.params}
+        store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
+        _wrap(module, plan, wrap_plan, mesh, store)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._is_last = True
         group = mesh.get_group(mesh.ndim - 1)
-        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group)
+        shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
+        build_optimizer = offloaded(build_optimizer, plan, device, store, shards)
+        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -82,10 +91,12 @@ def _mesh(device: torch.device, num_shards: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard"))
 
 
-def _wrap(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh) -> None:
-    """Apply ``fully_shard`` unit by unit, inner ones first. In place."""
+def _wrap(
+    module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh, store: ParameterStore | None
+) -> None:
+    """Apply ``fully_shard`` unit by unit, inner ones first; what ``store`` knows goes there at once. In place."""
     scalars = {param for param in module.parameters() if param.dim() == 0}
-    for unit in wrap_plan.units:
+    for position, unit in enumerate(wrap_plan.units):
         modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
             materialize_(part, name, plan.seed)
@@ -97,6 +108,9 @@ def _wrap(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: Devi
             ignored_params=scalars,
             offload_policy=_offload_policy(plan, mesh),
         )
+        if store is not None:
+            names = {param: name for name, param in module.named_parameters()}
+            UnitOnDisk(modules[0], position, names, store)
     for scalar in scalars:
         scalar.data = scalar.data.to(mesh.device_type)
 
@@ -111,7 +125,9 @@ def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
     """Shards in host memory, where they are not there anyway; gradients follow them, and the update runs there."""
     if plan.offload_params.device == "none" or mesh.device_type == "cpu":
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=plan.offload_params.pin_memory)
+    # Shards that are dropped once they are copied to the device must have been copied by then: not from pinned memory.
+    is_pinned = plan.offload_params.pin_memory and plan.offload_params.device == "cpu"
+    return CPUOffloadPolicy(pin_memory=is_pinned)
 
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:

@@ -14,7 +14,6 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import materialize_
-from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
@@ -40,7 +39,6 @@ class TorchStrategy(Strategy):
             ModelsDifferError: the ranks hold different weights.
         """
         _check(plan)
-        build_optimizer = offloaded(build_optimizer, plan, device)
         wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
@@ -52,6 +50,10 @@ class TorchStrategy(Strategy):
 
 def _check(plan: ShardingPlan) -> None:
     precision = plan.precision
+    if plan.level == 0 and plan.offload_optimizer.device != "none":
+        key, value = "config.ZERO.offload_optimizer_config.device", repr(plan.offload_optimizer.device)
+        must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
+        raise ConfigError([Problem(key, value, must, "Write level 1, 2 or 3, or device: none.")])
     if plan.level == 0 and {precision.compute, precision.reduce} != {precision.master}:
         problem = Problem(
             "config.MODEL.FSDP_CONFIG.compute_dtype",

@@ -1,0 +1,143 @@
+"""Shards of parameters and their gradients in two files, and the bounded buffers through which they pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from torch import Tensor
+
+from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.offload.expected_order import ExpectedOrder
+from vissl_zero.sharding.offload.gradient_store import GradientStore
+from vissl_zero.sharding.offload.layout import Layout, StoredParam
+from vissl_zero.sharding.offload.pipeline import Pipeline
+from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, ReadAhead
+from vissl_zero.sharding.offload.run_folder import RunFolder
+from vissl_zero.sharding.offload.shard_file import ShardFile
+
+
+class ParameterStore:
+    """Values and gradients of shards on a disk; a shard is known by its index in ``layout``.
+
+    The file of parameters is read ahead, in the order in which units were fetched before, as far as the buffers reach.
+    All methods are for one thread: the one that trains.
+
+    Args:
+        units: the shards of each unit, which are fetched together.
+        folder: of the files; removed with this object, or at the end of the process.
+        is_fast_init: leave blocks of the file of gradients untouched until they are first written.
+    Attributes:
+        layout: of both files.
+        parameters: the file of values, for whoever updates them inside ``updating``.
+        gradients: frozen parameters have empty records there.
+    Raises:
+        OffloadError: the disk has no room.
+    """
+
+    def __init__(self, units: Sequence[Sequence[StoredParam]], folder: RunFolder, is_fast_init: bool):
+        self.layout = Layout(units)
+        sizes = self.layout.sizes
+        trained = [size if self.layout.is_trained(record) else 0 for record, size in enumerate(sizes)]
+        self.parameters = BlockFile(folder, "parameters", sizes, is_touched=False)  # written before training starts
+        try:
+            gradients = BlockFile(folder, "gradients", trained, is_touched=not is_fast_init)
+        except OffloadError:
+            self.parameters.close()
+            raise
+        self.record_bytes = max(sizes, default=0)
+        self._pipeline = Pipeline([self.record_bytes])
+        self._ahead = ReadAhead(self.parameters, self.record_bytes)
+        self._values = ShardFile(self.layout, self.parameters, self._pipeline)
+        self.gradients = GradientStore(self.layout, gradients, self._pipeline)
+        self._order = ExpectedOrder()
+        self._is_broken = False
+        files = self.parameters, gradients
+        self._finalizer = weakref.finalize(self, _end, self._ahead, self._pipeline, files, folder)
+
+    @property
+    def resident_tensors(self) -> list[Tensor]:
+        """The buffers."""
+        return self._ahead.memory + self._pipeline.memory
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the files."""
+        return self.parameters.num_bytes + self.gradients.records.num_bytes
+
+    def fetch(self, unit: int, outs: Mapping[int, Tensor]) -> None:
+        """Read the parameters of a unit.
+
+        Args:
+            unit: position among ``units``.
+            outs: by index, flat tensors of at least as many elements.
+        Raises:
+            OffloadError: a record is not what was written, or an update failed.
+        """
+        self._require_sound()
+        records = self.layout.unit_records[unit]
+        self._order.came(unit)
+        self._ahead.follow([*records, *self._expected_records()])
+        for _ in records:
+            record, buffer = self._ahead.take()
+            for segment in self.layout.chunks[record].segments:
+                outs[segment.tensor][segment.start : segment.stop] = self.layout.view(segment, buffer.bytes)
+            self._ahead.give_back(buffer)
+
+    def read(self, index: int) -> Tensor:
+        """One shard's parameters, flat."""
+        self._require_sound()
+        return self._values.read(index)
+
+    def write(self, values: Mapping[int, Tensor]) -> None:
+        """Store parameters; flat tensors by index."""
+        self._require_sound()
+        self._ahead.forget()
+
+        def is_read(record: int) -> bool:
+            return any(segment.tensor not in values for segment in self.layout.chunks[record].segments)
+
+        self._values.write(values, is_read, lambda _, stored, new: stored.copy_(new))
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around an update that changes the parameters' file; if it fails, nothing here is to be trusted.
+
+        Raises:
+            OffloadError: an earlier one failed.
+        """
+        self._require_sound()
+        self._ahead.forget()
+        self._order.restart()
+        self._is_broken = True
+        yield
+        self._is_broken = False
+        self._ahead.follow(self._expected_records())
+
+    def close(self) -> None:
+        """Remove the files now."""
+        self._is_broken = True
+        self._finalizer()
+
+    def _expected_records(self) -> list[int]:
+        records: list[int] = []
+        for unit in islice(self._order.expected(), NUM_BUFFERS):
+            if len(records) >= NUM_BUFFERS:
+                break
+            records += self.layout.unit_records[unit]
+        return records
+
+    def _require_sound(self) -> None:
+        if self._is_broken:
+            raise OffloadError("Streaming parameters failed earlier, or was ended. Go on from the last checkpoint.")
+
+
+def _end(ahead: ReadAhead, pipeline: Pipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
+    ahead.close()
+    pipeline.close()
+    for file in files:
+        file.close()
+    folder.remove()

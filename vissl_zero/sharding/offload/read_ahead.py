@@ -1,0 +1,87 @@
+"""Records of a file, read in the order in which they are expected to be wanted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer
+
+NUM_BUFFERS = 16
+_NUM_THREADS = 4
+
+
+class ReadAhead:
+    """A fixed number of buffers that are filled with the next records as soon as they are free.
+
+    Args:
+        file: the records; whoever changes one must call ``forget`` first.
+        record_bytes: size of the largest.
+    """
+
+    def __init__(self, file: BlockFile, record_bytes: int):
+        self._file = file
+        self._buffers = [PageBuffer(record_bytes) for _ in range(NUM_BUFFERS)]
+        self._free = deque(self._buffers)
+        self._todo: deque[int] = deque()
+        self._reads: deque[tuple[int, PageBuffer, Future[None]]] = deque()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefetch")
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The buffers."""
+        return [buffer.bytes for buffer in self._buffers]
+
+    def follow(self, records: Sequence[int]) -> None:
+        """Expect these records next, in this order; what has been read of them already is kept."""
+        num_kept = 0
+        for (index, _, _), record in zip(self._reads, records, strict=False):
+            if index != record:
+                break
+            num_kept += 1
+        self._drop(len(self._reads) - num_kept)
+        self._todo = deque(records[num_kept:])
+        self._fill()
+
+    def take(self) -> tuple[int, PageBuffer]:
+        """The next expected record; ``give_back`` its buffer before the next call.
+
+        Raises:
+            OffloadError: it could not be read, or is not what was written.
+        """
+        index, buffer, reading = self._reads.popleft()
+        try:
+            reading.result()
+        except BaseException:
+            self._free.append(buffer)
+            raise
+        return index, buffer
+
+    def give_back(self, buffer: PageBuffer) -> None:
+        """Let ``buffer`` be filled again."""
+        self._free.append(buffer)
+        self._fill()
+
+    def forget(self) -> None:
+        """Expect nothing, and drop what was read."""
+        self._todo.clear()
+        self._drop(len(self._reads))
+
+    def close(self) -> None:
+        """End the threads."""
+        self.forget()
+        self._threads.shutdown()
+
+    def _fill(self) -> None:
+        while self._todo and self._free:
+            index, buffer = self._todo.popleft(), self._free.popleft()
+            self._reads.append((index, buffer, self._threads.submit(self._file.read, index, buffer)))
+
+    def _drop(self, number: int) -> None:
+        for _ in range(number):
+            _, buffer, reading = self._reads.pop()
+            reading.exception()  # wait: the buffer is about to be reused
+            self._free.append(buffer)

@@ -1,0 +1,241 @@
+"""Where the per-element state of a streamed optimizer rests: in memory, or in a file of records."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.chunks import Chunk, Segment
+from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.offload.kernel import Kernel
+from vissl_zero.sharding.offload.pipeline import Cell, Pipeline, Tray
+from vissl_zero.sharding.offload.run_folder import RunFolder
+
+_FILE = "optimizer.state"
+
+
+class StatePlace(ABC):
+    """State by parameter, known by its position in the list of all.
+
+    Args:
+        params: all parameters.
+        kernel: the base optimizer.
+    Attributes:
+        mapping: what ``optimizer.state`` is.
+        file: of a record per chunk; None if the state is in memory.
+        record_bytes: size of the largest record.
+    """
+
+    mapping: MutableMapping[Any, dict[str, Any]]
+    file: BlockFile | None = None
+    record_bytes: int = 0
+
+    def __init__(self, params: Sequence[nn.Parameter], kernel: Kernel):
+        self._params = params
+        self._kernel = kernel
+        self._positions = {param: position for position, param in enumerate(params)}
+
+    def position_of(self, param: nn.Parameter) -> int:
+        """Of a parameter in the list of all."""
+        return self._positions[param]
+
+    def params_with_state(self) -> list[nn.Parameter]:
+        """All those updated so far."""
+        return sorted(self.mapping, key=self.position_of)
+
+    @abstractmethod
+    def views(self, chunk: int, segment: Segment, data: Tensor) -> dict[str, Tensor]:
+        """State of each element of ``segment`` by key; ``data`` begins with the bytes of the chunk's record, if any."""
+
+    @abstractmethod
+    def scalars(self, tensor: int) -> dict[str, Any]:
+        """Copies of the state that is one number for all of a parameter."""
+
+    @abstractmethod
+    def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
+        """Replace it."""
+
+
+class StateInMemory(StatePlace):
+    """Tensors like those that the base optimizer would have. See ``StatePlace``."""
+
+    def __init__(self, params: Sequence[nn.Parameter], kernel: Kernel):
+        super().__init__(params, kernel)
+        self.mapping = defaultdict(dict)
+        if kernel.is_eager:
+            for tensor in range(len(params)):
+                self._state(tensor)
+
+    def views(self, chunk: int, segment: Segment, data: Tensor) -> dict[str, Tensor]:
+        """See ``StatePlace``."""
+        state = self._state(segment.tensor)
+        return {key: state[key].view(-1)[segment.start : segment.stop] for key in self._kernel.keys}
+
+    def scalars(self, tensor: int) -> dict[str, Any]:
+        """See ``StatePlace``."""
+        state = self._state(tensor)
+        return {key: copied(state[key]) for key in self._kernel.scalars}
+
+    def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
+        """See ``StatePlace``."""
+        self._state(tensor).update(values)
+
+    def _state(self, tensor: int) -> dict[str, Any]:
+        param = self._params[tensor]
+        state = self.mapping[param]
+        if not state:
+            device = "cpu" if param.is_meta else param.device
+            state |= {key: torch.zeros(param.shape, dtype=param.dtype, device=device) for key in self._kernel.keys}
+            state |= {key: copied(value) for key, value in self._kernel.scalars.items()}
+        return state
+
+
+class StateOnDisk(StatePlace):
+    """One record per chunk, which holds one key after another.
+
+    Args:
+        params: all parameters.
+        kernel: the base optimizer.
+        chunks: of the parameters.
+        folder: where the file goes.
+        is_fast_init: leave the file's blocks untouched until they are first written.
+    Raises:
+        OffloadError: the disk has no room.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        kernel: Kernel,
+        chunks: Sequence[Chunk],
+        folder: RunFolder,
+        is_fast_init: bool,
+    ):
+        super().__init__(params, kernel)
+        self._chunks = chunks
+        sizes = [len(kernel.keys) * chunk.num_elements * chunk.itemsize for chunk in chunks]
+        self.record_bytes = max(sizes, default=0)
+        self.records = self.file = BlockFile(folder, _FILE, sizes, is_touched=not is_fast_init)
+        self.pipeline: Pipeline | None = None
+        self.is_sound = True
+        self._scalars: dict[int, dict[str, Any]] = {}
+        if kernel.is_eager:
+            self._scalars = {tensor: {} for tensor in range(len(params))}
+        self.mapping = _FileMapping(self)
+
+    def views(self, chunk: int, segment: Segment, data: Tensor) -> dict[str, Tensor]:
+        """See ``StatePlace``."""
+        num_elements, itemsize = self._chunks[chunk].num_elements, self._chunks[chunk].itemsize
+        whole = data[: len(self._kernel.keys) * num_elements * itemsize].view(self._params[segment.tensor].dtype)
+        firsts = (position * num_elements + segment.offset for position in range(len(self._kernel.keys)))
+        length = segment.stop - segment.start
+        return {key: whole[first : first + length] for key, first in zip(self._kernel.keys, firsts, strict=True)}
+
+    def scalars(self, tensor: int) -> dict[str, Any]:
+        """See ``StatePlace``."""
+        values = self._scalars.get(tensor) or self._kernel.scalars
+        return {key: copied(value) for key, value in values.items()}
+
+    def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
+        """See ``StatePlace``."""
+        self._scalars[tensor] = values
+
+    def params_with_state(self) -> list[nn.Parameter]:
+        """See ``StatePlace``."""
+        return [self._params[tensor] for tensor in sorted(self._scalars)]
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether there is state of ``param``."""
+        return self._positions.get(param) in self._scalars
+
+    def read(self, param: nn.Parameter) -> dict[str, Any]:
+        """State of one parameter, as the base optimizer would hold it. Reads the records it is in."""
+        tensor, records = self._records_of(param)
+        state: dict[str, Any] = {key: torch.empty(param.shape, dtype=param.dtype) for key in self._kernel.keys}
+
+        def copy(position: int, tray: Tray) -> tuple[int, ...]:
+            for segment, views in self._views_of(tensor, records[position], tray):
+                for key, view in views.items():
+                    state[key].view(-1)[segment.start : segment.stop] = view
+            return ()
+
+        self._run(records, copy)
+        return state | self.scalars(tensor)
+
+    def write(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """Store what ``read``, or the base optimizer, had for one parameter."""
+        tensor, records = self._records_of(param)
+
+        def copy(position: int, tray: Tray) -> tuple[int, ...]:
+            for segment, views in self._views_of(tensor, records[position], tray):
+                for key, view in views.items():
+                    view.copy_(state[key].reshape(-1)[segment.start : segment.stop])
+            return (0,)
+
+        self._run(records, copy)
+        self._scalars[tensor] = {key: copied(state[key]) for key in self._kernel.scalars}
+
+    def forget(self) -> None:
+        """As before the first step."""
+        self.records.forget()
+        self._scalars.clear()
+
+    def _run(self, records: Sequence[int], copy: Any) -> None:
+        if not self.is_sound:
+            raise OffloadError(
+                "Streaming optimizer state failed earlier, or was ended. Go on from the last checkpoint."
+            )
+        assert self.pipeline is not None
+        rest = [None] * (self.pipeline.num_columns - 1)
+        self.pipeline.run([[Cell(self.records, record), *rest] for record in records], copy)
+
+    def _records_of(self, param: nn.Parameter) -> tuple[int, list[int]]:
+        tensor = self.position_of(param)
+        return tensor, [index for index, chunk in enumerate(self._chunks) if any(_of(chunk, tensor))]
+
+    def _views_of(self, tensor: int, record: int, tray: Tray) -> Iterator[tuple[Segment, dict[str, Tensor]]]:
+        for segment in _of(self._chunks[record], tensor):
+            yield segment, self.views(record, segment, tray[0].bytes)
+
+
+class _FileMapping(MutableMapping[Any, dict[str, Any]]):
+    """``optimizer.state`` of state on a disk: each access to an entry reads or writes the file."""
+
+    def __init__(self, place: StateOnDisk):
+        self._place = place
+
+    def __getitem__(self, param: Any) -> dict[str, Any]:
+        if not self._place.has(param):
+            raise KeyError(param)
+        return self._place.read(param)
+
+    def __setitem__(self, param: Any, state: dict[str, Any]) -> None:
+        self._place.write(param, state)
+
+    def __delitem__(self, param: Any) -> None:
+        raise OffloadError("State of single parameters cannot be removed from NVMe.")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._place.params_with_state())
+
+    def __len__(self) -> int:
+        return len(self._place.params_with_state())
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._place.forget()
+
+
+def copied(value: Any) -> Any:
+    """A copy of a step counter, whether it is a tensor or a number."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _of(chunk: Chunk, tensor: int) -> Iterator[Segment]:
+    return (segment for segment in chunk.segments if segment.tensor == tensor)

@@ -1,0 +1,132 @@
+"""A unit of ``fully_shard`` whose shards rest on a disk: fetched before they are gathered, spilled after backward.
+
+``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
+extended on the object: ``unshard`` and ``wait_for_unshard``, between which shards are read, and ``post_backward``,
+after which they have gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vissl_zero.sharding.offload.layout import StoredParam
+from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.plan import WrapPlan
+
+
+class UnitOnDisk:
+    """Keeps the shards of one unit in a store but while they are being gathered.
+
+    Args:
+        unit: just wrapped, with its shards in memory; those that the store knows are moved there.
+        position: of the unit in the store.
+        names: full names of the unit's parameters, by the parameter as the model holds it now.
+        store: of the shards.
+    """
+
+    def __init__(self, unit: nn.Module, position: int, names: dict[nn.Parameter, str], store: ParameterStore):
+        self._position = position
+        self._store = store
+        self._group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        params = [] if self._group is None else self._group.fsdp_params
+        indices = {store.layout.index_of.get(names[param.sharded_param]): param for param in params}
+        self._params: dict[int, Any] = {index: param for index, param in indices.items() if index is not None}
+        if not self._params:
+            return
+        store.write({index: param._sharded_param_data for index, param in self._params.items()})
+        for param in self._params.values():
+            param.sharded_param._local_tensor = param.sharded_param._local_tensor.to("meta")
+        self._drop()
+        group = self._group
+        self._unshard, self._wait, self._post_backward = group.unshard, group.wait_for_unshard, group.post_backward
+        group.unshard, group.wait_for_unshard, group.post_backward = self.unshard, self.wait, self.post_backward
+        if group.device.type == "cpu":
+            # A gather on the CPU overlaps with nothing, and would take the memory of a second unit.
+            group._backward_prefetch = self._forget_order
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Read the shards, then gather them."""
+        if self._group._all_gather_result is None and not self._group.is_unsharded:
+            self._fetch()
+        self._unshard(async_op)
+
+    def wait(self) -> None:
+        """When they have been gathered, drop the shards."""
+        self._wait()
+        self._drop()
+        if self._group.device.type == "cpu":
+            self._group.comm_ctx.all_gather_state = None  # kept for the sake of a stream
+
+    def post_backward(self, *unused: Any) -> None:
+        """When gradients have been reduced, move them to the disk."""
+        self._post_backward(*unused)
+        if self._group.device.type == "cpu":
+            self._group.comm_ctx.reduce_scatter_states.clear()  # kept for the sake of a stream
+        grads: dict[int, Tensor] = {}
+        for index, param in self._params.items():
+            if (grad := param.sharded_param.grad) is not None:
+                if param.grad_offload_event is not None:
+                    param.grad_offload_event.synchronize()
+                    param.grad_offload_event = None
+                grads[index] = grad.to_local().reshape(-1)
+                param.sharded_param.grad = None
+        if grads:
+            self._store.gradients.add(grads)
+
+    def _fetch(self) -> None:
+        outs = {}
+        for index, param in self._params.items():
+            data = torch.empty(param.padded_sharded_param_size, dtype=param.orig_dtype).view(-1)
+            data[self._store.layout.params[index].num_elements :].zero_()
+            outs[index] = param._sharded_param_data = data
+        self._store.fetch(self._position, outs)
+
+    def _drop(self) -> None:
+        for param in self._params.values():
+            if not param._sharded_param_data.is_meta:
+                param._sharded_param_data = torch.empty_like(param._sharded_param_data, device="meta")
+
+    def _forget_order(self) -> None:
+        if self._group._post_forward_indices:
+            self._group._post_forward_indices.pop()
+
+
+def stored_params(
+    module: nn.Module, wrap_plan: WrapPlan, trained: set[str], mesh: DeviceMesh
+) -> list[list[StoredParam]]:
+    """The shards of each unit that ``fully_shard`` will cut, before it has cut them.
+
+    Args:
+        module: not yet wrapped; may be on the meta device.
+        wrap_plan: its units.
+        trained: full names of the parameters that the optimizer updates.
+        mesh: of the ranks.
+    """
+    num_shards, shard_index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    names = {param: name for name, param in module.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    units = []
+    for unit in wrap_plan.units:
+        own = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
+        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim()]
+        taken |= set(own)
+        units.append(
+            [
+                StoredParam(
+                    names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained
+                )
+                for param in own
+            ]
+        )
+    return units
+
+
+def _num_local(param: Tensor, num_shards: int, shard_index: int) -> int:
+    """Elements of this rank's rows, dealt as ``torch.chunk`` does."""
+    rows_each = -(-param.shape[0] // num_shards)
+    num_rows = min(max(param.shape[0] - shard_index * rows_each, 0), rows_each)
+    return num_rows * param.shape[1:].numel()
