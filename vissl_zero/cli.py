@@ -50,12 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the ``vissl-zero`` command and of ``tools/run_distributed.py``; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except VisslZeroError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # `vissl-zero list trunks | head -3`: who reads has enough. Without this, Python complains again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _dispatch(arguments: list[str]) -> int:

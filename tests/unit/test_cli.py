@@ -122,6 +122,23 @@ def run_python(code: str, folder: Path, **variables: str) -> subprocess.Complete
     )
 
 
+def test_a_reader_that_has_enough(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = 'import sys; from vissl_zero.cli import main; sys.exit(main(["--help"]))'
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_config_error_imports_no_torch(tmp_path):
     code = f"""
 import sys
