@@ -1,7 +1,7 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``--version``. Everything else is Hydra's:
-``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
+Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``checkpoint``, ``--version``. Everything else
+is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 130 interrupted.
 """
@@ -35,6 +35,9 @@ Look before you train:
   vissl-zero list recipes|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
+
+Look into what was trained:
+  vissl-zero checkpoint inspect|verify|diff|export ...   (vissl-zero checkpoint --help)
 
 Sweep:
   vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3
@@ -86,6 +89,10 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.verify import verify
 
         return verify(arguments[1:])
+    if word == "checkpoint":
+        from vissl_zero.commands.checkpoint import checkpoint
+
+        return checkpoint(arguments[1:])
     return _train(arguments)
 
 

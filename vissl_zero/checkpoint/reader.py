@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -125,13 +125,18 @@ class Checkpoint:
             found |= rank.scalars.get(parameter, {})
         return found
 
-    def verify(self, stems: Sequence[str] | None = None) -> Iterator[str]:
-        """Read all data (of some ranks' files, if named) against the checksums; a sentence for each damaged tensor."""
+    def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
+        """Read data against the checksums; a sentence for each damaged tensor.
+
+        Args:
+            stems: ranks' files to read; None: all.
+            names: tensors to read; None: all.
+        """
         for stem in self.manifest.ranks if stems is None else stems:
             try:
                 with opened(self.path / f"{stem}.safetensors") as file:
                     for name, facts in self.ranks[stem].pieces.items():
-                        if file.digest(name) != facts.digest:
+                        if (names is None or name in names) and file.digest(name) != facts.digest:
                             yield f"{file.path} is damaged: the data of {name} do not fit their checksum."
             except CheckpointError as error:
                 yield str(error)

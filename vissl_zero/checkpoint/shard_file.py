@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +61,14 @@ class Entry:
     read: Callable[[], Tensor]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,19 @@ class Written:
     digests: dict[str, str]
 
 
-def write_shard_file(path: Path, entries: Sequence[Entry]) -> Written:
+def write_shard_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
     """Write a new file, synced to the disk. One tensor at a time is in memory besides what ``read`` shares.
+
+    Args:
+        path: of the file.
+        entries: what to write.
+        metadata: texts for the header.
 
     Raises:
         OSError: no room, or the disk failed; or the file exists.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # keeps every tensor aligned
-    header = _header(ordered)
+    header = _header(ordered, metadata)
     digests: dict[str, str] = {}
     with path.open("xb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))
@@ -106,6 +116,7 @@ class ShardFile:
         path: not a link.
     Attributes:
         shapes, dtypes: by key.
+        metadata: texts in the header.
         header_digest: checksum of the header.
         num_bytes: size of the file.
     Raises:
@@ -123,6 +134,7 @@ class ShardFile:
             self._spans: dict[str, tuple[int, int]] = {}
             self.shapes: dict[str, tuple[int, ...]] = {}
             self.dtypes: dict[str, torch.dtype] = {}
+            self.metadata: dict[str, str] = {}
             self.header_digest = self._read_header()
         except BaseException:
             os.close(self._fd)
@@ -173,7 +185,7 @@ class ShardFile:
             raise self._damaged("it ends within its header")
         try:
             entries = json.loads(text)
-            entries.pop("__metadata__", None)
+            self.metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
             for key, entry in entries.items():
                 self._take(key, entry, 8 + length)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -222,8 +234,8 @@ def _on_host(entry: Entry) -> Tensor:
     return tensor.to("cpu").contiguous()
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    header: dict[str, Any] = {}
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in entries:
         span = [offset, offset + entry.num_bytes]

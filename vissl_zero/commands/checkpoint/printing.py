@@ -1,0 +1,53 @@
+"""Tables and texts of ``vissl-zero checkpoint``; what comes from a file reaches the terminal as plain text only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def console() -> Console:
+    """Where to print: as wide as the terminal, or as the text in a file or pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200, soft_wrap=False)
+
+
+def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Print rows in columns.
+
+    Args:
+        rows: cells; anything.
+        titles: of the columns; none: no header.
+        right: columns to align to the right.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    result = Table(box=None, pad_edge=False, show_header=bool(titles))
+    for index in range(max((len(row) for row in cells), default=len(titles))):
+        title = titles[index] if index < len(titles) else ""
+        result.add_column(title, justify="right" if index in right else "left", overflow="fold")
+    for row in cells:
+        result.add_row(*map(Text, row))
+    console().print(result)
+
+
+def say(text: object, style: str = "") -> None:
+    """Print one line of text, whatever is in it."""
+    console().print(Text(printable(text), style=style))
+
+
+def printable(value: object) -> str:
+    """A value as text without control characters, which could rewrite the screen."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(value))
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1024."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} bytes"

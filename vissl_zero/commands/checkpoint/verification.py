@@ -1,0 +1,72 @@
+"""``vissl-zero checkpoint verify``: is everything there, and as it was written?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vissl_zero.checkpoint.folder import find_checkpoints
+from vissl_zero.checkpoint.manifest import MANIFEST_NAME
+from vissl_zero.checkpoint.reader import open_checkpoint
+from vissl_zero.checkpoint.weights import WeightsFile, open_store
+from vissl_zero.commands.checkpoint import Parser
+from vissl_zero.commands.checkpoint.printing import say, size
+from vissl_zero.errors import CheckpointError
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Read every byte against its checksum; 0 if all is whole, 1 if not.
+
+    Raises:
+        CheckpointError: the path names nothing that could be verified.
+    """
+    parser = Parser(
+        "verify",
+        "Read everything against the checksums: of a run folder, all its checkpoints.\n"
+        "Exit codes: 0 whole, 1 not, 2 your input.",
+    )
+    parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
+    options = parser.parse_args(arguments)
+    is_whole = [_verify(path) for text in options.path for path in _meant(Path(text).expanduser())]
+    return 0 if all(is_whole) else 1
+
+
+def _meant(path: Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first; else what the path is."""
+    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+        if path.is_dir() or path.suffix == ".safetensors":
+            return [path]
+        open_store(path).close()  # says what else is wrong
+        return [path]
+    if found := find_checkpoints(path)[::-1]:
+        return found
+    if path.name.startswith("step_") or any(path.glob("rank*.json")):
+        return [path]  # one that has lost its manifest
+    store = open_store(path)  # the weights of a run folder, or an error that says what to give
+    store.close()
+    return [store.path]
+
+
+def _verify(path: Path) -> bool:
+    try:
+        if path.is_dir():
+            with open_checkpoint(path) as checkpoint:
+                problems = list(checkpoint.verify())
+                num_bytes, what = sum(rank.num_bytes for rank in checkpoint.ranks.values()), "all checksums fit"
+        else:
+            file = WeightsFile(path)
+            file.close()
+            num_bytes, what = (
+                sum(i.num_bytes for i in file.tensors.values()),
+                "no checksums; its length is right",
+            )
+            problems = []
+    except CheckpointError as error:
+        problems = [str(error)]
+    for problem in problems:
+        say(problem)
+    if problems:
+        say(f"NOT whole: {path}", style="bold red")
+    else:
+        say(f"whole: {path} ({size(num_bytes)}, {what})")
+    return not problems

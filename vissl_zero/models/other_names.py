@@ -1,0 +1,153 @@
+"""What other libraries call the parameters of our trunks: VISSL, classy-vision, torchvision and timm.
+
+The blocks are the same, so every tensor has the same shape and layout; only names differ. A ResNet is called alike by
+torchvision and timm. RegNet has other names only where its blocks are bottlenecks, the only ones those libraries have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+STYLES = ("torchvision", "timm")
+# Wrappers that other frameworks leave in names, and what they put in front.
+_WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"}
+_PREFIXES = ("module.", "model.", "trunk.", "base_model.", "_feature_blocks.")
+_STAT = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+
+_Rules = tuple[tuple[str, str], ...]
+
+# Names of other libraries -> ours, below ``trunk.``; of a block's stage and place, {n} means "minus one".
+_TO_OURS: _Rules = (
+    # VISSL's and classy-vision's RegNet; VISSL's FSDP twin puts stretches called part<n> around the blocks.
+    (rf"(?:conv1\.|stem\.)stem\.([013])\.{_STAT}", r"stem.\1.\2"),
+    (r"(?:res\d+|trunk_output\.block\d+)\.(?:block\d+-part\d+\.)?block(?P<stage>\d+)-(?P<at>\d+)\.(?P<rest>.+)", ""),
+    # torchvision's and VISSL's ResNet, and timm's.
+    (r"conv1\.(weight|bias)", r"stem.0.\1"),
+    (rf"bn1\.{_STAT}", r"stem.1.\1"),
+    (r"layer(?P<stage>\d+)\.(?P<at>\d+)\.(?P<rest>.+)", ""),
+    # timm's RegNet counts blocks from 1.
+    (r"stem\.conv\.(weight|bias)", r"stem.0.\1"),
+    (rf"stem\.bn\.{_STAT}", r"stem.1.\1"),
+    (r"s(?P<stage>\d+)\.b(?P<at_from_1>\d+)\.(?P<rest>.+)", ""),
+    (r"(stem\.\d\..+|stages\.\d+\.\d+\.0\..+)", r"\1"),
+)
+# Inside a RegNet block: ours, torchvision's, timm's.
+_REGNET_BLOCK = (
+    ("proj", "proj.0", "downsample.conv"),
+    ("bn", "proj.1", "downsample.bn"),
+    ("f.a.0", "f.a.0", "conv1.conv"),
+    ("f.a.1", "f.a.1", "conv1.bn"),
+    ("f.b.0", "f.b.0", "conv2.conv"),
+    ("f.b.1", "f.b.1", "conv2.bn"),
+    ("f.se.excitation.0", "f.se.fc1", "se.fc1"),
+    ("f.se.excitation.2", "f.se.fc2", "se.fc2"),
+    ("f.c", "f.c.0", "conv3.conv"),
+    ("f.final_bn", "f.c.1", "conv3.bn"),
+)
+_INNER_TO_OURS = {other: ours for ours, *others in _REGNET_BLOCK for other in others}
+_OUR_CLASSIFIER = "heads.0.clf.0"
+_OUR_BLOCK = re.compile(r"trunk\.stages\.(\d+)\.(\d+)\.0\.(.+)")
+
+
+@dataclass
+class Renamed:
+    """What became of names.
+
+    Attributes:
+        names: new name -> old name.
+        unknown: old names that have no new one.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+def to_our_names(names: Iterable[str]) -> Renamed:
+    """Our names of the parameters and buffers of a model from elsewhere (``trunk.stem.0.weight``).
+
+    Ours, VISSL's (``trunk._feature_blocks. ...``, with or without ``trunk.base_model.`` and FSDP's wrappers),
+    classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
+    """
+    result = Renamed()
+    for name in names:
+        ours = _our_name(name)
+        if ours is None or ours in result.names:
+            result.unknown.append(name)
+        else:
+            result.names[ours] = name
+    return result
+
+
+def to_other_names(names: Iterable[str], style: str) -> Renamed:
+    """Names that torchvision or timm has for our trunk, and for a classifier of one layer.
+
+    Args:
+        names: ours.
+        style: one of ``STYLES``.
+    """
+    ours = list(names)
+    is_regnet = any(".f." in name for name in ours if name.startswith("trunk.stages."))
+    has_bottlenecks = any(".f.c." in name for name in ours)
+    result = Renamed()
+    for name in ours:
+        other = None if is_regnet and not has_bottlenecks else _other_name(name, style, is_regnet)
+        if other is None:
+            result.unknown.append(name)
+        else:
+            result.names[other] = name
+    return result
+
+
+def _our_name(name: str) -> str | None:
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    while (shorter := _without_prefix(plain)) != plain:
+        plain = shorter
+    if plain.startswith("heads."):
+        return plain
+    if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
+        return f"{_OUR_CLASSIFIER}.{match[1]}"
+    for pattern, replacement in _TO_OURS:
+        if match := re.fullmatch(pattern, plain):
+            inner = match.expand(replacement) if replacement else _our_block(match.groupdict())
+            return f"trunk.{inner}"
+    return None
+
+
+def _without_prefix(name: str) -> str:
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+def _our_block(found: dict[str, str]) -> str:
+    at = int(found["at"]) if "at" in found else int(found["at_from_1"]) - 1
+    layer, _, stat = found["rest"].rpartition(".")
+    # A ResNet's ``conv1`` and ``bn1`` are in no RegNet; names of RegNet's that are ours already stay.
+    return f"stages.{int(found['stage']) - 1}.{at}.0.{_INNER_TO_OURS.get(layer, layer)}.{stat}"
+
+
+def _other_name(name: str, style: str, is_regnet: bool) -> str | None:
+    if name.startswith(f"{_OUR_CLASSIFIER}."):
+        classifier = "head.fc" if is_regnet and style == "timm" else "fc"
+        return f"{classifier}.{name.removeprefix(f'{_OUR_CLASSIFIER}.')}"
+    if match := re.fullmatch(rf"trunk\.stem\.([01])\.{_STAT}", name):
+        return _other_stem(match[1], match[2], style, is_regnet)
+    match = _OUR_BLOCK.fullmatch(name)
+    if not match:
+        return None
+    stage, at, rest = int(match[1]) + 1, int(match[2]), match[3]
+    if not is_regnet:
+        return f"layer{stage}.{at}.{rest}"
+    layer, _, stat = rest.rpartition(".")
+    inner = {ours: others for ours, *others in _REGNET_BLOCK}.get(layer)
+    if inner is None:
+        return None
+    if style == "timm":
+        return f"s{stage}.b{at + 1}.{inner[1]}.{stat}"
+    return f"trunk_output.block{stage}.block{stage}-{at}.{inner[0]}.{stat}"
+
+
+def _other_stem(layer: str, stat: str, style: str, is_regnet: bool) -> str:
+    if not is_regnet:
+        return f"{('conv1', 'bn1')[int(layer)]}.{stat}"
+    return f"stem.{('conv', 'bn')[int(layer)]}.{stat}" if style == "timm" else f"stem.{layer}.{stat}"
