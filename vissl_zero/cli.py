@@ -13,8 +13,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vissl_zero.errors import VisslZeroError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 INTERRUPTED = 130
 HELP = """\
@@ -40,7 +44,9 @@ Look into what was trained:
   vissl-zero checkpoint inspect|verify|diff|export ...   (vissl-zero checkpoint --help)
 
 Sweep:
-  vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3
+  vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3                    one job after the other
+  vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3 hydra/launcher=local            side by side on this machine
+  vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3 hydra/launcher=submitit_slurm   as jobs of a SLURM cluster
 
 Under another launcher:
   torchrun --nproc-per-node 2 tools/run_distributed.py config=<recipe>
@@ -99,22 +105,24 @@ def _dispatch(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     """Compose through ``@hydra.main`` and run every job of it (one, or a sweep); the worst exit code of all jobs."""
     import hydra
-    from omegaconf import DictConfig
 
     from vissl_zero.config.explain import EXPLAINABLE, explain
     from vissl_zero.config.store import register
+    from vissl_zero.launch.side_by_side import register_launcher
+    from vissl_zero.launch.sweep import finish_sweep
 
     codes: list[int] = []
-    own_process = os.getpid()
 
     @hydra.main(version_base="1.3", config_path="pkg://vissl_zero.conf", config_name="defaults")
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> int:
         code = _run_job(cfg)
-        if code == INTERRUPTED or (code and os.getpid() != own_process):
-            raise SystemExit(code)  # ends a sweep; or tells a launcher that runs jobs elsewhere
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt  # ends a sweep
         codes.append(code)
+        return code
 
     register()
+    register_launcher()
     sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
     arguments = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     sys.argv = [sys.argv[0], *_quiet_on_other_ranks(arguments)]
@@ -127,30 +135,45 @@ def _train(arguments: list[str]) -> int:
     finally:
         if before is None:
             del os.environ["HYDRA_FULL_ERROR"]
-    return max(codes, default=0)
+        swept = finish_sweep()
+    return max([*codes, swept or 0])
 
 
 def _run_job(cfg: object) -> int:
     """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import DictConfig
 
+    assert isinstance(cfg, DictConfig)
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir)
+    if hydra_cfg.mode != RunMode.MULTIRUN:
+        return _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder)
+    from vissl_zero.launch.sweep_job import run_job_of_sweep
+
+    return run_job_of_sweep(
+        folder,
+        list(hydra_cfg.overrides.task),
+        lambda: _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder),
+    )
+
+
+def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
     from vissl_zero.config.compose import typed
     from vissl_zero.config.resolve import resolve
     from vissl_zero.launch.run import run
 
-    assert isinstance(cfg, DictConfig)
-    hydra_cfg = HydraConfig.get()
     try:
-        composed = typed(cfg, str(hydra_cfg.runtime.choices["config"]))
-        plan = resolve(composed.run, hydra_cfg.runtime.output_dir, recipe=composed.recipe, written=composed.written)
+        composed = typed(cfg, recipe)
+        plan = resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written)
         code = run(plan, composed.user_yaml(), composed.node_id)
         if composed.run.DRY_RUN:
-            _remove_if_empty(Path(hydra_cfg.runtime.output_dir))
+            _remove_if_empty(output_dir)
         return code
     except VisslZeroError as error:
         print(error, file=sys.stderr)
-        _remove_if_empty(Path(hydra_cfg.runtime.output_dir))
+        _remove_if_empty(output_dir)
         return 2
 
 

@@ -1,0 +1,54 @@
+"""Around a sweep, whatever launches its jobs: a safe folder before, one summary after. Imports no torch by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from vissl_zero.launch.submission import private_folder
+from vissl_zero.reporting.sweep_note import is_done, read_note
+
+_sweep_dir: Path | None = None
+
+
+class SweepFolder(Callback):
+    """Called by Hydra, in the process that the user started."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember where the sweep goes; close the folder that submitit unpickles from.
+
+        Raises:
+            LaunchError: that folder is open to others.
+        """
+        global _sweep_dir
+        _sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
+        folder = OmegaConf.select(config, "hydra.launcher.submitit_folder")
+        if folder is not None:
+            private_folder(Path(str(folder).split("%")[0]).absolute())
+
+
+def finish_sweep() -> int | None:
+    """Write and print the summary of the sweep that this process ran; its worst exit code, or None without a sweep."""
+    global _sweep_dir
+    folder, _sweep_dir = _sweep_dir, None
+    if folder is None or not folder.is_dir():
+        return None
+    notes = [(path, note) for path in folder.iterdir() if path.is_dir() and (note := read_note(path)) is not None]
+    if not notes:
+        return None
+    from vissl_zero.reporting.sweep_summary import CSV_NAME, PLOT_NAME, collect, print_sweep, write_sweep
+
+    rows = collect(folder)
+    write_sweep(folder, rows)
+    print()
+    print_sweep(rows)
+    print(f"\nsweep folder  {folder}  ({CSV_NAME}, {PLOT_NAME})")
+    missing = sum(not is_done(path) for path, _ in notes)
+    if missing:
+        print(
+            f"{missing} of {len(notes)} jobs are not done. The same command with hydra.sweep.dir={folder} does those."
+        )
+    return max((note.code or 0 for _, note in notes), default=0)

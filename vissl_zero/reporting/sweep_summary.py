@@ -1,0 +1,159 @@
+"""A sweep at a glance: one table, ``sweep.csv`` and ``sweep.png`` over all of its jobs, failed ones included."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import rich
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vissl_zero.reporting.atomic import replacing
+from vissl_zero.reporting.curves import KIND_COLORS
+from vissl_zero.reporting.memory_kinds import KINDS
+from vissl_zero.reporting.quantity import bytes_text, figure_text
+from vissl_zero.reporting.report_page import BLUE, GREEN, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
+from vissl_zero.reporting.sweep_note import is_done, read_note, read_summary
+
+CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
+_FIGURES = {"loss_last": "loss", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
+_PANEL_HEIGHT, _PANEL_STEP = 210, 330
+_MOST_LABELS = 24
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job.
+
+    Attributes:
+        name: its folder's.
+        values: swept key -> value as text.
+        state: "done", "failed (2)" with the exit code, or "not done".
+        summary: of the run; empty if it did not come to its end.
+    """
+
+    name: str
+    values: dict[str, str]
+    state: str
+    summary: dict[str, Any]
+
+
+def collect(sweep_dir: Path) -> list[Row]:
+    """All jobs of a sweep folder, in their order; the values that differ between them."""
+    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and read_note(path) is not None]
+    folders.sort(key=lambda path: (int(path.name) if path.name.isdigit() else 10**9, path.name))
+    given = {folder: _pairs(note.overrides) for folder in folders if (note := read_note(folder)) is not None}
+    keys = dict.fromkeys(key for pairs in given.values() for key in pairs)
+    swept = [key for key in keys if len({pairs.get(key) for pairs in given.values()}) > 1]
+    return [
+        Row(folder.name, {key: pairs.get(key, "") for key in swept}, _state(folder), read_summary(folder))
+        for folder, pairs in given.items()
+    ]
+
+
+def _pairs(overrides: Sequence[str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
+
+
+def _state(folder: Path) -> str:
+    note = read_note(folder)
+    if is_done(folder):
+        return "done"
+    return "not done" if note is None or note.code in (None, 0, 75, 130) else f"failed ({note.code})"
+
+
+def write_sweep(sweep_dir: Path, rows: Sequence[Row]) -> None:
+    """Write the CSV and the plot. Cost: about a second."""
+    columns = ["job", *(rows[0].values if rows else []), "state", *_FIGURES, *(f"{kind}_bytes" for kind in KINDS)]
+    with replacing(sweep_dir / CSV_NAME) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows:
+            memory = row.summary.get("bytes", {})
+            figures = [row.summary.get(name) for name in _FIGURES]
+            kinds = [memory.get(kind) for kind in KINDS]
+            writer.writerow([row.name, *row.values.values(), row.state, *figures, *kinds])
+    with mpl.rc_context(STYLE), replacing(sweep_dir / PLOT_NAME) as temporary:
+        _draw(rows).figure.savefig(temporary, format="png")
+
+
+def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
+    """The table: a line per job."""
+    out = console or rich.get_console()
+    table = Table(box=None, pad_edge=False)
+    swept = list(rows[0].values) if rows else []
+    for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *KINDS):
+        table.add_column(name, no_wrap=name not in ("state",), justify="left" if name == "state" else "right")
+    for row in rows:
+        summary, memory = row.summary, row.summary.get("bytes", {})
+        knn = summary.get("knn_top1_after")
+        figures = (
+            figure_text(summary.get("loss_last")),
+            "-" if knn is None else f"{100 * knn:.1f} %",
+            figure_text(summary.get("images_per_s")),
+        )
+        kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in KINDS)
+        table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
+    width = out.width if out.is_terminal else max(out.width, 60 + 14 * (len(swept) + len(KINDS)))
+    out.print(table, width=width, soft_wrap=False)
+
+
+def _draw(rows: Sequence[Row]) -> Page:
+    page = Page(90 + 2 * _PANEL_STEP + 40)
+    page.text(MARGIN, 30, "Sweep", size=20, bold=True)
+    done = sum(row.state == "done" for row in rows)
+    swept = ", ".join(rows[0].values) if rows else ""
+    page.text(MARGIN + 110, 36, f"{done} of {len(rows)} jobs done; over {swept or 'nothing'}", size=11)
+    half = (WIDTH - 2 * MARGIN - 70) / 2
+    panels = [
+        ("Loss, last step", lambda row: row.summary.get("loss_last"), BLUE),
+        ("kNN top-1", lambda row: row.summary.get("knn_top1_after"), GREEN),
+        ("Images per second", lambda row: row.summary.get("images_per_s"), ORANGE),
+    ]
+    for index in range(4):
+        left = MARGIN + 56 + (index % 2) * (half + 70)
+        axes = page.axes(left, 90 + (index // 2) * _PANEL_STEP + 24, half - 56, _PANEL_HEIGHT)
+        if index < len(panels):
+            title, figure, color = panels[index]
+            axes.set_title(title)
+            values = [figure(row) for row in rows]
+            shown = [(place, value) for place, value in enumerate(values) if value is not None]
+            axes.plot([place for place, _ in shown], [value for _, value in shown], "o", color=color, markersize=7)
+        else:
+            _draw_memory(axes, rows)
+        _mark(axes, rows)
+    return page
+
+
+def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.set_title("Memory per rank, MiB")
+    bottoms = [0.0] * len(rows)
+    for kind, name in KINDS.items():
+        heights = [row.summary.get("bytes", {}).get(kind, 0) / 2**20 for row in rows]
+        axes.bar(range(len(rows)), heights, bottom=bottoms, color=KIND_COLORS[kind], label=name, width=0.7)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.legend(fontsize=8.5, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+
+
+def _mark(axes: Axes, rows: Sequence[Row]) -> None:
+    """Label the jobs by their values, and cross those that have no result."""
+    labels = [" ".join(row.values.values()) or row.name for row in rows]
+    every = max(1, -(-len(rows) // _MOST_LABELS))
+    slanted = max(map(len, labels), default=0) > 6
+    axes.set_xticks(
+        range(0, len(rows), every),
+        [label[:28] for label in labels[::every]],
+        rotation=35 if slanted else 0,
+        ha="right" if slanted else "center",
+        fontsize=9,
+    )
+    axes.set_xlim(-0.7, len(rows) - 0.3)
+    missing = [place for place, row in enumerate(rows) if row.state != "done"]
+    axes.plot(missing, [0.03] * len(missing), "x", color=VERMILLION, transform=axes.get_xaxis_transform())
