@@ -156,6 +156,7 @@ def _run_job(cfg: object) -> int:
         folder,
         list(hydra_cfg.overrides.task),
         lambda: _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder),
+        int(cfg.config.SLURM.MAX_REQUEUES),
     )
 
 

@@ -1,7 +1,7 @@
 """``hydra/launcher=local``: jobs of a sweep side by side on this machine, as many as its cores or GPUs allow.
 
-Each job is a process of its own (``python -m vissl_zero.cli``) on cores and GPUs of its own, with its ranks below it and
-what it prints in ``output.log`` of its folder.
+Each job is a process of its own (``python -m vissl_zero.cli``) on cores and GPUs of its own, with its ranks below it
+and what it prints in ``output.log`` of its folder.
 """
 
 from __future__ import annotations
@@ -124,11 +124,8 @@ class SideBySide(Launcher):
         given = OmegaConf.to_container(self._config.hydra.overrides.hydra, resolve=False)
         assert isinstance(given, list)
         outer = [str(word) for word in given if not str(word).startswith(_NOT_FOR_JOBS)]
-        folders = [
-            str(source.path)
-            for source in self._config.hydra.runtime.config_sources
-            if source.provider == "command-line"
-        ]
+        sources = self._config.hydra.runtime.config_sources
+        folders = [str(source.path) for source in sources if source.provider == "command-line"]
         command = [sys.executable, "-m", "vissl_zero.cli", *own, *outer, f"hydra.run.dir={folder}"]
         command += [word for path in folders for word in ("--config-dir", path)]
         return _Job(number, folder, overrides, command)
@@ -144,7 +141,8 @@ class SideBySide(Launcher):
         return str(self._composed(job).config.MACHINE.DEVICE) != "cpu"
 
     def _run(self, waiting: list[_Job], slots: Slots, total: int) -> None:
-        free, running, queue = list(range(len(slots))), [], list(waiting)
+        free, queue = list(range(len(slots))), list(waiting)
+        running: list[_Job] = []
         while queue or running:
             while queue and free:
                 job = queue.pop(0)

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from vissl_zero.engine.stopping import STOPPED
 from vissl_zero.errors import LaunchError, VisslZeroError
 
 _MEET_S = 300.0
@@ -37,15 +38,13 @@ class SlurmTask:
         Raises:
             SystemExit: with the code of the run, unless it is 0.
         """
-        from vissl_zero.engine.stopping import STOPPED
-
         try:
             code = self._launch()
         except VisslZeroError as error:
             print(error, flush=True)
             code = 2
         if code == STOPPED and _number("SLURM_PROCID") == 0:
-            code = self._requeue()
+            code = requeue(self.max_requeues)
         if code:
             raise SystemExit(code)
 
@@ -77,26 +76,28 @@ class SlurmTask:
         finally:
             membership.leave()
 
-    def _requeue(self) -> int:
-        """Queue the job again, unless it was cancelled or has been queued often enough; the exit code."""
-        from vissl_zero.engine.stopping import STOPPED
 
-        times = _number("SLURM_RESTART_COUNT")
-        if times >= self.max_requeues:
-            print(
-                f"Saved and stopped. Not queued again: that was done {times} times, and config.SLURM.MAX_REQUEUES is "
-                f"{self.max_requeues}. The same command goes on from the checkpoint.",
-                flush=True,
-            )
-            return STOPPED
-        state = job_state(_job_id())
-        if state != "RUNNING":  # cancelled, or being requeued by someone else
-            print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
-            return STOPPED
-        print(f"Saved and stopped; queued again ({times + 1} of at most {self.max_requeues} times).", flush=True)
-        subprocess.run(["scontrol", "requeue", _job_id()], check=False, timeout=60)
-        time.sleep(60.0)  # SLURM ends this job now; one that ended by itself before that would not be queued
+def requeue(max_requeues: int) -> int:
+    """Queue this job again after it saved and stopped; the exit code.
+
+    Not if it was cancelled, has been queued often enough, or the cluster is about to do so itself.
+    """
+    times = _number("SLURM_RESTART_COUNT")
+    if times >= max_requeues:
+        print(
+            f"Saved and stopped. Not queued again: that was done {times} times, and config.SLURM.MAX_REQUEUES is "
+            f"{max_requeues}. The same command goes on from the checkpoint.",
+            flush=True,
+        )
         return STOPPED
+    state = job_state(_job_id())
+    if state != "RUNNING":  # cancelled, or being requeued by someone else
+        print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
+        return STOPPED
+    print(f"Saved and stopped; queued again ({times + 1} of at most {max_requeues} times).", flush=True)
+    subprocess.run(["scontrol", "requeue", _job_id()], check=False, timeout=60)
+    time.sleep(60.0)  # SLURM ends this job now; one that ended by itself before that would not be queued
+    return STOPPED
 
 
 def job_state(job_id: str) -> str:

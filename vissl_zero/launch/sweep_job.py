@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vissl_zero.engine.stopping import STOPPED
 from vissl_zero.errors import LaunchError, VisslZeroError
+from vissl_zero.launch.slurm_task import requeue
 from vissl_zero.reporting.sweep_note import JobNote, is_done, read_note
 
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.
@@ -24,12 +27,11 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
         LaunchError: the folder holds a run of something else.
     """
     note = read_note(folder)
-    if (note is None and (folder / "metrics.jsonl").exists()) or (
-        note is not None and note.overrides != list(overrides)
-    ):
+    is_foreign = note.overrides != list(overrides) if note else (folder / "metrics.jsonl").exists()
+    if is_foreign:
         raise LaunchError(
-            f"hydra.sweep.dir: {folder} holds another job than this one ({' '.join(overrides)}). Name another folder, or "
-            "give the very command that began there to do what is missing."
+            f"hydra.sweep.dir: {folder} holds another job than this one ({' '.join(overrides)}). Name another folder, "
+            "or give the very command that began there to do what is missing."
         )
     if is_done(folder):
         return False
@@ -44,19 +46,20 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
     return True
 
 
-def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], int]) -> int:
+def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], int], max_requeues: int) -> int:
     """Run a job in this process unless it was done before; its exit code, which its note keeps. No error ends a sweep.
 
     Args:
         folder: of the job.
         overrides: as Hydra gives them.
         run: does the job; its exit code.
+        max_requeues: of a SLURM job that saved and stopped.
     """
     try:
         if any(word.lstrip("+").startswith("config.CHECKPOINT.DIR=") for word in overrides):
             raise LaunchError(
-                "config.CHECKPOINT.DIR: every job of a sweep has a folder of its own. Leave it out, and name the folder "
-                "of all of them with hydra.sweep.dir=<folder>."
+                "config.CHECKPOINT.DIR: every job of a sweep has a folder of its own. Leave it out, and name the "
+                "folder of all of them with hydra.sweep.dir=<folder>."
             )
         if not claim(folder, overrides):
             print(f"done before: {folder}")
@@ -69,5 +72,7 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     except Exception:  # noqa: BLE001 - a defect in one job; the others are run all the same
         traceback.print_exc()
         code = 1
+    if code == STOPPED and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        code = requeue(max_requeues)
     JobNote(list(overrides), code).write(folder)
     return code
