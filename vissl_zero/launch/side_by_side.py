@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +36,7 @@ _FAREWELL_S = 60.0  # to save and stop, after Ctrl-C
 class LocalLauncherConfig:
     """``hydra.launcher`` with ``hydra/launcher=local``."""
 
-    _target_: str = "vissl_zero.launch.side_by_side.SideBySide"
+    _target_: str = "hydra_plugins.vissl_zero_local.SideBySide"
     jobs: int | None = None
     """Most jobs at a time; null: as many as have cores (or GPUs, one per process) of their own."""
 
@@ -50,12 +50,13 @@ def register_launcher() -> None:
 
 @dataclass
 class _Job:
-    """A job of the sweep: where it goes, what it says, and while it runs, its process and place."""
+    """A job of the sweep: where it goes, what it says, what tells it apart; while it runs, its process and place."""
 
     number: int
     folder: Path
     overrides: list[str]
     command: list[str]
+    swept: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
     slot: int = 0
     started: float = 0.0
@@ -101,8 +102,10 @@ class SideBySide(Launcher):
         assert self._config is not None
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
+        common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
         waiting = []
         for job in jobs:
+            job.swept = [word for word in job.overrides if word not in common]
             if claim(job.folder, job.overrides):
                 waiting.append(job)
             else:
@@ -156,6 +159,10 @@ class SideBySide(Launcher):
                 _finish(job, total)
 
 
+# Hydra starts launchers of this package only, and discovers none in packages installed with ``pip install -e``: ours is
+# registered by us, under a name that it accepts.
+SideBySide.__module__ = "hydra_plugins.vissl_zero_local"
+sys.modules[SideBySide.__module__] = sys.modules[__name__]
 _NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "hydra.run.dir", "hydra/sweeper")
 
 
@@ -218,7 +225,7 @@ def _finish(job: _Job, total: int) -> None:
     job.code = job.process.returncode
     JobNote(job.overrides, job.code).write(job.folder)
     how = "done" if job.code == 0 else f"failed with exit code {job.code}, see {job.folder / OUTPUT}"
-    values = " ".join(filter_overrides(job.overrides))
+    values = " ".join(job.swept) or "the only job"
     print(f"[{job.number + 1}/{total}] {how} after {time.monotonic() - job.started:.0f} s: {values}", flush=True)
 
 

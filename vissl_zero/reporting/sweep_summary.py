@@ -90,7 +90,7 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []
     for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *KINDS):
-        table.add_column(name, no_wrap=name not in ("state",), justify="left" if name == "state" else "right")
+        table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
         summary, memory = row.summary, row.summary.get("bytes", {})
         knn = summary.get("knn_top1_after")
@@ -101,8 +101,9 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
         )
         kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in KINDS)
         table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
-    width = out.width if out.is_terminal else max(out.width, 60 + 14 * (len(swept) + len(KINDS)))
-    out.print(table, width=width, soft_wrap=False)
+    # Cut columns say nothing: a narrow terminal wraps the lines instead.
+    wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(KINDS))), soft_wrap=True)
+    wide.print(table)
 
 
 def _draw(rows: Sequence[Row]) -> Page:

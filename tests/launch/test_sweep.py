@@ -1,0 +1,150 @@
+"""Sweeps through the command line: side by side, one summary, and only what is missing the second time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.config.host import Host
+from vissl_zero.errors import ConfigError, LaunchError
+from vissl_zero.launch.side_by_side import divide
+from vissl_zero.launch.sweep_job import claim
+from vissl_zero.reporting.sweep_note import JobNote
+
+SMALL = [
+    "-m",
+    "config=quickstart/swav_digits",
+    "config.DISTRIBUTED.NUM_PROC_PER_NODE=1",
+    "config.TRAINER.THREADS_PER_RANK=1",
+    "config.NEAREST_NEIGHBOR.USE_KNN=false",
+    "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
+    "hydra.sweep.dir=sweep",
+]
+
+
+def sweep(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, *overrides]
+    return subprocess.Popen(
+        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def results(folder: Path) -> dict[str, dict[str, str]]:
+    with (folder / "sweep/sweep.csv").open() as file:
+        return {row["job"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.timeout(200)
+def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
+    overrides = ["hydra/launcher=local", "config.TRAINER.MAX_STEPS=2", "config.ZERO.LEVEL=0,9,3"]
+    first = sweep(tmp_path, *overrides)
+    out, _ = first.communicate(timeout=150)
+    assert first.returncode == 2, out
+    rows = results(tmp_path)
+    assert [rows[name]["config.ZERO.LEVEL"] for name in "012"] == ["0", "9", "3"]
+    assert [rows[name]["state"] for name in "012"] == ["done", "failed (2)", "done"]
+    assert float(rows["0"]["loss_last"]) == pytest.approx(float(rows["2"]["loss_last"]), abs=1e-5)
+    summary = json.loads((tmp_path / "sweep/2/summary.json").read_text())
+    assert summary["level"] == 3 and int(rows["2"]["params_bytes"]) == summary["bytes"]["params"]
+    assert (
+        rows["1"]["loss_last"] == ""
+        and "must be auto, 0, 1, 2 or 3 (got 9)" in (tmp_path / "sweep/1/output.log").read_text()
+    )
+    assert (tmp_path / "sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "1 of 3 jobs are not done; the same command with hydra.sweep.dir=" in out
+
+    written = (tmp_path / "sweep/0/metrics.jsonl").stat().st_mtime_ns
+    again = sweep(tmp_path, *overrides)
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "3 jobs, 2 of them done before" in out, out
+    assert (tmp_path / "sweep/0/metrics.jsonl").stat().st_mtime_ns == written and results(tmp_path) == rows
+
+    other = sweep(tmp_path, *overrides[:-1], "config.ZERO.LEVEL=1,2")
+    out, _ = other.communicate(timeout=60)
+    assert other.returncode == 2 and "holds another job than this one" in out and "Traceback" not in out
+
+
+def no_process_mentions(text: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_text() and int(path.parent.name) != os.getpid():
+                return False
+        except OSError:
+            continue
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_sixteen_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_path):
+    """Against a sweep that was left alone; two jobs at a time on two cores."""
+    grid = [
+        "hydra/launcher=local",
+        "config.TRAINER.MAX_STEPS=20",
+        "config.ZERO.LEVEL=range(0,4)",
+        "config.OPTIMIZER.weight_decay=0.01,0.05,0.1,0.2",
+    ]
+    (tmp_path / "whole").mkdir()
+    whole = sweep(tmp_path / "whole", *grid)
+    out, _ = whole.communicate(timeout=700)
+    assert whole.returncode == 0, out
+    expected = results(tmp_path / "whole")
+    assert len(expected) == 16
+
+    (tmp_path / "cut").mkdir()
+    cut = sweep(tmp_path / "cut", *grid)
+    deadline = time.monotonic() + 300
+    done = tmp_path / "cut/sweep"
+    while len(list(done.glob("*/summary.json"))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(cut.pid, signal.SIGINT)
+    out, _ = cut.communicate(timeout=120)
+    assert cut.returncode == 130, out
+    assert no_process_mentions(str(tmp_path / "cut"))
+    assert 5 <= len(list(done.glob("*/summary.json"))) < 16
+    again = sweep(tmp_path / "cut", *grid)
+    out, _ = again.communicate(timeout=700)
+    assert again.returncode == 0 and "of them done before" in out, out
+    found = results(tmp_path / "cut")
+    compared = [key for key in expected["0"] if key != "images_per_s"]
+    assert {job: [row[key] for key in compared] for job, row in found.items()} == {
+        job: [row[key] for key in compared] for job, row in expected.items()
+    }
+
+
+def test_the_machine_is_divided_without_overlap():
+    host = Host(num_gpus=4, num_cores=4)
+    slots = divide(host, procs=2, uses_gpus=True, most=None, num_jobs=16)
+    assert slots.gpus == [["0", "1"], ["2", "3"]] and len(slots) == 2
+    slots = divide(Host(num_cores=2), procs=1, uses_gpus=True, most=None, num_jobs=16)
+    assert slots.gpus == [] and len(slots) == 2 and not set(slots.cores[0]) & set(slots.cores[1])
+    assert len(divide(Host(num_cores=2), procs=4, uses_gpus=True, most=None, num_jobs=16)) == 1
+    assert len(divide(Host(num_cores=2), procs=1, uses_gpus=False, most=3, num_jobs=16)) == 3
+    assert len(divide(host, procs=1, uses_gpus=True, most=None, num_jobs=3)) == 3
+    with pytest.raises(ConfigError, match="a job takes 2 of 4 GPUs"):
+        divide(host, procs=2, uses_gpus=True, most=3, num_jobs=16)
+
+
+def test_a_folder_is_claimed_by_one_job(tmp_path):
+    job = tmp_path / "0"
+    assert claim(job, ["a=1"])
+    (job / "metrics.jsonl").write_text("{}\n")
+    assert claim(job, ["a=1"]) and not (job / "metrics.jsonl").exists()  # interrupted without a checkpoint: made anew
+    with pytest.raises(LaunchError, match="holds another job"):
+        claim(job, ["a=2"])
+    (job / "summary.json").write_text('{"loss_last": 1}')
+    JobNote(["a=1"], 0).write(job)
+    assert not claim(job, ["a=1"])
+    foreign = tmp_path / "1"
+    foreign.mkdir()
+    (foreign / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(LaunchError, match="holds another job"):
+        claim(foreign, ["a=1"])
