@@ -10,6 +10,7 @@ A component is a class or a function registered under a name that YAML can say::
 Built-in components are declared by the module that registers them, so that naming one (``vissl-zero list``, a rule that
 checks ``LOSS.name``) imports no torch; the module is imported when the component is first used. A user's components are
 registered when the modules of ``config.IMPORTS`` or of the entry-point group ``vissl_zero.components`` are imported.
+An installed plugin that cannot be imported is named and left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from vissl_zero.errors import Problem, RegistryError, did_you_mean
@@ -137,11 +138,13 @@ def _file(thing: Any) -> str:
         return repr(thing)
 
 
-def load_plugins(imports: list[str]) -> None:
+def load_plugins(imports: list[str]) -> list[Problem]:
     """Import the user's modules, then every module of the entry-point group, so that they register their components.
 
     Args:
         imports: module names from ``config.IMPORTS``.
+    Returns:
+        A problem for each installed plugin that cannot be loaded and is left out.
     Raises:
         RegistryError: a module cannot be found.
     """
@@ -158,8 +161,25 @@ def load_plugins(imports: list[str]) -> None:
                 f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name.",
             )
             raise RegistryError([problem]) from error
+    broken = []
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        entry_point.load()
+        try:
+            entry_point.load()
+        except Exception as error:  # noqa: BLE001 - whatever an installed package does, runs that do not need it go on
+            broken.append(broken_plugin(entry_point, error))
+    return broken
+
+
+def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
+    """What to say of an installed plugin that is left out."""
+    package = entry_point.dist.name if entry_point.dist else "unknown"
+    text = " ".join(str(error).split())
+    return Problem(
+        f"plugin {entry_point.name!r}",
+        entry_point.value,
+        f"cannot be loaded and is left out ({type(error).__name__}{f': {text}' if text else ''})",
+        f"Correct or uninstall the package {package!r}.",
+    )
 
 
 _TRUNKS = "vissl_zero.models.trunks"

@@ -18,6 +18,7 @@ from vissl_zero.config.rules import problems
 from vissl_zero.config.rules.vissl import no_effect
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.saved import load_resolved, save_resolved
+from vissl_zero.config.search_path import recipe_packages
 from vissl_zero.errors import ConfigError
 from vissl_zero.registry import load_plugins
 
@@ -45,13 +46,14 @@ def resolve(
     Raises:
         ConfigError: everything that is wrong, all problems at once.
     """
-    load_plugins(cfg.IMPORTS)
+    broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
     host = host or _host(cfg)
     if found := problems(cfg, host):
-        raise ConfigError(found)
+        raise ConfigError([*found, *broken])
     place, step = placement(cfg, host), global_batch(cfg, host)
     sharding, sharding_notes = sharding_plan(cfg, place)
     optimizer, optimizer_notes = optimizer_plan(cfg, step)
+    notes = (*map(str, broken), *place.notes, *sharding_notes, *optimizer_notes)
     config = _config(cfg)
     return ResolvedRun(
         config=config,
@@ -71,7 +73,14 @@ def resolve(
         max_steps=cfg.TRAINER.MAX_STEPS,
         sharding=sharding,
         optimizer=optimizer,
-        notes=(*place.notes, *sharding_notes, *optimizer_notes, *inferred_notes(cfg), *no_effect(cfg)),
+        notes=(
+            *map(str, broken),
+            *place.notes,
+            *sharding_notes,
+            *optimizer_notes,
+            *inferred_notes(cfg),
+            *no_effect(cfg),
+        ),
         interpolations=_interpolations(written or {}, config),
     )
 

@@ -1,4 +1,5 @@
-"""Where recipes are looked for, in order: the package, the project's ``configs/``, ``./configs``, --config-dir.
+"""Where recipes are looked for, in order: the package, the project's ``configs/``, ``./configs``, installed packages
+(entry-point group ``vissl_zero.recipes``), --config-dir.
 
 ``hydra.searchpath`` comes last, as Hydra has it. The plugin below is registered by us when the program starts, never
 discovered: discovery does not see packages installed with ``pip install -e``.
@@ -6,12 +7,19 @@ discovered: discovery does not see packages installed with ``pip install -e``.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from vissl_zero.errors import Problem
+from vissl_zero.registry import broken_plugin
+
+RECIPE_GROUP = "vissl_zero.recipes"
 PACKAGE = "pkg://vissl_zero.conf"
 # Providers whose recipes are not for us: classy-vision puts its own into every Hydra program's `config` group.
 _FOREIGN = frozenset({"classy_vision"})
@@ -31,12 +39,29 @@ class RecipeSearchPath(SearchPathPlugin):
 
 
 def recipe_folders() -> list[Path]:
-    """Existing folders with recipes outside the package: of a source checkout, and of the working directory."""
+    """Existing folders with recipes outside the package: of a source checkout, the working directory, plugins."""
     checkout = Path(__file__).parents[2]
     folders = [Path("configs").resolve()]
     if (checkout / "setup.py").is_file():
         folders.insert(0, checkout / "configs")
+    folders += recipe_packages()[0]
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+@cache
+def recipe_packages() -> tuple[list[Path], list[Problem]]:
+    """Folders of the packages that plugins name, none of them imported; and what is wrong with those left out."""
+    folders, broken = [], []
+    for entry_point in entry_points(group=RECIPE_GROUP):
+        try:
+            spec = find_spec(entry_point.value)
+            places = list(spec.submodule_search_locations or []) if spec else []
+            if not places:
+                raise ModuleNotFoundError(f"there is no package {entry_point.value}")
+            folders += [Path(place) for place in places]
+        except Exception as error:  # noqa: BLE001 - finding a package runs the one above it
+            broken.append(broken_plugin(entry_point, error))
+    return folders, broken
 
 
 def register_search_path() -> None:

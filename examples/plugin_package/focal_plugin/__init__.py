@@ -1,0 +1,1 @@
+"""A plugin of vissl_zero: focal loss."""
