@@ -73,14 +73,7 @@ def resolve(
         max_steps=cfg.TRAINER.MAX_STEPS,
         sharding=sharding,
         optimizer=optimizer,
-        notes=(
-            *map(str, broken),
-            *place.notes,
-            *sharding_notes,
-            *optimizer_notes,
-            *inferred_notes(cfg),
-            *no_effect(cfg),
-        ),
+        notes=(*notes, *inferred_notes(cfg), *no_effect(cfg)),
         interpolations=_interpolations(written or {}, config),
     )
 
