@@ -1,0 +1,167 @@
+"""Two machines: two network namespaces joined by a cable, one rank each. The cable is cut, the peer is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch.test_local_launch import SABOTEUR
+
+pytestmark = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2, for network namespaces"
+)
+TIMEOUT_S = 16
+SMALL = [
+    "config=quickstart/swav_digits",
+    "config.TRAINER.THREADS_PER_RANK=1",
+    "config.TRAINER.DTYPE=float64",
+    "config.NEAREST_NEIGHBOR.USE_KNN=false",
+    "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
+    f"config.DISTRIBUTED.TIMEOUT_S={TIMEOUT_S}",
+]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20, capture_output=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """Names of two namespaces, 10.77.0.1 and 10.77.0.2, each with its loopback and its end of one cable."""
+    names = [f"vz{os.getpid()}a", f"vz{os.getpid()}b"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for index, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def start(namespace: str, node_id: int, folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
+    """One machine's command, as the README has it."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "vissl_zero.cli", *SMALL]
+    command += ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=1", f"node_id={node_id}"]
+    command += ["config.DISTRIBUTED.RUN_ID=10.77.0.1:29600", f"config.CHECKPOINT.DIR={folder}/run", *overrides]
+    (folder / "saboteur_of_tests.py").write_text(SABOTEUR)
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "HOME": str(folder), "PYTHONPATH": paths, **variables},
+        start_new_session=True,
+    )
+
+
+def both(machines: list[str], folder: Path, *overrides: str, **variables: str) -> list[subprocess.Popen[str]]:
+    return [start(name, index, folder, *overrides, **variables) for index, name in enumerate(machines)]
+
+
+def wait_for_steps(folder: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
+    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
+        assert time.monotonic() < deadline and all(p.poll() is None for p in processes), [
+            p.communicate()[0] for p in processes if p.poll() is not None
+        ]
+        time.sleep(0.2)
+
+
+def ends(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
+    deadline, found = time.monotonic() + within_s, []
+    for process in processes:
+        try:
+            out, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+            pytest.fail(f"still running after {within_s} s:\n{out}")
+        found.append((process.returncode, out))
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_two_machines_train_what_one_does(machines, tmp_path):
+    processes = both(machines, tmp_path, "config.TRAINER.MAX_STEPS=3")
+    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, "config.TRAINER.MAX_STEPS=3"]
+    command.append(f"config.CHECKPOINT.DIR={tmp_path}/one")
+    one = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    assert one.returncode == 0, one.stdout + one.stderr
+    for code, out in ends(processes, 150):
+        assert code == 0, out
+    alone, together = load_file(tmp_path / "one/weights.safetensors"), load_file(tmp_path / "run/weights.safetensors")
+    assert alone.keys() == together.keys()
+    worst = max((alone[name].double() - together[name].double()).abs().max().item() for name in alone)
+    print(f"largest difference between two machines and one: {worst:.1e}")
+    assert worst < 1e-10 and all(value.dtype != torch.float16 for value in alone.values())
+    assert (tmp_path / ".vissl_zero/secret").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cut_link_ends_both_and_each_names_the_other(machines, tmp_path):
+    processes = both(machines, tmp_path, "config.TRAINER.MAX_STEPS=100000")
+    wait_for_steps(tmp_path, 3, processes)
+    ip("-n", machines[0], "link", "set", "cable", "down")
+    cut = time.monotonic()
+    (code0, out0), (code1, out1) = ends(processes, TIMEOUT_S + 15)
+    print(f"link cut: both ended within {time.monotonic() - cut:.1f} s (timeout {TIMEOUT_S} s)")
+    assert code0 == code1 == 1
+    assert re.search(r"Lost machine 1 \(.*\): nothing heard of it for \d+ s", out0), out0
+    assert re.search(r"Lost machine 0 \(.*\), 10\.77\.0\.1:29600: nothing heard of it for \d+ s", out1), out1
+    assert "Traceback" not in out0 + out1
+    ip("-n", machines[0], "link", "set", "cable", "up")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_machine_is_named_by_the_other(killed, machines, tmp_path):
+    processes = both(machines, tmp_path, "config.TRAINER.MAX_STEPS=100000")
+    wait_for_steps(tmp_path, 2, processes)
+    for process in Path("/proc").glob("[0-9]*"):  # everything of that machine, launcher and ranks, at once
+        if _namespace(process) == _namespace_file(machines[killed]):
+            os.kill(int(process.name), signal.SIGKILL)
+    code, out = ends([processes[1 - killed]], TIMEOUT_S + 15)[0]
+    assert code == 1 and f"Lost machine {killed} (" in out and "Traceback" not in out, out
+
+
+def _namespace(process: Path) -> int:
+    try:
+        return (process / "ns/net").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _namespace_file(name: str) -> int:
+    return Path(f"/run/netns/{name}").stat().st_ino
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_failure_on_one_machine_is_shown_on_both(machines, tmp_path):
+    plugin = ["config.IMPORTS=[saboteur_of_tests]", "config.HOOKS.EXTRA=[saboteur]", "config.TRAINER.MAX_STEPS=1000"]
+    processes = both(machines, tmp_path, *plugin, SABOTAGE="raise")
+    (code0, out0), (code1, out1) = ends(processes, 120)
+    assert code0 == code1 == 1
+    assert "rank 1 on machine 1 (" in out0 and "RuntimeError: the cat sat on the keyboard" in out0, out0
+    assert "RuntimeError: the cat sat on the keyboard" in out1 and "rank 1 failed first" in out1, out1
