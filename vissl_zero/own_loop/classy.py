@@ -15,7 +15,7 @@
         ...                     # all else as for Classy's own "classification_task"
     }
 
-Classy has an optimizer called ``zero`` of its own (fairscale's OSS); it stays what it is.
+Classy has an optimizer called ``zero`` of its own; it stays what it is.
 """
 
 from __future__ import annotations
