@@ -1,7 +1,5 @@
-"""A Hydra program that is not ours, training a model that is not ours, sharded by one line of its defaults.
-
-python app.py                                  # one process
-torchrun --nproc-per-node 2 app.py vissl_zero/zero=sdp
+"""A Hydra program of its own with a model of its own, sharded by one line of its defaults: ``python app.py``, or
+``torchrun --nproc-per-node 2 app.py vissl_zero/zero=sdp``.
 """
 
 import hydra
@@ -14,15 +12,15 @@ import vissl_zero
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
-    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 1)).double()
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)])
+    return nn.Sequential(blocks, nn.Linear(16, 1)).double()
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
 def main(cfg: DictConfig) -> None:
-    optimizer = {"type": "SGD", "lr": cfg.lr, "momentum": 0.9}
-    model, optimizer = vissl_zero.initialize(build(), optimizer=optimizer, zero=cfg.vissl_zero.zero)
-    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    sgd = {"type": "SGD", "lr": cfg.lr, "momentum": 0.9}
+    model, optimizer = vissl_zero.initialize(build(), optimizer=sgd, zero=cfg.vissl_zero.zero)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     data = torch.Generator().manual_seed(1)
     for _ in range(cfg.steps):
         images = torch.rand(8, 16, generator=data, dtype=torch.float64)
@@ -31,10 +29,10 @@ def main(cfg: DictConfig) -> None:
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    state = optimizer.full_state()
-    if rank == 0:
-        print(f"level {cfg.vissl_zero.zero.level}, {world} processes, sum of weights", end=" ")
-        print(f"{sum(value.abs().sum() for value in state.values()):.12f}")
+    state = optimizer.full_state()  # whole, on rank 0
+    if state:
+        total = sum(value.abs().sum() for value in state.values())
+        print(f"level {cfg.vissl_zero.zero.level}, {world} processes, sum of weights {total:.12f}")
 
 
 if __name__ == "__main__":
