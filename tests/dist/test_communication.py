@@ -64,10 +64,14 @@ def _bytes_per_step(level: int, num_resolutions: int, num_micro_batches: int) ->
         sharded.model.register_comm_hook(None, count)
     _step(sharded, num_resolutions, num_micro_batches)
     bucket_bytes.clear()
+    exchange = getattr(sharded, "exchange", None)
+    exchanged = exchange.sent_bytes if exchange else Counter[str]()
+    exchanged.clear()
     with _Traffic() as traffic:
         _step(sharded, num_resolutions, num_micro_batches)
     hops = (dist.get_world_size() - 1) / dist.get_world_size()
-    state = 2 * hops * sum(bucket_bytes) + traffic.sent["parameters"] + traffic.sent["gradients"]
+    sent = traffic.sent + exchanged
+    state = 2 * hops * sum(bucket_bytes) + sent["parameters"] + sent["gradients"]
     return {"state": state, "statistics": traffic.sent["statistics"], "all_reduces": traffic.calls["c10d::allreduce_"]}
 
 

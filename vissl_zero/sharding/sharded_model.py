@@ -98,6 +98,10 @@ class ShardedModel(Sharded):
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
+    def _buffers_in_use(self) -> list[Tensor]:
+        """What communication keeps, which is no activation though it is made in the forward pass."""
+        return []
+
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """See ``Sharded``."""
         scale = self._loss_scale.scale if self._loss_scale else 1.0
@@ -237,7 +241,8 @@ class ShardedModel(Sharded):
         with ActivationCounter() as counter:
             yield
         shards = self._shards.values()
-        excluded = (parameter_storages(self._module, shards), Storages(self._module.buffers()))
+        buffers = Storages((*self._module.buffers(), *self._buffers_in_use()))
+        excluded = (parameter_storages(self._module, shards), buffers)
         self._activation_bytes = counter.alive_bytes(*excluded)
 
     def describe(self) -> str:

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.exchange.choose import open_exchange
+from vissl_zero.sharding.exchange.exchange import Exchange
 from vissl_zero.sharding.materialize import materialize_
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.stored_shard import stored_shard
@@ -28,11 +30,16 @@ from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import shards_of
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.torch_engine.unit_collectives import use_exchange
 from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
 
 
 class FullySharded(ShardedModel):
-    """A model of which each rank keeps a part. See ``ShardedModel``."""
+    """A model of which each rank keeps a part. See ``ShardedModel``.
+
+    Attributes:
+        exchange: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
+    """
 
     def __init__(
         self,
@@ -50,6 +57,10 @@ class FullySharded(ShardedModel):
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._is_last = True
         group = mesh.get_group(mesh.ndim - 1)
+        self.exchange: Exchange | None = None
+        if device.type == "cpu" and group.size() > 1:
+            self.exchange = open_exchange(group, plan.timeout_s)
+            self._exchange_buffers = use_exchange(self._units, self.exchange)
         shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
         build_optimizer = offloaded(build_optimizer, plan, device, store, shards)
         super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
@@ -65,6 +76,10 @@ class FullySharded(ShardedModel):
                     unit.set_reshard_after_backward(is_last, recurse=False)
             self._is_last = is_last
         yield
+
+    def _buffers_in_use(self) -> list[Tensor]:
+        """See ``ShardedModel``."""
+        return [*self._exchange_buffers(), *self.exchange.buffers()] if self.exchange else []
 
     def _average_replicated(self) -> None:
         """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce."""

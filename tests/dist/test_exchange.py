@@ -1,0 +1,124 @@
+"""Reduce-scatter and all-gather through shared memory and through gloo, against the sums they stand for."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import RankError, run_on_ranks
+from vissl_zero.sharding.exchange import choose
+from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.exchange.messages import GlooExchange
+from vissl_zero.sharding.exchange.shared_memory import SharedMemoryExchange
+from vissl_zero.sharding.torch_engine.message_plan import plan_messages
+from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
+
+
+def _open(kind: str) -> Exchange:
+    group = dist.group.WORLD
+    assert group is not None
+    choose.SLOT_BYTES = 4096  # so that a message takes many slots
+    exchange = choose.open_exchange(group, 5.0, use_shared_memory=kind == "shared memory")
+    assert isinstance(exchange, SharedMemoryExchange if kind == "shared memory" else GlooExchange)
+    return exchange
+
+
+def _values(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def _collectives(kind: str, numels: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    exchange = _open(kind)
+    results = []
+    for numel in numels:
+        mine = _values(dist.get_rank(), numel * dist.get_world_size())
+        total, mean, everything = torch.empty(numel), torch.empty(numel), torch.empty_like(mine)
+        exchange.reduce_scatter(total, mine)
+        exchange.reduce_scatter(mean, mine, is_mean=True)
+        exchange.all_gather(everything, mine[:numel])
+        results.append((total, mean, everything))
+    return results
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+def test_sums_are_those_of_the_ranks_in_order_bit_for_bit(kind: str, world_size: int) -> None:
+    numels = [1, 7, 2000, 50_000]
+    for rank, results in enumerate(run_on_ranks(world_size, _collectives, kind, numels)):
+        for numel, (total, mean, everything) in zip(numels, results, strict=True):
+            given = [_values(sender, numel * world_size) for sender in range(world_size)]
+            expected = given[0][rank * numel : (rank + 1) * numel]
+            for values in given[1:]:
+                expected = expected + values[rank * numel : (rank + 1) * numel]
+            assert total.equal(expected)
+            assert mean.equal(expected / world_size)
+            assert everything.equal(torch.cat([values[:numel] for values in given]))
+
+
+def _bytes_sent(kind: str) -> dict[str, int]:
+    exchange = _open(kind)
+    whole = torch.zeros(4 * 3000)
+    exchange.reduce_scatter(torch.empty(3000), whole)
+    exchange.all_gather(whole, torch.zeros(3000))
+    return dict(exchange.sent_bytes)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+def test_a_rank_sends_three_quarters_to_three_others(kind: str) -> None:
+    assert run_on_ranks(4, _bytes_sent, kind) == [{"gradients": 36_000, "parameters": 36_000}] * 4
+
+
+def _wait_for_one_that_dies(how: str) -> None:
+    exchange = _open("shared memory")
+    if dist.get_rank() == 1:
+        if how == "ends":
+            os._exit(3)
+        time.sleep(8)
+    exchange.all_gather(torch.empty(8), torch.zeros(4))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("how", "message"), [("ends", "has ended|died"), ("sleeps", "No answer from peer rank 1")])
+def test_a_rank_that_is_lost_is_named(how: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_on_ranks(2, _wait_for_one_that_dies, how, timeout_s=30)
+
+
+class _Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shapes: list[Any] = [(3, 5), (1,), (0, 4), (), (700, 3), (2, 1000), (7,), (1, 900)]
+        self.params = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("capacity", [2, 64, 1000, 10**6])
+def test_messages_carry_every_element_once_and_in_place(num_ranks: int, capacity: int) -> None:
+    model = _Odd()
+    names = {name for name, _ in model.named_parameters()}
+    of_rank = [list(row_shards(model, names, num_ranks, rank)) for rank in range(num_ranks)]
+    shards = [shard for shard in of_rank[0] if isinstance(shard, RowShard)]
+    messages = plan_messages(shards, num_ranks, capacity)
+    sent = {shard.name: torch.zeros(shard.full_shape).view(-1) for shard in shards}
+    begins: dict[str, int] = {}
+    for message in messages:
+        assert message.num_flagged <= capacity
+        assert message.payload == sum(piece.numel for piece in message.pieces)
+        for piece in message.pieces:
+            begin = begins.setdefault(piece.shard.name, message.start + piece.offset)
+            for rank, (start, stop) in enumerate(piece.spans):
+                assert stop - start <= piece.numel
+                sent[piece.shard.name][start:stop] += 1
+                if stop > start:  # one parameter's part lies in one run
+                    assert start - piece.shard.span(rank)[0] == message.start + piece.offset - begin
+    assert all(values.eq(1).all() for values in sent.values())
+    for shards_of_rank in zip(*of_rank, strict=True):
+        assert sum(shard.local.numel() for shard in shards_of_rank) == shards_of_rank[0].full_shape.numel()

@@ -1,0 +1,166 @@
+"""Reduce-scatter and all-gather of CPU tensors, in chunks that pass through small buffers of fixed size.
+
+gloo's own reduce-scatter costs a whole all-reduce, and its all-gather is no better. Here every rank hands each other
+rank what that one needs and nothing else, (N-1)/N of the data as in a ring, and what arrives is summed in the order of
+ranks: the result does not depend on timing, and two ranks that sum the same elements get the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Fill = Callable[[Tensor], None]
+Drain = Callable[[Sequence[Tensor]], None]
+
+
+class _Pending(NamedTuple):
+    number: int
+    view: Callable[[int, Tensor], Tensor]  # (sender, its slot) -> what it says to this rank
+    drain: Drain
+
+
+class Exchange(ABC):
+    """Messages among the ranks of a group.
+
+    A message is written by ``fill`` into a slot of ``slot_bytes`` and read by ``drain`` when it has come from all
+    ranks: in the order of posting, ``LAG`` messages later or in ``finish``. Every rank must post the same messages in
+    the same order. Slots are few and used in turn, so that nothing is allocated, whatever the size of the model.
+
+    Args:
+        num_ranks: of the group.
+        rank: this one's place in it.
+        slot_bytes: largest message, the parts for all ranks taken together.
+
+    Attributes:
+        sent_bytes: what has left this rank for others, by "gradients" (reduce-scatter) and "parameters" (all-gather).
+    """
+
+    LAG = 3
+
+    def __init__(self, num_ranks: int, rank: int, slot_bytes: int):
+        self.num_ranks, self.rank, self.slot_bytes = num_ranks, rank, slot_bytes
+        self.sent_bytes: Counter[str] = Counter()
+        self._num_posted = 0
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def num_slots(self) -> int:
+        """A slot is written again after ``2 * LAG`` messages.
+
+        Message k is posted once this rank has read message k - LAG, and that was complete once all had posted it, hence
+        read message k - 2 * LAG.
+        """
+        return 2 * self.LAG
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Most elements per rank of one message."""
+        return self.slot_bytes // dtype.itemsize // self.num_ranks
+
+    def post(self, numel: int, dtype: torch.dtype, fill: Fill, drain: Drain, *, is_scatter: bool) -> None:
+        """Send one message.
+
+        Args:
+            numel: elements for one rank, at most ``capacity``; the same on every rank.
+            dtype: of the elements.
+            fill: writes the message: (N * numel,), the part of rank r at r * numel, if ``is_scatter``; else (numel,).
+            drain: is given N tensors of (numel,), in the order of ranks, valid during the call only.
+            is_scatter: whether each rank gets a part of its own, or all get the same.
+        """
+        assert numel <= self.capacity(dtype), (numel, self.capacity(dtype))
+        while len(self._pending) >= self.LAG:
+            self._drain_oldest()
+        number = self._num_posted
+        message = self._slot(number)[: numel * dtype.itemsize * (self.num_ranks if is_scatter else 1)].view(dtype)
+        fill(message)
+        self._publish(number, message, is_scatter)
+        self._num_posted += 1
+        kind = "gradients" if is_scatter else "parameters"
+        self.sent_bytes[kind] += numel * dtype.itemsize * (self.num_ranks - 1)
+        start = self.rank * numel if is_scatter else 0
+        self._pending.append(
+            _Pending(number, lambda _, slot: slot.view(dtype)[start : start + numel], drain),
+        )
+
+    def finish(self) -> None:
+        """Drain all messages that have been posted."""
+        while self._pending:
+            self._drain_oldest()
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, is_mean: bool = False) -> None:
+        """``output`` (m,) becomes this rank's part of the sum over ranks, or mean, of ``input`` (N * m,).
+
+        Both contiguous; summed in the order of ranks. Collective; moves (N-1)/N of ``input``.
+        """
+        parts = input.view(self.num_ranks, -1)
+        for start, stop in self._spans(output):
+
+            def fill(message: Tensor, start: int = start, stop: int = stop) -> None:
+                message.view(self.num_ranks, -1).copy_(parts[:, start:stop])
+
+            def drain(received: Sequence[Tensor], start: int = start, stop: int = stop) -> None:
+                add_in_order(received, output[start:stop], is_mean=is_mean)
+
+            self.post(stop - start, output.dtype, fill, drain, is_scatter=True)
+        self.finish()
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """``output`` (N * m,) becomes the ``input`` (m,) of all ranks, which may be this rank's part of ``output``.
+
+        Both contiguous. Collective; moves (N-1)/N of ``output``.
+        """
+        parts = output.view(self.num_ranks, -1)
+        for start, stop in self._spans(input):
+
+            def fill(message: Tensor, start: int = start, stop: int = stop) -> None:
+                message.copy_(input[start:stop])
+
+            def drain(received: Sequence[Tensor], start: int = start, stop: int = stop) -> None:
+                for part, values in zip(parts, received, strict=True):
+                    part[start:stop].copy_(values)
+
+            self.post(stop - start, input.dtype, fill, drain, is_scatter=False)
+        self.finish()
+
+    def _spans(self, part: Tensor) -> list[tuple[int, int]]:
+        step = self.capacity(part.dtype)
+        return [(start, min(start + step, part.numel())) for start in range(0, part.numel(), step)]
+
+    def _drain_oldest(self) -> None:
+        number, view, drain = self._pending.popleft()
+        slots = self._received(number)
+        drain([view(sender, slot) for sender, slot in enumerate(slots)])
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """Tensors that cover all its slots."""
+
+    @abstractmethod
+    def _slot(self, number: int) -> Tensor:
+        """Where this rank writes message ``number``: uint8 (slot_bytes,)."""
+
+    @abstractmethod
+    def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
+        """Let the others have it. Must not wait for them."""
+
+    @abstractmethod
+    def _received(self, number: int) -> Sequence[Tensor]:
+        """Message ``number`` of every rank, uint8 (slot_bytes,) laid out as it was sent. Waits for all of them."""
+
+
+def add_in_order(parts: Sequence[Tensor], out: Tensor, *, is_mean: bool) -> None:
+    """``out`` becomes ((parts[0] + parts[1]) + parts[2]) + ..., divided by their number if ``is_mean``."""
+    first, *rest = parts
+    if not rest:
+        out.copy_(first)
+        return
+    torch.add(first, rest[0], out=out)
+    for part in rest[1:]:
+        out.add_(part)
+    if is_mean:
+        out.div_(len(parts))

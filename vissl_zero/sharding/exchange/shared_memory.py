@@ -1,0 +1,161 @@
+"""Messages among processes of one machine, through memory that all of them map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vissl_zero.sharding.exchange.exchange import Exchange
+
+_HEADER_BYTES = mmap.PAGESIZE  # its first eight bytes count the messages that have been published
+_YIELDS = 50
+_SLEEP_S = 50e-6
+_CHECK_S = 1.0
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended or does not answer."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where to find a rank's memory: only processes with the same ``machine`` can open it."""
+
+    machine: tuple[str, int]
+    pid: int
+    fd: int
+
+
+class SharedMemoryExchange(Exchange):
+    """A rank writes into memory of its own and counts up; the others read the count, then the memory.
+
+    The memory has no name in any file system (memfd): only processes of the same user that are told of it can open it,
+    it needs no room in /dev/shm, and it is gone with its last process, however that ends.
+
+    Args:
+        memories: one per rank of the group, that of this rank writable.
+        pids: of the ranks.
+        rank: this one's place in the group.
+        timeout_s: longest wait for a message.
+    """
+
+    def __init__(
+        self, memories: Sequence[mmap.mmap], pids: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
+    ):
+        super().__init__(len(memories), rank, slot_bytes)
+        self._pids, self._timeout_s = list(pids), timeout_s
+        self._counts = [memoryview(memory)[:8].cast("q") for memory in memories]
+        # Never written but by ``_slot``: torch has no read-only tensors, and says so for each.
+        tensors = [torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES) for memory in memories]
+        self._slots = [list(tensor.split(slot_bytes)) for tensor in tensors]
+
+    def buffers(self) -> list[Tensor]:
+        """See ``Exchange``."""
+        return [slots[0] for slots in self._slots]
+
+    def _slot(self, number: int) -> Tensor:
+        return self._slots[self.rank][number % self.num_slots]
+
+    def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
+        # x86 makes stores visible in the order of the program: whoever reads the count finds the message.
+        self._counts[self.rank][0] = number + 1
+
+    def _received(self, number: int) -> Sequence[Tensor]:
+        for sender, count in enumerate(self._counts):
+            if count[0] <= number:
+                self._wait(sender, number)
+        return [slots[number % self.num_slots] for slots in self._slots]
+
+    def _wait(self, sender: int, number: int) -> None:
+        count = self._counts[sender]
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if count[0] > number:
+                return
+        started = checked = time.monotonic()
+        while count[0] <= number:
+            time.sleep(_SLEEP_S)
+            now = time.monotonic()
+            if now - checked > _CHECK_S:
+                checked = now
+                self._require_alive(sender)
+                if now - started > self._timeout_s:
+                    raise LostRankError(
+                        f"No answer from peer rank {sender} of the shard group for {self._timeout_s:.0f} s. "
+                        "Find out what it waits for, or raise the timeout of collectives."
+                    )
+
+    def _require_alive(self, sender: int) -> None:
+        try:
+            os.kill(self._pids[sender], 0)
+        except ProcessLookupError:
+            raise LostRankError(f"The process of peer rank {sender} of the shard group has ended.") from None
+
+
+def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryExchange | None:
+    """Collective over ``group``. None, on every rank, where its ranks cannot share memory: other machines, other users.
+
+    Only on x86, whose order of stores it relies on.
+    """
+    num_bytes = _HEADER_BYTES + slot_bytes * 2 * Exchange.LAG
+    mine: _Place | None = None
+    memory: mmap.mmap | None = None
+    machine = _machine()
+    if machine is not None:
+        fd = os.memfd_create("vissl_zero")
+        os.ftruncate(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+        mine = _Place(machine, os.getpid(), fd)
+    places: list[_Place | None] = [None] * group.size()
+    dist.all_gather_object(places, mine, group=group)
+    memories = _map(places, memory, group.rank(), num_bytes)
+    is_open = torch.tensor([memories is not None])
+    dist.all_reduce(is_open, dist.ReduceOp.MIN, group=group)
+    if mine is not None:
+        os.close(mine.fd)  # all have opened it, or will not
+    if memories is None or not bool(is_open):
+        return None
+    pids = [place.pid for place in places if place is not None]
+    return SharedMemoryExchange(memories, pids, group.rank(), slot_bytes, timeout_s)
+
+
+def _machine() -> tuple[str, int] | None:
+    """The running system and its process namespace; None where this cannot work."""
+    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+
+
+def _map(places: Sequence[_Place | None], mine: mmap.mmap | None, rank: int, num_bytes: int) -> list[mmap.mmap] | None:
+    if mine is None or any(place is None or places[rank] is None for place in places):
+        return None
+    memories = []
+    for index, place in enumerate(places):
+        assert place is not None
+        if index == rank:
+            memories.append(mine)
+            continue
+        if place.machine != places[rank].machine:  # type: ignore[union-attr]
+            return None
+        try:
+            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            memories.append(mmap.mmap(fd, num_bytes))
+        finally:
+            os.close(fd)
+    return memories

@@ -1,0 +1,96 @@
+"""How the gradients of a model are packed into messages of limited size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vissl_zero.sharding.torch_engine.row_shard import RowShard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of every rank's part of one parameter.
+
+    Attributes:
+        shard: the parameter.
+        spans: per rank, begin and end in the whole parameter, flattened; shorter than ``numel`` where its part ends.
+        offset: place in the part that a message has for each rank.
+        numel: elements for the rank that gets most.
+    """
+
+    shard: RowShard
+    spans: tuple[tuple[int, int], ...]
+    offset: int
+    numel: int
+
+    def view(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's elements of ``whole``, the parameter or its gradient."""
+        start, stop = self.spans[rank]
+        return whole.view(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is sent at once.
+
+    Attributes:
+        pieces: in the order in which they lie in each rank's part, one behind the other.
+        start: place of the payload for this rank among the payloads of all messages.
+        payload: elements for each rank; as many flags as pieces follow, which say whether there was a gradient.
+    """
+
+    pieces: tuple[Piece, ...]
+    start: int
+    payload: int
+
+    @property
+    def stop(self) -> int:
+        """End of the payload for this rank."""
+        return self.start + self.payload
+
+    @property
+    def num_flagged(self) -> int:
+        """Elements for each rank, flags included."""
+        return self.payload + len(self.pieces)
+
+
+def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> list[Message]:
+    """Pack parameters one behind the other, large ones in several messages, small ones together.
+
+    Args:
+        shards: in the order in which gradients are expected.
+        num_ranks: that share the state.
+        capacity: most elements a rank's part of a message may have.
+    """
+    messages: list[Message] = []
+    pieces: list[Piece] = []
+    payload = 0
+
+    def close() -> None:
+        nonlocal payload, pieces
+        if pieces:
+            messages.append(Message(tuple(pieces), messages[-1].stop if messages else 0, payload))
+        pieces, payload = [], 0
+
+    for shard in shards:
+        done = 0
+        while done < shard.padded_numel:
+            room = capacity - payload - len(pieces) - 1
+            numel = min(shard.padded_numel - done, room)
+            if room <= 0 or (pieces and numel < shard.padded_numel - done):  # a cut parameter begins a message
+                close()
+                continue
+            spans = tuple(_cut(shard.span(rank), done, numel) for rank in range(num_ranks))
+            pieces.append(Piece(shard, spans, payload, numel))
+            payload += numel
+            done += numel
+    close()
+    return messages
+
+
+def _cut(span: tuple[int, int], offset: int, numel: int) -> tuple[int, int]:
+    start, stop = span
+    return min(start + offset, stop), min(start + offset + numel, stop)

@@ -1,0 +1,83 @@
+"""Levels 1 and 2 on the CPU: parameters stay whole where they are; gradients and updated rows travel in messages.
+
+``fully_shard`` runs these levels too, and does so where this cannot: on GPUs, in half precision, with replicas of
+shard groups. It copies every gradient and parameter in and out of buffers, which on a CPU, where communication is
+copying, costs as much as the communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.exchange.choose import open_exchange
+from vissl_zero.sharding.offload.tier import offloaded
+from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
+from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages
+from vissl_zero.sharding.torch_engine.parameter_messages import ParameterMessages
+from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
+
+
+class WholeParameters(ShardedModel):
+    """A model of which each rank updates a part and holds all. See ``ShardedModel``.
+
+    Attributes:
+        exchange: among all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        group = dist.group.WORLD
+        assert group is not None
+        self.exchange = open_exchange(group, plan.timeout_s)
+        for param in module.parameters():
+            param.data = param.data.contiguous()
+        trained = {name for parameter_group in groups for name in parameter_group.params}
+        shards = list(row_shards(module, trained, group.size(), group.rank()))
+        rows = [shard for shard in shards if isinstance(shard, RowShard)]
+        self._gradients = GradientMessages(rows, self.exchange)
+        self._parameters = ParameterMessages(self._gradients.messages, self.exchange)
+        build_optimizer = offloaded(build_optimizer, plan, device, None, shards)
+        # The shards are views: what they share memory with is whole already.
+        wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)
+        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one."""
+        self._gradients.start(is_active=is_last or self._plan.level == 2)
+        yield
+        self._gradients.finish()
+
+    def step(self) -> StepResult:
+        """See ``Sharded``."""
+        result = super().step()
+        if not result.skipped:
+            self._parameters.share()
+        return result
+
+    def zero_grad(self) -> None:
+        """See ``Sharded``."""
+        super().zero_grad()
+        self._gradients.forget()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """See ``Sharded``. A rank's state has the rows it updates."""
+        super().load_state_dict(state)
+        self._parameters.share()
