@@ -71,7 +71,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
             return criterion(outputs, fakes)
 
         optimizer = functools.partial(build_optimizer, plan.optimizer)
-        found = forecast(model, groups, optimizer, plan.sharding, plan.world_size, run_forward)
+        found = forecast(model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward)
     num_steps = loader.steps_per_epoch * plan.num_epochs
     schedules = Schedules(plan, groups, loader.steps_per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]

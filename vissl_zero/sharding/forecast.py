@@ -7,7 +7,7 @@ from the shards that the first rank will hold (no rank holds more); activations 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.batch_norm import convert_batch_norms
 from vissl_zero.sharding.memory import ActivationCounter, Storages
-from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.plan import WrapPlan, keeps_parameters_whole, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory
 
@@ -45,6 +45,7 @@ def forecast(
     build_optimizer: OptimizerFactory,
     plan: ShardingPlan,
     world_size: int,
+    device_type: str,
     run_forward: Callable[[], Tensor],
 ) -> Forecast:
     """Forecast a rank's memory. Call it in ``FakeTensorMode``; no process group is needed and nothing is communicated.
@@ -55,6 +56,7 @@ def forecast(
         build_optimizer: as for ``Strategy.shard``.
         plan: what will be asked of the strategy.
         world_size: ranks of the run.
+        device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch.
     Raises:
         ConfigError: what asks for the impossible of this model.
@@ -66,7 +68,10 @@ def forecast(
     reduced = dtype_of(plan.precision.reduce)
     activations, reason = _activations(model, plan, wrap_plan, run_forward)
     trained = [params[name] for group in groups for name in group.params]
-    held = sum(_shard(param, num_ranks).nbytes for param in params.values())
+    if keeps_parameters_whole(plan, num_ranks, world_size, device_type):
+        held, wrap_plan = sum(param.nbytes for param in params.values()), replace(wrap_plan, whole_bytes=0)
+    else:
+        held = sum(_shard(param, num_ranks).nbytes for param in params.values())
     return Forecast(
         wrap_plan,
         Bytes(

@@ -14,7 +14,7 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import materialize_
-from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.plan import keeps_parameters_whole
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
@@ -47,21 +47,10 @@ class TorchStrategy(Strategy):
         if plan.level == 0:
             materialize_(model, "", plan.seed)
             return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
-        if _keeps_parameters_whole(plan, wrap_plan, device):
+        if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
             materialize_(model, "", plan.seed)
             return WholeParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
-
-
-def _keeps_parameters_whole(plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device) -> bool:
-    precision = plan.precision
-    return (
-        plan.level < 3
-        and device.type == "cpu"
-        and plan.offload_params.device != "nvme"
-        and wrap_plan.num_ranks == collectives.world_size()
-        and {precision.compute, precision.reduce} == {precision.master}
-    )
 
 
 def _check(plan: ShardingPlan) -> None:
