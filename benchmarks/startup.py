@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py [--pairs 5]
 
-Both train the quickstart's model (the same widths, crops, batch and optimizer, 2 processes, level 3) on the same digits.
+Both train the quickstart's model (the same widths, crops, batch and optimizer, 2 processes, level 3) on its digits.
 Runs alternate; the time is that of the first line of ``metrics.jsonl``, or of the script's own file, after its command
 was given. kNN is off: the script has none. Prints the median and quartiles of the paired ratios.
 """
@@ -35,16 +35,19 @@ rank, world = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 
-def block(i, o, s):
-    g = 8
-    return nn.Sequential(nn.Conv2d(i, o, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(),
-                         nn.Conv2d(o, o, 3, s, 1, groups=max(1, o // g), bias=False), nn.BatchNorm2d(o), nn.ReLU(),
-                         nn.Conv2d(o, o, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+class Block(nn.Module):
+    def __init__(self, i, o, s):
+        super().__init__()
+        self.proj = nn.Sequential(nn.Conv2d(i, o, 1, s, bias=False), nn.BatchNorm2d(o))
+        self.f = nn.Sequential(nn.Conv2d(i, o, 3, s, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(),
+                               nn.Conv2d(o, o, 3, 1, 1, bias=False), nn.BatchNorm2d(o))
+    def forward(self, x):
+        return F.relu(self.proj(x) + self.f(x))
 
 trunk = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-                      block(16, 16, 2), block(16, 32, 2), block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+                      Block(16, 16, 2), Block(16, 32, 2), Block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 head = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
-model = nn.ModuleDict({"trunk": trunk, "head": head, "prototypes": nn.Linear(32, 90, bias=False)})
+model = nn.ModuleDict({"trunk": trunk, "head": head, "prototypes": nn.Linear(32, 30, bias=False)})
 for unit in model.values():
     fully_shard(unit)
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01)
