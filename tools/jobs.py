@@ -9,6 +9,7 @@ if __name__ == "__main__":
     try:
         sys.exit(jobs(sys.argv[1:]))
     except VisslZeroError as error:
-        sys.exit(f"{error}")
+        print(error, file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

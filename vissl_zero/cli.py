@@ -148,7 +148,7 @@ def _run_job(cfg: object) -> int:
     assert isinstance(cfg, DictConfig)
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
-    if hydra_cfg.mode != RunMode.MULTIRUN:
+    if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
         return _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder)
     from vissl_zero.launch.sweep_job import run_job_of_sweep
 

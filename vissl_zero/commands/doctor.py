@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -72,6 +73,7 @@ def _engines_and_backends() -> Iterator[Finding]:
     yield Finding("backend nccl", nccl and num_gpus > 0, "GPU ranks" if nccl else "torch was built without it")
     yield _fully_shard()
     yield _fairscale(num_gpus)
+    yield _slurm()
 
 
 def _fully_shard() -> Finding:
@@ -89,6 +91,16 @@ def _fairscale(num_gpus: int) -> Finding:
         return Finding("engine fairscale", False, f"{error}; pip install fairscale")
     level3 = "levels 1 to 3" if num_gpus else "levels 1 and 2; its level 3 needs CUDA streams: use ZERO.ENGINE=torch"
     return Finding("engine fairscale", True, level3)
+
+
+def _slurm() -> Finding:
+    if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
+        return Finding("SLURM", None, "not here: sbatch is not on the PATH")
+    answer = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=False, timeout=30)
+    partitions = sorted(set(answer.stdout.split()))
+    if answer.returncode or not partitions:
+        return Finding("SLURM", False, "installed, but its controller does not answer")
+    return Finding("SLURM", True, f"partitions {', '.join(partitions)}")
 
 
 def _resources() -> Iterator[Finding]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from vissl_zero.config.plain_tree import leaves
+from vissl_zero.config.rules.slurm import is_unsafe
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.launch.submission import private_folder
 from vissl_zero.reporting.sweep_note import is_done, read_note
 
@@ -21,13 +25,33 @@ class SweepFolder(Callback):
         """Remember where the sweep goes; close the folder that submitit unpickles from.
 
         Raises:
-            LaunchError: that folder is open to others.
+            SystemExit: that folder is open to others, or a text for sbatch has several lines. (Hydra goes on after any
+                other exception of a callback.)
         """
         global _sweep_dir
         _sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
         folder = OmegaConf.select(config, "hydra.launcher.submitit_folder")
-        if folder is not None:
+        if folder is None:
+            return
+        try:
+            _check(OmegaConf.to_container(config.hydra.launcher, resolve=True))
             private_folder(Path(str(folder).split("%")[0]).absolute())
+        except VisslZeroError as error:
+            print(error, file=sys.stderr)
+            _sweep_dir = None
+            raise SystemExit(2) from error
+
+
+def _check(launcher: Any) -> None:
+    """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
+    texts = [(key, value) for key, value in leaves(launcher) if not key.startswith("setup")]
+    if found := [_two_lines(key, value) for key, value in texts if is_unsafe(value)]:
+        raise ConfigError(found)
+
+
+def _two_lines(key: str, value: str) -> Problem:
+    must = "must be one line of printable text: the next line would be read as an option or a command"
+    return Problem(f"hydra.launcher.{key}", repr(value), must, "Take the line breaks out.")
 
 
 def finish_sweep() -> int | None:

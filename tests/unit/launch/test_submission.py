@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, complaints
+from vissl_zero import cli
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
@@ -136,3 +137,20 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path):
     group.chmod(0o775)
     with pytest.raises(LaunchError, match="group nogroup can write"):
         private_folder(group / "slurm")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ('hydra.launcher.comment="a\n#SBATCH -p urgent"', "hydra.launcher.comment: must be one line"),
+        ("hydra.launcher.submitit_folder=open/%j", "could be replaced by others"),
+    ],
+)
+def test_a_sweep_is_as_safe(word, message, tmp_path, monkeypatch, capsys):
+    """Hydra's submitit launcher writes the same scripts and unpickles from a folder of its own."""
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["vissl-zero"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["-m", f"config={RECIPE}", "config.ZERO.LEVEL=0,1", "hydra/launcher=submitit_slurm", word])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -42,7 +42,7 @@ def texts(cfg: RunConfig, host: Host) -> list[Problem]:
     slurm, found = cfg.SLURM, []
     for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
         value = getattr(slurm, key)
-        if _has_control(value):
+        if is_unsafe(value):
             found.append(_one_line(f"config.SLURM.{key}", value))
     if not slurm.NAME.strip():
         found.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
@@ -76,7 +76,7 @@ def additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
             yield Problem(key, repr(value), "must be a text, a number or true", "Write one value.")
         elif value is False:
             yield Problem(key, "False", "must be true for an option without a value", "Leave it out to be without it.")
-        elif _has_control(str(value)):
+        elif is_unsafe(str(value)):
             yield _one_line(key, str(value))
 
 
@@ -113,8 +113,11 @@ def all_of_it(cfg: RunConfig, host: Host) -> list[Problem]:
     return [*texts(cfg, host), *setup(cfg, host), *additional(cfg, host), *numbers(cfg, host)]
 
 
-def _has_control(text: str) -> bool:
-    return any(ord(letter) < 32 or ord(letter) == 127 or letter in "\u0085\u2028\u2029" for letter in text)
+def is_unsafe(value: object) -> bool:
+    """Whether a text has line breaks or other control characters, which could end a line of an sbatch script."""
+    return isinstance(value, str) and any(
+        ord(letter) < 32 or ord(letter) == 127 or letter in "\u0085\u2028\u2029" for letter in value
+    )
 
 
 def _one_line(key: str, value: str) -> Problem:
