@@ -83,8 +83,12 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert 0 < summary["knn_top1_before"] < 1 and 0 < summary["knn_top1_after"] < 1
 
     again = start(tmp_path)
-    _, err = again.communicate(timeout=60)
-    assert again.returncode == 2 and "already holds a run" in err and "Traceback" not in err
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0 and "is complete (step 4 of 4)" in out, out + err
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    fresh = start(tmp_path, "config.CHECKPOINT.AUTO_RESUME=false")
+    _, err = fresh.communicate(timeout=60)
+    assert fresh.returncode == 2 and "already holds a run" in err and "Traceback" not in err
 
 
 @pytest.mark.timeout(150)

@@ -69,20 +69,22 @@ def remove_leftovers(run_folder: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def prune(run_folder: Path, keep_last: int, keep_every: int) -> list[Path]:
+def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None = None) -> list[Path]:
     """Remove all checkpoints but the newest ``keep_last`` and those at multiples of ``keep_every`` steps.
 
     Args:
         run_folder: of the run.
         keep_last: at least 1; -1: all.
         keep_every: in optimizer steps; -1: none.
+        newest: steps of the newest to count; later ones, of another course of the run or damaged, are left alone.
     Returns:
         What was removed.
     """
     if keep_last < 0:
         return []
     removed = []
-    for path in find_checkpoints(run_folder)[max(keep_last, 1) :]:
+    found = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
+    for path in found[max(keep_last, 1) :]:
         step = step_of(path)
         if keep_every > 0 and step is not None and step % keep_every == 0:
             continue

@@ -77,6 +77,7 @@ class Manifest:
         config: the resolved run as data, ``${...}`` as written; nothing in it is ever run.
         groups: parameter groups of the optimizer: name, parameters, options.
         loss_scale: state of the loss scaler, or None.
+        criterion: state of the loss that is no tensor.
         hooks: state of hooks by name.
         results: figures found so far (``run.results``).
     """
@@ -97,6 +98,7 @@ class Manifest:
     config: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     loss_scale: dict[str, Any] | None = None
+    criterion: dict[str, Any] = field(default_factory=dict)
     hooks: dict[str, Any] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
 

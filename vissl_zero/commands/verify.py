@@ -36,6 +36,8 @@ _COMMON = (
     "config.MODEL.FSDP_CONFIG.compute_dtype=float32",
     "config.NEAREST_NEIGHBOR.USE_KNN=false",
     "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
+    "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
+    "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",
 )
 _UNSHARDED = (
     "config.ZERO.LEVEL=0",

@@ -33,11 +33,16 @@ def save_resolved(plan: ResolvedRun, path: Path) -> None:
 
     Whole numbers that the run counts by (seed, batch, processes) are the exception: they stand as numbers.
     """
+    path.write_text(_HEADER + yaml.safe_dump(as_data(plan), sort_keys=False, width=120))
+
+
+def as_data(plan: ResolvedRun) -> dict[str, Any]:
+    """A plan as plain containers with ``${...}`` as written: what may be kept and shared."""
     data = _plain(asdict(plan))
     values, data[_WRITTEN] = _put_back(data["config"], plan.interpolations)
     for block in ("run_dir", "notes", "sharding", "optimizer"):
         data[block] = _masked(data[block], values)
-    path.write_text(_HEADER + yaml.safe_dump(data, sort_keys=False, width=120))
+    return data
 
 
 def _put_back(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[dict[Any, str], dict[str, Any]]:

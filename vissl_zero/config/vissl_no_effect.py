@@ -298,6 +298,7 @@ NO_EFFECT: dict[str, Any] = {
     },
     "LOSS": {"swav_loss": {"output_dir": ".", "queue": {"local_queue_length": 0}}},
     "OPTIMIZER": {"layer_wise_lr_decay": {"decay": 0.9}},
+    "CHECKPOINT": {"USE_SYMLINK_CHECKPOINT_FOR_RESUME": False},
     "DISTRIBUTED": {
         "NCCL_DEBUG": False,
         "NCCL_SOCKET_NTHREADS": "",

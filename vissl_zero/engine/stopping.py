@@ -63,8 +63,8 @@ def asked() -> Stop | None:
     """What this rank was asked, or the time limit once it is reached; None: go on."""
     if _asked is not None:
         return _asked
-    end_at = _end_at if _end_at is not None else _from_environment()
-    if end_at is not None and time.time() >= end_at:
+    limit = deadline()
+    if limit is not None and time.time() >= limit:
         return Stop("the time limit")
     return None
 
@@ -74,6 +74,11 @@ def end_at(unix_time_s: float | None) -> None:
     global _end_at
     given = [limit for limit in (unix_time_s, _from_environment()) if limit is not None]
     _end_at = min(given, default=None)
+
+
+def deadline() -> float | None:
+    """When the time limit is reached, as Unix time; None: no limit."""
+    return _end_at if _end_at is not None else _from_environment()
 
 
 def forget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,10 +54,19 @@ class KnnHook(Hook):
         self.neighbours_before: Neighbours | None = None
         self.neighbours_after: Neighbours | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The curve so far."""
+        return {"curve": [list(point) for point in self.curve]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.curve = [(int(step), float(top1)) for step, top1 in state["curve"]]
+
     def on_start(self, run: Run) -> None:
         if not self._options["USE_KNN"]:
             return
         self._open_sources(run)
+        if run.is_resumed:
+            return
         measured = self._measure(run, with_pixels=True)
         run.results["knn_top1_before"] = self._record(run, measured)
         run.results["knn_top1_after"] = None

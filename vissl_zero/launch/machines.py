@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import vissl_zero
@@ -35,13 +36,12 @@ def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
         secret=load_secret(distributed["SECRET_FILE"]),
         timeout_s=plan.sharding.timeout_s,
     )
-    if node_id == 0:
-        prepare_folder(plan, user_yaml)
-    membership = Membership(place)
-    try:
-        return launch_member(plan, membership)
-    finally:
-        membership.leave()
+    with prepare_folder(plan, user_yaml) if node_id == 0 else nullcontext():
+        membership = Membership(place)
+        try:
+            return launch_member(plan, membership)
+        finally:
+            membership.leave()
 
 
 def launch_member(plan: ResolvedRun, membership: Membership) -> int:

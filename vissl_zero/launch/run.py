@@ -9,6 +9,7 @@ from pathlib import Path
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
+from vissl_zero.launch.run_lock import RunLock
 
 
 def is_under_torchrun() -> bool:
@@ -16,24 +17,42 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
 
 
-def prepare_folder(plan: ResolvedRun, user_yaml: str) -> None:
-    """Make the run folder and write the user's and the resolved configuration into it. One process calls this.
+def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
+    """Make the run folder, lock it, write the user's and the resolved configuration into it. One process calls this.
 
+    Returns:
+        The lock, to be held as long as the run lives.
     Raises:
-        LaunchError: the folder already holds a run, or cannot be written.
+        LaunchError: another run is alive in the folder, it holds one that is not to be continued, or it cannot be
+            written.
     """
     folder = Path(plan.run_dir)
-    if (folder / "metrics.jsonl").exists():
-        raise LaunchError(
-            f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "
-            "Name another folder, or move that one away."
-        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.user.yaml").write_text(user_yaml)
-        save_resolved(plan, folder / "config.resolved.yaml")
+        lock = RunLock(folder)
+        try:
+            _require_free(folder, plan)
+            (folder / "config.user.yaml").write_text(user_yaml)
+            save_resolved(plan, folder / "config.resolved.yaml")
+        except BaseException:
+            lock.release()
+            raise
     except OSError as error:
         raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}).") from error
+    return lock
+
+
+def _require_free(folder: Path, plan: ResolvedRun) -> None:
+    """The folder holds no run, or one that can be continued: it has a checkpoint, or never came as far as the first."""
+    if not (folder / "metrics.jsonl").exists():
+        return
+    has_checkpoint = any(folder.glob("checkpoints/step_*"))
+    if plan.config["CHECKPOINT"]["AUTO_RESUME"] and (has_checkpoint or not (folder / "summary.json").exists()):
+        return
+    raise LaunchError(
+        f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "
+        "Name another folder, or move that one away."
+    )
 
 
 def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
@@ -60,15 +79,19 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
         return launch_machine(plan, user_yaml, node_id)
     from vissl_zero.launch.local import launch_local  # here, because it imports torch
 
-    prepare_folder(plan, user_yaml)
-    return launch_local(plan)
+    with prepare_folder(plan, user_yaml):
+        return launch_local(plan)
 
 
 def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
     from vissl_zero import collectives
+    from vissl_zero.engine import stopping
     from vissl_zero.launch.process_group import process_group
     from vissl_zero.launch.worker import fail, rank_device, train_rank
 
+    stopping.forget()  # of an earlier run of this process
+    stopping.listen()
+    lock: RunLock | None = None
     try:
         with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
             # Every rank composed by itself, and the clock in the folder's name may differ: rank 0 decides.
@@ -76,15 +99,17 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
             problem: LaunchError | None = None
             if collectives.rank() == 0:
                 try:
-                    prepare_folder(plan, user_yaml)
+                    lock = prepare_folder(plan, user_yaml)
                 except LaunchError as error:
                     problem = error
             if problem := collectives.broadcast_object(problem):
                 raise problem
-            train_rank(plan)
+            return train_rank(plan)
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher
         return fail(error)
-    return 0
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _submission(plan: ResolvedRun) -> str:

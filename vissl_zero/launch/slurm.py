@@ -33,7 +33,7 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
     _ask_cluster(plan)
     existed = Path(plan.run_dir).exists()
     try:
-        prepare_folder(plan, user_yaml)
+        prepare_folder(plan, user_yaml).release()  # the job takes the lock when it runs
         folder = private_folder(submission_folder(plan))
         job = _hand_in(plan, folder)
     except LaunchError:

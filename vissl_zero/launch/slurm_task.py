@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,11 @@ class SlurmTask:
         Raises:
             SystemExit: with the code of the run, unless it is 0.
         """
+        from vissl_zero.launch.run_lock import RunLock
+
         try:
-            code = self._launch()
+            with RunLock(Path(self.run_dir)) if _number("SLURM_PROCID") == 0 else nullcontext():
+                code = self._launch()
         except VisslZeroError as error:
             print(error, flush=True)
             code = 2

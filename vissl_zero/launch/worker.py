@@ -1,9 +1,8 @@
-"""What one rank runs: ``python -m vissl_zero.launch.worker <run folder>``, started by the launcher or by torchrun."""
+"""What one rank runs, started by the launcher (through ``rank_main``) or by torchrun."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,10 @@ import torch
 
 from vissl_zero.config.resolve import load_resolved
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
+from vissl_zero.launch.checkpoints import with_checkpoints
 from vissl_zero.launch.failure import write_failure
 from vissl_zero.launch.membership import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.launch.process_group import process_group
@@ -27,24 +28,35 @@ def rank_device(plan: ResolvedRun) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device == "cuda" else torch.device("cpu")
 
 
-def train_rank(plan: ResolvedRun) -> None:
-    """Train one rank from start to end. Every rank calls it, inside the process group."""
+def train_rank(plan: ResolvedRun) -> int:
+    """Train one rank from start, or from its newest checkpoint, to end. Every rank calls it, inside the process group.
+
+    Returns:
+        Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
+    """
     torch.set_num_threads(plan.threads_per_rank)
     load_plugins(plan.config["IMPORTS"])
+    limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
+    if limit is not None and stopping.deadline() is None:  # else the launcher has set it
+        stopping.end_at(time.time() + 60 * limit)
     run = None
     try:
         run, schedules, frozen = build_run(plan, rank_device(plan))
-        train(run, schedules, frozen, build_hooks(plan))
+        hooks = with_checkpoints(run, build_hooks(plan))
+        if hooks is None:
+            return 0
+        train(run, schedules, frozen, hooks)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise explain(error, plan, run.sharded.ledger() if run else None) from error
+    return run.stop.exit_code if run.stop is not None else 0
 
 
-def work(plan: ResolvedRun) -> None:
-    """Join the other ranks and train."""
+def work(plan: ResolvedRun) -> int:
+    """Join the other ranks and train; the exit code."""
     with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
-        train_rank(plan)
+        return train_rank(plan)
 
 
 def take_place() -> None:
@@ -67,20 +79,9 @@ def fail(error: BaseException) -> int:
 
 
 def main() -> int:
-    """Entry of a rank started by ``launch/local.py``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher alone answers it
+    """A rank started by ``launch/local.py``: ``argv[1]`` is the run folder."""
     take_place()
     try:
-        work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
+        return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher
         return fail(error)
-    return 0
-
-
-if __name__ == "__main__":
-    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone.
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)

@@ -23,6 +23,8 @@ class CollapseWatch(Hook):
         num_prototypes = prototype_counts(run.plan.config["MODEL"]["HEAD"]["PARAMS"])
         if run.is_main and num_prototypes:
             self._rule = CollapseRule(trivial_loss(num_prototypes), patience=max(500, run.num_steps // 4))
+            if any(self._rule.update(record) for record in run.records):  # those before a resume
+                self._rule = None
 
     def on_step(self, run: Run, record: StepRecord) -> None:
         if self._rule is None:

@@ -4,39 +4,66 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
+
+import rich
+from rich.console import Console
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.atomic import replacing
+from vissl_zero.sharding.strategy import Bytes
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile(Hook):
-    """Writes a line per step as soon as the step is done (0.1 ms), so that a crash loses none."""
+    """Writes a line per step as soon as the step is done (0.1 ms), so that a crash loses none.
 
-    def __init__(self) -> None:
-        self._file: TextIO | None = None
+    A resumed run has its earlier records back from the file. A disk that is full, or fails, does not end the run: lines
+    wait in memory and are written when it takes them again.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or rich.get_console()
+        self._file: BinaryIO | None = None
+        self._waiting: list[bytes] = []
+        self._has_warned = False
 
     def on_start(self, run: Run) -> None:
         if not run.is_main:
             return
         path = run.folder / FILE_NAME
         if path.exists():
-            _forget_after(path, run.step)
-        self._file = path.open("a", encoding="utf-8")
+            run.records[:0] = _forget_after(path, run.step)
+        self._file = path.open("ab", buffering=0)
 
     def on_step(self, run: Run, record: StepRecord) -> None:
         if self._file is not None:
-            self._file.write(line(record) + "\n")
-            self._file.flush()
+            self._waiting.append(line(record).encode() + b"\n")
+            self._write(self._file)
 
     def close(self, run: Run) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
+
+    def _write(self, file: BinaryIO) -> None:
+        """Write what waits; what the disk has taken of a line is not written again."""
+        try:
+            while self._waiting:
+                self._waiting[0] = self._waiting[0][file.write(self._waiting[0]) :]
+                if not self._waiting[0]:
+                    self._waiting.pop(0)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = f"warning: {FILE_NAME} cannot be written ({error.strerror}); its lines wait in memory."
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def line(record: StepRecord) -> str:
@@ -62,15 +89,33 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
     return value
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step`` (they will be run again) and a last line cut short by a crash."""
-    kept = []
+def record_from(entry: Mapping[str, Any]) -> StepRecord:
+    """The record that ``line`` wrote; what was not finite is None.
+
+    Raises:
+        KeyError, TypeError: it is no such line.
+    """
+    known = {f.name for f in fields(StepRecord)}
+    figures = {key: value for key, value in entry.items() if key in known}
+    return StepRecord(**{**figures, "bytes": Bytes(**entry["bytes"])})
+
+
+def _forget_after(path: Path, step: int) -> list[StepRecord]:
+    """Drop the lines of steps after ``step`` (they will be run again) and a last line cut short by a crash.
+
+    Returns:
+        The records of the lines that stay.
+    """
+    kept, records = [], []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(text)
-        except json.JSONDecodeError:
+            if entry["step"] > step:
+                continue
+            records.append(record_from(entry))
+        except (ValueError, KeyError, TypeError):
             break
-        if entry["step"] <= step:
-            kept.append(text + "\n")
+        kept.append(text + "\n")
     with replacing(path) as temporary:
         temporary.write_text("".join(kept), encoding="utf-8")
+    return records

@@ -27,6 +27,7 @@ from vissl_zero.sharding.shard import Shard, shards_of
 from vissl_zero.sharding.state import (
     Part,
     SavedState,
+    layout_of,
     load_sharded_state,
     parts_of,
     restore_state,
@@ -191,6 +192,10 @@ class ShardedModel(Sharded):
         load_sharded_state(
             state, self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale
         )
+
+    def layout(self) -> dict[str, Any]:
+        """See ``Sharded``."""
+        return layout_of(self._plan)
 
     def parts(self) -> Iterator[Part]:
         """See ``Sharded``."""

@@ -280,7 +280,7 @@ def sharded_state(
         shard = shards[names[id(param)]]
         state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
     return {
-        "layout": _layout(plan),
+        "layout": layout_of(plan),
         "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
         "optimizer": {"groups": groups, "state": state},
         "buffers": dict(buffers),
@@ -317,7 +317,8 @@ def load_sharded_state(
         loss_scale.load_state_dict(state["loss_scale"])
 
 
-def _layout(plan: ShardingPlan) -> dict[str, Any]:
+def layout_of(plan: ShardingPlan) -> dict[str, Any]:
+    """How the state is cut on this rank."""
     return {
         "engine": plan.engine,
         "level": plan.level,
@@ -348,7 +349,7 @@ def _check(
     buffers: Mapping[str, Tensor],
     loss_scale: LossScale | None,
 ) -> None:
-    here, there = _layout(plan), state["layout"]
+    here, there = layout_of(plan), state["layout"]
     if differing := [key for key in here if here[key] != there.get(key)]:
         facts = ", ".join(f"{key} {there.get(key)} (here {here[key]})" for key in differing)
         raise CheckpointError(f"This state was saved with another layout: {facts}. Resume with the same settings.")

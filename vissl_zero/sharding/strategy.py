@@ -138,6 +138,10 @@ class Sharded(ABC):
         """
 
     @abstractmethod
+    def layout(self) -> dict[str, Any]:
+        """How the state is cut: engine, level, shard_group_size, world_size, rank. Not a collective."""
+
+    @abstractmethod
     def parts(self) -> Iterator[Part]:
         """What this rank stores of parameters and optimizer state: over all ranks, each element once.
 

@@ -135,8 +135,21 @@ REFUSALS = {
     "LARC on LARS": ({"OPTIMIZER__name": "lars", "OPTIMIZER__use_larc": True}, "cannot be put on top of lars"),
     "schedule": ({"OPTIMIZER__param_schedulers__lr__name": "cosin"}, "param_schedulers.lr.name: must be a known"),
     "interval": ({"OPTIMIZER__param_schedulers__lr__update_interval": "day"}, "must be step or epoch (got 'day')"),
-    "checkpoints": ({"CHECKPOINT__AUTO_RESUME": False}, "config.CHECKPOINT.AUTO_RESUME: cannot be set yet"),
     "slurm": ({"SLURM__USE_SLURM": True, "SLURM__NAME": " "}, "config.SLURM.NAME: must have a letter"),
+    "checkpoint frequency": (
+        {"CHECKPOINT__KEEP_LAST": 0},
+        "config.CHECKPOINT.KEEP_LAST: must be -1 or at least 1 (got 0)",
+    ),
+    "resume from": (
+        {"CHECKPOINT__LATEST_CHECKPOINT_RESUME_FILE_NUM": 0},
+        "RESUME_FILE_NUM: must be at least 1",
+    ),
+    "time limit": ({"CHECKPOINT__TIME_LIMIT_MIN": 0.0}, "config.CHECKPOINT.TIME_LIMIT_MIN: must be positive"),
+    "restarts": (
+        {"DISTRIBUTED__MAX_RESTARTS": 2, "CHECKPOINT__AUTO_RESUME": False},
+        "config.DISTRIBUTED.MAX_RESTARTS: needs AUTO_RESUME",
+    ),
+    "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EVAL_MODE_ON": True},

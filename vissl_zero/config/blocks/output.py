@@ -7,28 +7,33 @@ from dataclasses import dataclass, field
 from vissl_zero.config.vissl_block import with_vissl_keys
 
 
+@with_vissl_keys("CHECKPOINT")
 @dataclass
 class Checkpoint:
-    """``CHECKPOINT``; keys other than DIR wait for checkpointing and must stay as they are."""
+    """``CHECKPOINT``: when a run saves its state, and how it goes on from it."""
 
     DIR: str | None = None
     """The run folder; null: Hydra's output or sweep folder (runs/<date>_<time>_<recipe>)."""
-    APPEND_DISTR_RUN_ID: bool = False
-    """Put the run's id behind DIR."""
-    BACKEND: str = "disk"
-    """Where checkpoints go."""
     AUTO_RESUME: bool = True
-    """Continue from the newest checkpoint in DIR."""
+    """Go on from the newest whole checkpoint in DIR, if there is one."""
     CHECKPOINT_FREQUENCY: int = 1
-    """Epochs between checkpoints."""
+    """Epochs between checkpoints; -1: none by epochs. The end of the run is saved unless both frequencies are -1."""
     CHECKPOINT_ITER_FREQUENCY: int = -1
     """Optimizer steps between checkpoints; -1: only by epochs."""
-    OVERWRITE_EXISTING: bool = False
-    """Replace checkpoints of the same name."""
+    KEEP_LAST: int = 2
+    """How many of the newest checkpoints are kept; -1: all."""
+    KEEP_EVERY: int = -1
+    """Keep those at multiples of this many optimizer steps for good; -1: none."""
+    ASYNC: bool = True
+    """Write while training goes on, from a copy in host memory; off, training waits for the disk."""
+    TIME_LIMIT_MIN: float | None = None
+    """Minutes after which the run saves and stops with exit code 75; null: none."""
+    ALLOW_CHANGED: list[str] = field(default_factory=list)
+    """Keys (or blocks) that may differ from the checkpoint's though they change shapes or the order of the data."""
     LATEST_CHECKPOINT_RESUME_FILE_NUM: int = 1
     """Resume from the n-th newest."""
-    USE_SYMLINK_CHECKPOINT_FOR_RESUME: bool = False
-    """Find the newest through a link."""
+    CHECK_RANKS_EVERY: int = -1
+    """Optimizer steps between comparisons over ranks of what they should hold alike, by checksum; -1: never."""
 
 
 @with_vissl_keys("HOOKS.TENSORBOARD_SETUP")

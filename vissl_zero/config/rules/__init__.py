@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules import (
+    checkpoint,
     data,
     images,
     later,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *precision.RULES,
     *placement.RULES,
     *slurm.RULES,
+    *checkpoint.RULES,
     *later.RULES,
     *vissl_rules.RULES,
 )

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from vissl_zero.config.blocks.output import Checkpoint
 from vissl_zero.config.derive.placement import ranks
 from vissl_zero.config.host import Host
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.registry import HOOKS
-
-
-def checkpoints(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Only the final weights are written."""
-    must = "cannot be set yet: this version writes the final weights only"
-    return [
-        Problem(f"config.CHECKPOINT.{f.name}", str(value), must, f"Leave it at {f.default}.")
-        for f in fields(Checkpoint)
-        if f.name != "DIR" and (value := getattr(cfg.CHECKPOINT, f.name)) != f.default
-    ]
 
 
 def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
@@ -36,4 +23,4 @@ def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
 
 
-RULES = (checkpoints, shard_groups, hooks)
+RULES = (shard_groups, hooks)

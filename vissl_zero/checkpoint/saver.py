@@ -1,0 +1,153 @@
+"""Saving while training goes on: who writes when, and how ranks agree that a checkpoint is complete."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vissl_zero import collectives
+from vissl_zero.checkpoint.folder import prune
+from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
+from vissl_zero.checkpoint.writer import commit, discard, write_rank
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.5
+
+
+@dataclass
+class _Save:
+    """A save under way; ``is_committing``: all ranks have written, rank 0 is completing it."""
+
+    manifest: Manifest
+    work: Future[None]
+    is_committing: bool = False
+
+
+class Saver:
+    """Writes checkpoints of one run. Every rank has one; methods are collective unless they say otherwise.
+
+    A save that fails (a full disk) is given up on all ranks: a warning, no exception; checkpoints before it stay.
+
+    Args:
+        run_folder: the same on all ranks, on a file system they share.
+        is_async: write from a copy in host memory while training goes on; the copy is all that training waits for.
+        keep_last, keep_every: see ``prune``.
+        device: of training.
+
+    Attributes:
+        latest_step: of the newest checkpoint that this run knows to be complete; None: of none.
+    """
+
+    def __init__(
+        self, run_folder: Path, is_async: bool, keep_last: int, keep_every: int, device: torch.device | None = None
+    ):
+        self._run_folder = run_folder
+        self._is_async = is_async
+        self._keep = (keep_last, keep_every)
+        self._memory = HostMemory(is_pinned=device is not None and device.type == "cuda")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._save: _Save | None = None
+        self.latest_step: int | None = None
+
+    def save(self, run: Run, hooks: Sequence[Hook], is_epoch_over: bool = False) -> None:
+        """Begin a checkpoint of the run as it is (see ``take_snapshot``); waits for one that is still being written.
+
+        Without ``is_async``, and where state streams from a disk, it is complete when this returns.
+        """
+        self.finish()
+        if self.latest_step == run.step:
+            return
+        snapshot = take_snapshot(run, hooks, is_epoch_over)
+        streams = collectives.all_reduce_max(torch.tensor(float(snapshot.is_streamed))).item() > 0
+        if self._is_async and not streams:
+            snapshot = snapshot.detached(self._memory)
+            self._save = _Save(snapshot.manifest, self._thread.submit(self._write, snapshot))
+            return
+        done: Future[None] = Future()
+        try:
+            self._write(snapshot)
+            done.set_result(None)
+        except (OSError, CheckpointError) as error:
+            done.set_exception(error)
+        self._save = _Save(snapshot.manifest, done)
+        self.finish()
+
+    @property
+    def flags(self) -> tuple[float, float]:
+        """What ``update`` must know of every rank, as maxima: work is under way; it failed. Not a collective."""
+        if self._save is None:
+            return 0.0, 0.0
+        is_done = self._save.work.done()
+        return float(not is_done), float(is_done and self._save.work.exception() is not None)
+
+    def update(self, is_busy: bool, has_failed: bool) -> None:
+        """Take the next step of a save under way, given the maxima of ``flags`` over all ranks."""
+        save = self._save
+        if save is None or is_busy:
+            return
+        if has_failed:
+            self._give_up(save)
+        elif not save.is_committing:
+            save.is_committing = True
+            save.work = self._thread.submit(self._commit if collectives.rank() == 0 else _nothing, save.manifest)
+        else:
+            self.latest_step = save.manifest.step
+            self._save = None
+
+    def finish(self) -> None:
+        """Wait until no save is under way."""
+        while self._save is not None:
+            # Not one long wait: a collective of those who are done would run into its timeout.
+            begun = time.monotonic()
+            while not self._save.work.done() and time.monotonic() - begun < _POLL_S:
+                time.sleep(0.002)
+            flags = collectives.all_reduce_max(torch.tensor(self.flags)).tolist()
+            self.update(*map(bool, flags))
+
+    def close(self) -> None:
+        """End the thread, when what it is writing is written. Not a collective."""
+        self._thread.shutdown()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        rank = collectives.rank()
+        write_rank(self._run_folder, snapshot.manifest.step, rank, snapshot.parts, snapshot.scalars, snapshot.rng)
+
+    def _commit(self, manifest: Manifest) -> None:
+        commit(self._run_folder, manifest)
+        try:
+            prune(self._run_folder, *self._keep, newest=manifest.step)
+        except OSError as error:
+            logger.warning("Old checkpoints could not be removed (%s).", error)
+
+    def _give_up(self, save: _Save) -> None:
+        error = save.work.exception()
+        reasons: list[str | None] = [str(error) if error else None]
+        if collectives.world_size() > 1:
+            reasons = [None] * collectives.world_size()
+            dist.all_gather_object(reasons, str(error) if error else None)
+        if collectives.rank() == 0:
+            discard(self._run_folder, save.manifest.step)
+            rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
+            newest = "there is none yet" if self.latest_step is None else f"the newest is of step {self.latest_step}"
+            logger.warning(
+                "The checkpoint of step %d could not be written (rank %d: %s). Training goes on; %s.",
+                save.manifest.step,
+                rank,
+                reason,
+                newest,
+            )
+        self._save = None
+
+
+def _nothing(manifest: Manifest) -> None:
+    """What ranks other than 0 do to complete a checkpoint."""

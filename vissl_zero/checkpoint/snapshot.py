@@ -1,0 +1,154 @@
+"""What a run stores of itself at one step: this rank's part, and on rank 0 the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vissl_zero
+from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.random_state import random_state
+from vissl_zero.checkpoint.replicated import replicated_parts
+from vissl_zero.config.saved import as_data
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.state import Part
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run after a step.
+
+    Attributes:
+        parts: tensors of this rank; they share memory with training until ``detached``.
+        scalars: see ``RankManifest``.
+        rng: likewise.
+        manifest: of the whole.
+    """
+
+    parts: list[Part]
+    scalars: dict[str, dict[str, Any]]
+    rng: dict[str, Any]
+    manifest: Manifest
+
+    @property
+    def is_streamed(self) -> bool:
+        """Some of it rests on a disk and passes through memory only when it is written."""
+        return any(part.is_streamed for part in self.parts)
+
+    def detached(self, memory: HostMemory) -> Snapshot:
+        """The same with tensors copied to host memory, so that training may go on."""
+        parts = [dataclasses.replace(part, read=memory.copy(part)) for part in self.parts]
+        return dataclasses.replace(self, parts=parts)
+
+
+class HostMemory:
+    """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself."""
+
+    def __init__(self, is_pinned: bool):
+        self._is_pinned = is_pinned
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, part: Part) -> Any:
+        """Copy one part; what it gives reads the copy."""
+        buffer = self._buffers.get(part.name)
+        if buffer is None or buffer.numel() != part.num_elements or buffer.dtype != part.dtype:
+            buffer = torch.empty(part.num_elements, dtype=part.dtype, pin_memory=self._is_pinned)
+            self._buffers[part.name] = buffer
+        buffer.copy_(part.read().detach().reshape(-1))
+        return lambda: buffer
+
+
+def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snapshot:
+    """The run as it is, between two steps. Collective; copies nothing.
+
+    Args:
+        run: in progress.
+        hooks: whose state is stored.
+        is_epoch_over: nothing is left to do in ``run.epoch``, the end of the epoch in hooks included.
+    Raises:
+        CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.
+    """
+    criterion, criterion_numbers = _criterion_state(run)
+    parts = [
+        *run.sharded.parts(),
+        *replicated_parts("buffer", run.sharded.buffers()),
+        *replicated_parts("criterion", criterion),
+    ]
+    epoch, epoch_samples = (run.epoch + 1, 0) if is_epoch_over else (run.epoch, run.epoch_samples)
+    layout = run.sharded.layout()
+    manifest = Manifest(
+        step=run.step,
+        epoch=epoch,
+        epoch_samples=epoch_samples,
+        position=run.position,
+        world_size=run.world_size,
+        level=layout["level"],
+        engine=layout["engine"],
+        global_batch=run.plan.global_batch,
+        recipe=run.plan.recipe,
+        vissl_zero=vissl_zero.__version__,
+        torch=str(torch.__version__),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        ranks={},
+        config=as_data(run.plan),
+        groups=run.sharded.group_facts(),
+        loss_scale=run.sharded.loss_scale_state(),
+        criterion=criterion_numbers,
+        hooks=_hook_states(hooks),
+        results={name: value for name, value in run.results.items() if _is_plain(value)},
+    )
+    return Snapshot(parts, run.sharded.scalars(), random_state(run.device), manifest)
+
+
+def hook_names(hooks: Sequence[Hook]) -> list[str]:
+    """A name for each hook that a resumed run finds again: its class, numbered where there are several."""
+    names: list[str] = []
+    for hook in hooks:
+        name = type(hook).__name__
+        names.append(name if name not in names else f"{name}.{sum(n.split('.')[0] == name for n in names)}")
+    return names
+
+
+def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of the loss: tensors, and what is none."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in run.criterion.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif _is_plain(value):
+            others[name] = value
+        else:
+            raise CheckpointError(
+                f"State {name!r} of the loss is a {type(value).__name__}; a checkpoint holds tensors, numbers, texts, "
+                "lists and dicts of them. Let get_extra_state() return one of these."
+            )
+    return tensors, others
+
+
+def _hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
+    states = {}
+    for name, hook in zip(hook_names(hooks), hooks, strict=True):
+        state = hook.state_dict()
+        if not _is_plain(state):
+            raise CheckpointError(f"state_dict() of the hook {name} holds what JSON cannot (or NaN).")
+        if state:
+            states[name] = state
+    return states
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON holds it."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

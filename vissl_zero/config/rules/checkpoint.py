@@ -1,0 +1,49 @@
+"""Rules of ``CHECKPOINT`` and of restarting."""
+
+from __future__ import annotations
+
+from vissl_zero.config.host import Host
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import Problem
+
+
+def frequencies(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Counts are positive, or -1 for never."""
+    found = []
+    for key in ("CHECKPOINT_FREQUENCY", "CHECKPOINT_ITER_FREQUENCY", "KEEP_LAST", "KEEP_EVERY", "CHECK_RANKS_EVERY"):
+        value = getattr(cfg.CHECKPOINT, key)
+        if value != -1 and value < 1:
+            found.append(Problem(f"config.CHECKPOINT.{key}", str(value), "must be -1 or at least 1", "Write -1."))
+    number = cfg.CHECKPOINT.LATEST_CHECKPOINT_RESUME_FILE_NUM
+    if number < 1:
+        key = "config.CHECKPOINT.LATEST_CHECKPOINT_RESUME_FILE_NUM"
+        found.append(Problem(key, str(number), "must be at least 1", "Write 1 for the newest."))
+    limit = cfg.CHECKPOINT.TIME_LIMIT_MIN
+    if limit is not None and not limit > 0:
+        found.append(Problem("config.CHECKPOINT.TIME_LIMIT_MIN", str(limit), "must be positive", "Write null."))
+    return found
+
+
+def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Restarts are counted, and need something to go on from."""
+    found = []
+    distributed = cfg.DISTRIBUTED
+    if distributed.MAX_RESTARTS < 0:
+        must = "must be 0 or more"
+        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, "Write 0."))
+    if distributed.MAX_RESTARTS > 0 and distributed.NUM_NODES > 1:
+        must = "must be 0 with more than one machine: a launcher starts its own machine's processes again, not others'"
+        fix = "Write 0, and have the batch system start the run again."
+        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
+    if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
+        must = "needs AUTO_RESUME: a restarted run goes on from its newest checkpoint"
+        fix = "Write config.CHECKPOINT.AUTO_RESUME=true, or MAX_RESTARTS=0."
+        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
+    least = distributed.MIN_PROC_PER_NODE
+    if least != -1 and not 1 <= least <= distributed.NUM_PROC_PER_NODE:
+        must = f"must be -1, or from 1 to NUM_PROC_PER_NODE ({distributed.NUM_PROC_PER_NODE})"
+        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+    return found
+
+
+RULES = (frequencies, restarts)

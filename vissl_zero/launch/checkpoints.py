@@ -1,0 +1,53 @@
+"""A run and its checkpoints: where it goes on from, and the hooks that save it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import rich
+
+from vissl_zero.checkpoint.hook import CheckpointHook
+from vissl_zero.checkpoint.resume import opening_lines, resume
+from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.reporting import summary
+
+
+def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
+    """Put ``run`` where its newest checkpoint was made, if it has one and may; the hooks to train with.
+
+    Collective. None if there is nothing left to do: the run is over, and has written its summary.
+
+    Raises:
+        CheckpointError, ConfigError: see ``resume``.
+    """
+    options = run.plan.config["CHECKPOINT"]
+    saver = Saver(run.folder, options["ASYNC"], options["KEEP_LAST"], options["KEEP_EVERY"], run.device)
+    if options["AUTO_RESUME"]:
+        found = resume(run, hooks, run.plan)
+        if found.path is not None:
+            saver.latest_step = run.step
+        if run.is_main:
+            for line in opening_lines(found, run.plan):
+                _say(line)
+    if run.is_resumed and run.step >= run.num_steps and _is_over(run):
+        if run.is_main:
+            _say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
+        saver.close()
+        return None
+    hook = CheckpointHook(saver, hooks, options["CHECKPOINT_FREQUENCY"], options["CHECKPOINT_ITER_FREQUENCY"])
+    return [*hooks, hook]
+
+
+def _is_over(run: Run) -> bool:
+    """Whether the summary of this very end of the run is there. The same on every rank, which share the folder."""
+    try:
+        found = json.loads((run.folder / summary.FILE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("num_steps") == run.step
+
+
+def _say(line: str) -> None:
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,136 @@
+"""The ranks of a run on this machine: started together, watched, told of signals, and never outliving the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from vissl_zero.engine import stopping
+from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
+from vissl_zero.launch.membership import WORLD_SIZE_VARIABLE
+from vissl_zero.launch.process_group import STORE_PATH_VARIABLE
+
+LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
+_POLL_S = 0.05
+_GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
+
+
+class RankGroup:
+    """``num_procs`` processes that run ``vissl_zero.launch.rank_main``.
+
+    Rank 0 keeps the terminal (the live display needs it); the others write to ``<log folder>/rank<k>.log``.
+
+    Args:
+        num_procs: to start.
+        first_rank: global rank of the first of them.
+        plan_folder: with ``config.resolved.yaml``.
+        private: a folder that only this user can enter, for rendezvous and failure reports.
+        log_folder: made if it is not there.
+        environment: of the ranks, beside what this class sets.
+    """
+
+    def __init__(
+        self,
+        num_procs: int,
+        first_rank: int,
+        plan_folder: str,
+        private: Path,
+        log_folder: Path,
+        environment: dict[str, str],
+    ):
+        self.asked: stopping.Stop | None = None
+        self._first_rank = first_rank
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        log_folder.mkdir(parents=True, exist_ok=True)
+        # Where there are several machines, ``membership`` adds the numbers and the store to the environment.
+        shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
+        shared |= environment | {
+            "WORLD_SIZE": str(num_procs),
+            "LOCAL_WORLD_SIZE": str(num_procs),
+            FAILURE_FOLDER_VARIABLE: str(private),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        command = [sys.executable, "-m", "vissl_zero.launch.rank_main", plan_folder]
+        for index in range(num_procs):
+            own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
+            with _output(log_folder, first_rank + index) as log:
+                self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+
+    def wait(self) -> dict[int, int]:
+        """Until all have ended; exit codes (negative: a signal) of those that ended by themselves.
+
+        Once one ends badly, the others get a little time to end too, and are killed then.
+        """
+        deadline = None
+        with self._forwarded_signals():
+            while any(rank.poll() is None for rank in self._ranks):
+                codes = self._codes()
+                if deadline is None and any(code not in (0, stopping.STOPPED, stopping.INTERRUPTED) for code in codes):
+                    deadline = time.monotonic() + _GRACE_S
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        ended = {
+            self._first_rank + index: rank.returncode
+            for index, rank in enumerate(self._ranks)
+            if rank.poll() is not None
+        }
+        self.kill()
+        return ended
+
+    def kill(self) -> None:
+        """End what is still there, at once."""
+        for rank in self._ranks:
+            with suppress(ProcessLookupError):
+                rank.kill()
+        for rank in self._ranks:
+            rank.wait()
+
+    def _codes(self) -> list[int]:
+        return [rank.returncode for rank in self._ranks if rank.poll() is not None]
+
+    @contextmanager
+    def _forwarded_signals(self) -> Iterator[None]:
+        """Pass on what asks to save and stop; a second Ctrl-C kills."""
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and self.asked is not None and self.asked.exit_code == stopping.INTERRUPTED:
+                for rank in self._ranks:
+                    rank.kill()
+                return
+            is_ctrl_c = number == signal.SIGINT
+            if self.asked is None or is_ctrl_c:
+                code = stopping.INTERRUPTED if is_ctrl_c else stopping.STOPPED
+                self.asked = stopping.Stop(signal.Signals(number).name, code)
+            for rank in self._ranks:
+                if rank.poll() is None:
+                    rank.send_signal(number)
+
+        before: dict[Any, Any] = {}
+        try:
+            for number in (*stopping.SIGNALS, signal.SIGINT):
+                before[number] = signal.signal(number, forward)
+        except ValueError:  # not in the main thread: whoever runs us there answers signals
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _output(log_folder: Path, rank: int) -> Iterator[Any]:
+    if rank == 0:
+        yield None
+        return
+    with (log_folder / f"rank{rank}.log").open("ab") as log:
+        yield log
