@@ -165,13 +165,13 @@ def model_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        blocks = list(child.children())
-        is_container = isinstance(child, nn.ModuleList | nn.Sequential)
-        is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
-        if is_container and is_repeated and all(map(_has_parameters, blocks)):
-            yield from blocks
-        else:
+    blocks = list(module.children())
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    if is_container and is_repeated and all(map(_has_parameters, blocks)):
+        yield from blocks
+    else:
+        for child in blocks:
             yield from _repeated_blocks(child)
 
 

@@ -101,6 +101,12 @@ def test_repeated_blocks_of_a_foreign_model_become_units() -> None:
     assert wrap_plan.units[-1].num_params == 40 + 20
 
 
+def test_a_model_that_is_itself_a_chain_of_blocks_has_them_as_units() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plan = plan_wrap(model, ShardingPlan(level=3), num_ranks=2)
+    assert [unit.modules for unit in plan.units] == [("0",), ("1",), ("2",), ("",)]
+
+
 def test_level_0_has_one_unit_and_whole_bytes_follow_the_level() -> None:
     total = sum(param.numel() for param in _model().parameters())
     plans = [plan_wrap(_model(), ShardingPlan(level=level), 2) for level in range(4)]

@@ -100,7 +100,14 @@ class ParameterStore:
         def is_read(record: int) -> bool:
             return any(segment.tensor not in values for segment in self.layout.chunks[record].segments)
 
-        self._values.write(values, is_read, lambda _, stored, new: stored.copy_(new))
+        with self._whole_or_broken():
+            self._values.write(values, is_read, lambda _, stored, new: stored.copy_(new))
+
+    def add_grads(self, grads: Mapping[int, Tensor]) -> None:
+        """Add to the gradients what a backward pass has given; flat tensors by index."""
+        self._require_sound()
+        with self._whole_or_broken():
+            self.gradients.add(grads)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -112,15 +119,20 @@ class ParameterStore:
         self._require_sound()
         self._ahead.forget()
         self._order.restart()
-        self._is_broken = True
-        yield
-        self._is_broken = False
+        with self._whole_or_broken():
+            yield
         self._ahead.follow(self._expected_records())
 
     def close(self) -> None:
         """Remove the files now."""
         self._is_broken = True
         self._finalizer()
+
+    @contextmanager
+    def _whole_or_broken(self) -> Iterator[None]:
+        self._is_broken = True
+        yield
+        self._is_broken = False
 
     def _expected_records(self) -> list[int]:
         records: list[int] = []

@@ -14,6 +14,7 @@ from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.offload.heap import give_back_large_blocks
 from vissl_zero.sharding.offload.kernel import Kernel
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
@@ -39,6 +40,7 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
     """
     if plan.device != "nvme":
         return None
+    give_back_large_blocks()
     room = plan.max_in_cpu or 0
     away: list[list[StoredParam]] = []
     for unit in units:

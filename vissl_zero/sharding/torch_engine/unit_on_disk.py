@@ -75,7 +75,7 @@ class UnitOnDisk:
                 grads[index] = grad.to_local().reshape(-1)
                 param.sharded_param.grad = None
         if grads:
-            self._store.gradients.add(grads)
+            self._store.add_grads(grads)
 
     def _fetch(self) -> None:
         outs = {}
