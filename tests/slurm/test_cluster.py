@@ -136,7 +136,8 @@ def ends_as_undisturbed(job: str, folder: Path, undisturbed: Path, restarts: int
 def test_two_nodes_of_two_tasks_train_what_one_machine_does(task_per, tmp_path):
     size = ["config.TRAINER.MAX_STEPS=3", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8", "config.ZERO.LEVEL=3"]
     cluster = ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]
-    job = submit(tmp_path, *size, *cluster, f"config.SLURM.TASK_PER={task_per}")
+    own_code = ["config.SLURM.SNAPSHOT_CODE=true"] if task_per == "node" else []
+    job = submit(tmp_path, *size, *cluster, *own_code, f"config.SLURM.TASK_PER={task_per}")
     found = wait_for(job, tmp_path, "COMPLETED")
     assert found["NumNodes"] == "2" and found["NumTasks"] == ("2" if task_per == "node" else "4")
     local = ["config.DISTRIBUTED.NUM_PROC_PER_NODE=4", f"config.CHECKPOINT.DIR={tmp_path}/local"]
@@ -145,6 +146,7 @@ def test_two_nodes_of_two_tasks_train_what_one_machine_does(task_per, tmp_path):
     assert largest_difference(tmp_path / "run", tmp_path / "local") < 1e-10
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["world_size"] == 4 and summary["level"] == 3
+    assert (tmp_path / "run/slurm/code/pace_of_tests.py").exists() == bool(own_code)
     assert (tmp_path / "run/slurm").stat().st_mode & 0o777 == 0o700
     said = command(tmp_path, str(ROOT / "tools/jobs.py"), "logs", job, "--follow").stdout
     assert "3 steps of 32 images" in said and "report" in said

@@ -37,12 +37,19 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "cpus_per_task": slurm["NUM_CPU_PER_PROC"] * (1 if is_per_process else procs),
         "gpus_per_node": procs if plan.device == "cuda" else "",
         "signal_delay_s": slurm["SIGNAL_DELAY_S"],
-        "setup": list(slurm["SETUP"]) or "",
+        "setup": [*slurm["SETUP"], *_own_code(plan)] or "",
         # Launchers notice by themselves when another is gone, and must have the time to say so.
         "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm['NUM_CPU_PER_PROC'] * _procs_per_task(plan)}"],
         "additional_parameters": {"requeue": True, **further},
     }
     return {name: value for name, value in found.items() if value != ""}
+
+
+def _own_code(plan: ResolvedRun) -> list[str]:
+    """The command that has the job import the snapshot of the code, if there is one."""
+    if not plan.config["SLURM"]["SNAPSHOT_CODE"]:
+        return []
+    return [f'export PYTHONPATH={shlex.quote(str(submission_folder(plan) / "code"))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _procs_per_task(plan: ResolvedRun) -> int:

@@ -75,6 +75,8 @@ class Slurm:
     """Seconds before the time limit (or the eviction) at which the run saves and stops."""
     MAX_REQUEUES: int = 3
     """How many times a job that saved and stopped is queued again; 0: never."""
+    SNAPSHOT_CODE: bool = False
+    """Run a copy of vissl_zero and of IMPORTS made at submission, whatever happens to the originals meanwhile."""
     SETUP: list[str] = field(default_factory=list)
     """Shell commands to run on the first node before the run, such as module load cuda."""
     ADDITIONAL_PARAMETERS: dict[str, Any] = field(default_factory=dict)
