@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 INTERRUPTED = 130
+STOPPED = 75  # saved and stopped because it was asked to; as engine/stopping.py has it
 HELP = """\
 vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
 
@@ -118,6 +119,8 @@ def _train(arguments: list[str]) -> int:
         code = _run_job(cfg)
         if code == INTERRUPTED:
             raise KeyboardInterrupt  # ends a sweep
+        if code == STOPPED and "SUBMITIT_EXECUTOR" not in os.environ:
+            raise SystemExit(STOPPED)  # ends a sweep too, but for one whose jobs are queued again one by one
         codes.append(code)
         return code
 
