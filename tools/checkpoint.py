@@ -1,4 +1,4 @@
-"""Look into checkpoints: ``python tools/checkpoint.py inspect|verify|diff|export ...``."""
+"""Look into checkpoints: ``python tools/checkpoint.py inspect|verify|diff|export|import ...``."""
 
 import sys
 

@@ -42,7 +42,7 @@ Look before you train:
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
 Look into what was trained:
-  vissl-zero checkpoint inspect|verify|diff|export ...   (vissl-zero checkpoint --help)
+  vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
 
 Sweep:
   vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3                    one job after the other

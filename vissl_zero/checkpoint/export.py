@@ -70,7 +70,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
         Entry(new, weights.tensors[old].dtype, weights.tensors[old].shape, partial(weights.read, old))
         for new, old in pairs.items()
     ]
-    _write_aside(path, lambda temporary: writer(temporary, entries, _metadata(weights)))
+    write_aside(path, lambda temporary: writer(temporary, entries, _metadata(weights)))
     return Exported(path, list(pairs), path.stat().st_size, left_out)
 
 
@@ -93,7 +93,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
     write_torch_file(path, entries)
 
 
-def _write_aside(path: Path, write: Callable[[Path], None]) -> None:
+def write_aside(path: Path, write: Callable[[Path], None]) -> None:
     """Under another name first: a file called ``path`` is whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

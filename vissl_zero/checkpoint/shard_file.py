@@ -60,6 +60,11 @@ class Entry:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> Entry:
+        """A tensor that is there already."""
+        return cls(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
     @property
     def num_elements(self) -> int:
         """Elements of the tensor."""

@@ -147,11 +147,11 @@ def is_torch_file(path: Path) -> bool:
     """Whether a file begins as torch.save's do: a zip file, or a pickle."""
     try:
         with path.open("rb") as file:
-            start = file.read(8)
+            start = file.read(9)
     except OSError:
         return False
-    # A safetensors header is shorter than 2**32 bytes, so its length ends in zeros; a pickle's first bytes do not.
-    return start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[4:8] != b"\0\0\0\0")
+    # In a safetensors file the header, which is JSON, begins after eight bytes with its length.
+    return start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
 
 
 def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_damaged_data_are_not_exported(tmp_path, model, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["frobnicate"], "must be one of inspect, verify, diff, export"),
+        (["frobnicate"], "must be one of inspect, verify, diff, export, import"),
         (["inspect"], "the following arguments are required: path"),
         (["inspect", "{tmp}/none"], "There is no"),
         (["inspect", "{tmp}"], "holds neither checkpoints nor weights.safetensors"),

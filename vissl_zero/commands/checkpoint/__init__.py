@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from vissl_zero.errors import ConfigError, did_you_mean
 
-WORDS = ("inspect", "verify", "diff", "export")
+WORDS = ("inspect", "verify", "diff", "export", "import")
 USAGE = """\
 vissl-zero checkpoint <word> <path> ...
 
@@ -16,6 +16,8 @@ vissl-zero checkpoint <word> <path> ...
   verify PATH            read everything against the checksums; names what is torn (exit code 0 whole, 1 not)
   diff A B               settings and tensors that differ (exit code 0 equal, 1 different)
   export PATH --to FILE  the model as one safetensors or torch file, under our names or torchvision's or timm's
+  import FILE --to OUT   weights of VISSL (consolidated, sharded, sliced), torch or safetensors, read without running
+                         anything in them
 
 PATH is a run folder (its newest checkpoint that opens, else the weights written at its end), one of its
 checkpoints/step_<steps> folders, or a safetensors file. Each word has --help. Nothing in a checkpoint is ever run.
@@ -50,9 +52,13 @@ def checkpoint(arguments: Sequence[str]) -> int:
         from vissl_zero.commands.checkpoint.difference import diff
 
         return diff(rest)
-    from vissl_zero.commands.checkpoint.exporting import export
+    if word == "export":
+        from vissl_zero.commands.checkpoint.exporting import export
 
-    return export(rest)
+        return export(rest)
+    from vissl_zero.commands.checkpoint.importing import import_
+
+    return import_(rest)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,224 @@
+"""``vissl-zero checkpoint import``: VISSL's layouts and plain weights come in whole, and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
+from tests.unit.commands.vissl_files import consolidated, save_sharded, save_sliced, vissl_names
+from vissl_zero.checkpoint import open_checkpoint
+from vissl_zero.checkpoint.weights import open_weights
+from vissl_zero.cli import main
+from vissl_zero.models.other_names import to_other_names
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def call(*words):
+    return main(["checkpoint", "import", *map(str, words)])
+
+
+def put_consolidated(path, model):
+    torch.save(consolidated(model), path)
+
+
+def put_feature_extractor(path, model):
+    """From a linear evaluation: the trunk stands below base_model, and the file is of torch before 1.6."""
+    content = consolidated(model)
+    inner = content["classy_state_dict"]["base_model"]["model"]
+    inner["trunk"] = {f"base_model.{name}": tensor for name, tensor in inner["trunk"].items()}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+def put_shards(path, model):
+    save_sharded(model, path, world_size=3, flatten=False)
+
+
+def put_flat_shards(path, model):
+    save_sharded(model, path, world_size=3, flatten=True)
+
+
+def put_plain(path, model):
+    """A plain state dict under DDP's names, some tensors as NumPy's."""
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    state["module.trunk.stem.0.weight"] = state["module.trunk.stem.0.weight"].numpy()
+    torch.save({"state_dict": state, "epoch": np.int64(3)}, path)
+
+
+def put_torchvision(path, model):
+    names = to_other_names(model.state_dict(), "torchvision").names
+    torch.save({new: model.state_dict()[old] for new, old in names.items()}, path)
+
+
+def put_safetensors(path, model):
+    save_file(dict(model.state_dict()), path)
+
+
+LAYOUTS = [
+    (put_consolidated, "VISSL, consolidated"),
+    (put_feature_extractor, "VISSL, consolidated"),
+    (put_shards, "VISSL, 3 shards"),
+    (put_flat_shards, "VISSL, 3 shards"),
+    (save_sliced_ := lambda path, model: save_sliced(model, path), "VISSL, sliced"),
+    (put_plain, "a torch file, at state_dict"),
+    (put_torchvision, "a plain state dict"),
+    (put_safetensors, "safetensors"),
+]
+
+
+@pytest.mark.parametrize(("put", "layout"), LAYOUTS)
+def test_weights_come_in_whole(tmp_path, model, capsys, put, layout):
+    put(tmp_path / "their.torch", model)
+    write_checkpoint(tmp_path / "like", state_of(model))
+    assert call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors", "--like", tmp_path / "like") == 0
+    text = capsys.readouterr().out
+    assert f"{layout}, " in text and "left out" not in text and "not in the file" not in text
+    state = load_file(tmp_path / "ours.safetensors")
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_of_ours_comes_out_too(tmp_path, model):
+    torch.save(consolidated(model), tmp_path / "model_phase5.torch")
+    assert call(tmp_path / "model_phase5.torch", "--to", tmp_path / "run") == 0
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step_000000420") as checkpoint:
+        assert checkpoint.manifest.epoch == 6
+        assert list(checkpoint.verify()) == []
+    with open_weights(tmp_path / "run") as weights:
+        assert all(torch.equal(tensor, weights.read(name)) for name, tensor in model.state_dict().items())
+    assert call(tmp_path / "model_phase5.torch", "--to", tmp_path / "run") == 2
+
+
+RECIPE = ["config=supervised/digits"]
+
+
+def test_what_does_not_match_is_listed(tmp_path, capsys):
+    """Against the model of a recipe: the same trunk, another number of classes, and names nobody knows."""
+    content = consolidated(tiny_model(num_classes=3))
+    trunk = content["classy_state_dict"]["base_model"]["model"]["trunk"]
+    trunk["_feature_blocks.extra.weight"] = torch.ones(2)
+    torch.save(content, tmp_path / "their.torch")
+    assert call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors", *RECIPE) == 0
+    text = capsys.readouterr().out
+    assert "2 other shape, left out:\n  heads.0.clf.0.weight [3, 64] in the file, [10, 64] here" in text
+    assert "1 not understood, left out:\n  trunk._feature_blocks.extra.weight" in text
+    name = next(name for name in trunk if name.endswith("block3-1.f.c.weight"))
+    del trunk[name]
+    torch.save(content, tmp_path / "their.torch")
+    target = tmp_path / "incomplete.safetensors"
+    assert call(tmp_path / "their.torch", "--to", target, *RECIPE) == 1
+    text = capsys.readouterr().out
+    assert "1 not in the file:\n  trunk.stages.2.1.0.f.c.weight" in text and "Not written" in text
+    assert not target.exists()
+    assert call(tmp_path / "their.torch", "--to", target, "--partial", *RECIPE) == 1
+    assert "trunk.stages.2.1.0.f.c.weight" not in load_file(target)
+
+
+class _Payload:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def _places(tmp_path, model, put):
+    """Every file that a layout consists of."""
+    put(tmp_path / "their.torch", model)
+    return sorted(path for path in tmp_path.rglob("*.torch"))
+
+
+@pytest.mark.parametrize("how", ["inside", "pickle", "legacy"])
+@pytest.mark.parametrize("put", [put_consolidated, put_shards, save_sliced_])
+def test_a_planted_payload_is_refused_and_does_not_run(tmp_path, model, capsys, put, how):
+    folder, canary = tmp_path / "files", tmp_path / "canary"
+    folder.mkdir()
+    for path in _places(folder, model, put)[:6]:
+        whole = path.read_bytes()
+        payload = _Payload(f"touch {canary}")
+        if how == "pickle":
+            path.write_bytes(pickle.dumps(payload))
+        else:
+            content = torch.load(path, weights_only=False)
+            content["meters"] = [payload]
+            torch.save(content, path, _use_new_zipfile_serialization=how != "legacy")
+        assert call(folder / "their.torch", "--to", tmp_path / "ours.safetensors") == 2
+        error = capsys.readouterr().err
+        assert f"{path} is refused" in error and "Nothing was run" in error and error.count("\n") == 1
+        if how != "pickle":
+            assert "system" in error
+        path.write_bytes(whole)
+    assert not canary.exists()
+    assert not (tmp_path / "ours.safetensors").exists()
+    assert call(folder / "their.torch", "--to", tmp_path / "ours.safetensors") == 0  # without it, it comes in
+
+
+@pytest.mark.parametrize(
+    "name", ["../their.torch", "sub/their.torch", "/etc/passwd", "..", "", "link.torch", "gone.torch"]
+)
+def test_a_list_that_leads_elsewhere_is_refused(tmp_path, model, capsys, name):
+    put_shards(tmp_path / "their.torch", model)
+    (tmp_path / "link.torch").symlink_to(tmp_path / "their_shard0.torch")
+    torch.save({"type": "shard_list", "shards": [name]}, tmp_path / "list.torch")
+    assert call(tmp_path / "list.torch", "--to", tmp_path / "ours.safetensors") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ("refused" in error or "there is no" in error), error
+
+
+def test_shards_that_do_not_fit_together_are_refused(tmp_path, model, capsys):
+    put_shards(tmp_path / "their.torch", model)
+    shards = [f"their_shard{rank}.torch" for rank in (0, 1)]
+    torch.save({"type": "shard_list", "shards": shards}, tmp_path / "their.torch")
+    assert call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors") == 2
+    assert "a shard is missing or of another checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("none", [], "There is no file"),
+        ("cut", [], "is damaged or no file of torch.save|is refused"),
+        ("text", [], "damaged or no safetensors file"),
+        ("one_shard", [], "is one shard of a checkpoint. Give the file that lists all of them"),
+        ("list", [], "holds no state dict but a list"),
+        ("nested", [], "has no tensors at its top; it has a. Say where with --key"),
+        ("nested", ["--key", "a.c"], "has no 'c'"),
+        ("other", [], "no tensor has a name or shape that is understood"),
+        ("good", ["--like", "{tmp}/none"], "There is no"),
+        ("good", ["config=pretrain/none"], "none"),
+        ("good", ["stray"], "neither a recipe"),
+        ("good", ["--to", "{tmp}/x.bin"], "must end in .safetensors"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, model, capsys, name, words, says):
+    good = tmp_path / "good"
+    put_consolidated(good, model)
+    (tmp_path / "cut").write_bytes(good.read_bytes()[:-3000])
+    (tmp_path / "text").write_text("hello, world")
+    torch.save({"type": "shard"}, tmp_path / "one_shard")
+    torch.save([1], tmp_path / "list")
+    torch.save({"a": {"b": torch.ones(1)}}, tmp_path / "nested")
+    torch.save({"encoder.block.weight": torch.ones(1)}, tmp_path / "other")
+    target = [] if "--to" in words else ["--to", tmp_path / "ours.safetensors"]
+    assert call(tmp_path / name, *target, *[word.format(tmp=tmp_path) for word in words]) == 2
+    error = capsys.readouterr().err
+
+    assert re.search(says, error) and "Traceback" not in error, error
+
+
+def test_names_below_a_key_and_a_prefix(tmp_path, model, capsys):
+    trunk, _ = vissl_names(model)
+    torch.save({"a": {"b": {f"encoder.{name}": tensor for name, tensor in trunk.items()}}}, tmp_path / "their.pt")
+    words = ["--key", "a.b", "--remove-prefix", "encoder."]
+    assert call(tmp_path / "their.pt", "--to", tmp_path / "ours.safetensors", *words) == 0
+    assert load_file(tmp_path / "ours.safetensors").keys() == {n for n in model.state_dict() if n.startswith("trunk.")}

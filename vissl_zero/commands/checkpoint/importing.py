@@ -1,0 +1,86 @@
+"""``vissl-zero checkpoint import``: weights from elsewhere, read without running anything in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.checkpoint.foreign_layouts import read_foreign
+from vissl_zero.checkpoint.import_weights import write_imported
+from vissl_zero.checkpoint.matching import match, shapes_of
+from vissl_zero.checkpoint.weights import open_weights
+from vissl_zero.commands.checkpoint import Parser
+from vissl_zero.commands.checkpoint.printing import say, size
+from vissl_zero.config.compose import compose
+from vissl_zero.config.resolve import resolve
+from vissl_zero.errors import CheckpointError, ConfigError
+
+_DESCRIPTION = """\
+Read weights of VISSL (consolidated, or the file that lists shards or slices), a torch state dict or safetensors, under
+VISSL's, classy-vision's, torchvision's, timm's or our names, and write them under ours. Nothing in a file is run: one
+that holds more than data is refused.
+
+  vissl-zero checkpoint import swav_in1k.torch --to swav.safetensors
+  vissl-zero config=benchmark/linear config.MODEL.WEIGHTS_INIT.PARAMS_FILE=swav.safetensors ...
+
+With a recipe (or --like) names and shapes are compared with that model's; what does not match is listed, and nothing is
+written if the trunk is not complete (exit code 1), unless --partial is given:
+  vissl-zero checkpoint import swav_in1k.torch --to swav.safetensors config=pretrain/swav/cifar10 config.MODEL.TRUNK...
+"""
+
+
+def import_(arguments: Sequence[str]) -> int:
+    """Write what matched and say what did not; 0, or 1 if the trunk is not complete.
+
+    Raises:
+        ConfigError, CheckpointError: the arguments, or what they name, are wrong.
+    """
+    parser = Parser("import", _DESCRIPTION)
+    parser.add_argument("source", help="file to read")
+    parser.add_argument(
+        "words", nargs="*", metavar="config=...", help="recipe and overrides of the model to compare with"
+    )
+    parser.add_argument("--to", required=True, metavar="OUT", help="a .safetensors file; or a folder, for a checkpoint")
+    parser.add_argument("--like", metavar="PATH", help="run folder, checkpoint or weights of the model to compare with")
+    parser.add_argument("--key", default="", help="where a torch file holds the state dict, such as model.encoder")
+    parser.add_argument("--remove-prefix", default="", metavar="TEXT", help="taken off the names that begin with it")
+    parser.add_argument("--partial", action="store_true", help="write what matches even if the trunk is not complete")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a file that exists")
+    options = parser.parse_intermixed_args(arguments)
+    if options.like and options.words:
+        raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")
+    shapes, config = _target(parser.prog, options.words, options.like)
+    foreign = read_foreign(Path(options.source).expanduser(), options.key)
+    found = match(foreign, shapes, options.remove_prefix)
+    say(f"{options.source}: {foreign.layout}, {len(foreign.entries)} tensors")
+    for sentence in found.sentences():
+        say(sentence)
+    if not found.entries:
+        raise CheckpointError(
+            f"{options.source}: no tensor has a name or shape that is understood; nothing was written."
+        )
+    incomplete = found.lacks("trunk")
+    if incomplete and not options.partial:
+        say(f"Not written: the trunk lacks {len(incomplete)} tensors. --partial writes the rest all the same.")
+        return 1
+    path = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
+    say(f"-> {path}: {len(found.entries)} tensors, {size(sum(entry.num_bytes for entry in found.entries))}")
+    return 1 if incomplete else 0
+
+
+def _target(
+    program: str, words: Sequence[str], like: str | None
+) -> tuple[Mapping[str, Sequence[int]] | None, dict[str, Any]]:
+    """Shapes of the model to compare with, and the run it is of, where they are known."""
+    if like:
+        with open_weights(like) as weights:
+            return {name: info.shape for name, info in weights.tensors.items()}, {}
+    if not words:
+        return None, {}
+    recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)
+    if recipe is None:
+        raise ConfigError(f"{program}: {words[0]!r} is neither a recipe (config=<recipe>) nor an override of one.")
+    composed = compose(recipe, [word for word in words if not word.startswith("config=")])
+    plan = resolve(composed.run, Path.cwd(), recipe=recipe, written=composed.written)
+    return shapes_of(plan.config["MODEL"]), {"config": plan.config, "global_batch": plan.global_batch}
