@@ -42,9 +42,7 @@ def read_torch_file(path: Path) -> Any:
                 f"{path} is refused: it holds more than data ({found[1]}), which loading it would run. "
                 "Nothing was run. Ask whoever made it for a plain state dict, or for safetensors."
             ) from error
-        raise CheckpointError(
-            f"{path} is refused: it is no plain file of torch.save. Nothing was run."
-        ) from error
+        raise CheckpointError(f"{path} is refused: it is no plain file of torch.save. Nothing was run.") from error
     except (
         RuntimeError,
         ValueError,

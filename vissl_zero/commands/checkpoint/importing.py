@@ -14,6 +14,7 @@ from vissl_zero.commands.checkpoint import Parser
 from vissl_zero.commands.checkpoint.printing import say, size
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
+from vissl_zero.config.saved import as_data
 from vissl_zero.errors import CheckpointError, ConfigError
 
 _DESCRIPTION = """\
@@ -83,4 +84,4 @@ def _target(
         raise ConfigError(f"{program}: {words[0]!r} is neither a recipe (config=<recipe>) nor an override of one.")
     composed = compose(recipe, [word for word in words if not word.startswith("config=")])
     plan = resolve(composed.run, Path.cwd(), recipe=recipe, written=composed.written)
-    return shapes_of(plan.config["MODEL"]), {"config": plan.config, "global_batch": plan.global_batch}
+    return shapes_of(plan.config["MODEL"]), as_data(plan)
