@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import vissl_zero.torchvision_compat  # noqa: F401 - before anything of Classy's
+
+# isort: split
 from classy_vision.optim import ClassyOptimizer, build_optimizer, register_optimizer
 from classy_vision.tasks import ClassificationTask, register_task
 from torch import nn
 
-import vissl_zero.torchvision_compat  # noqa: F401 - before anything of Classy's
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.initialize import initialize
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
