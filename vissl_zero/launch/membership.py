@@ -236,7 +236,7 @@ class Membership:
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._client.call(b"set", f"left/{self.place.index}".encode(), b"1")
-            if self._server is not None and not self._is_someone_lost:
+            if self._server is not None and self._watcher is not None and not self._is_someone_lost:
                 keys = [f"left/{index}".encode() for index in range(self.place.count)]
                 self._client.call(b"wait", str(_FAREWELL_S).encode(), *keys, answer_within_s=2 * _FAREWELL_S)
         self._client.close()

@@ -146,6 +146,7 @@ def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
         member.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_machine_is_lost_by_name(silent, no_killing):
     members, _ = two()
