@@ -141,30 +141,6 @@ def test_a_resumed_run_goes_on_as_if_never_stopped_and_parts_make_the_whole(leve
             assert covered == list(range(param.numel())), (name, places)
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
-def _train_with_schedules(engine: str, level: int, case: Case) -> dict[str, Tensor]:
-    """Learning rate and weight decay are different in every step."""
-    with _on_cpu(level):
-        sharded = shard(case, level, engine=engine)
-        for step in range(3):
-            for group in sharded.optimizer.param_groups:
-                group["weight_decay"] = 0.3 * step
-            train_step(sharded, case, step, Outcome())
-        return sharded.full_state()
-
-
-@LEVELS
-@pytest.mark.timeout(60)
-def test_schedules_of_rate_and_decay_reach_the_optimizer_inside(level: int) -> None:
-    case = _case(level)
-    expected = run_on_ranks(2, _train_with_schedules, "torch", 0, case)[0]
-    state = run_on_ranks(2, _train_with_schedules, "fairscale", level, case)[0]
-    assert _largest_difference(state, expected) < TOLERANCE[case.dtype]
-    assert _largest_difference(state, train_plainly(case).state) > 1e-3  # which has one decay throughout
-
-
 # --- rows and whole parameters ---------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,7 @@ class ShardingPlan:
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
         precision: number formats.
         timeout_s: of every collective.
+        deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
         verbose: print the wrap plan.
         seed: of weights that have no values yet (a model built on the meta device).
         offload_optimizer, offload_params: where optimizer state and parameters rest.
@@ -125,6 +126,7 @@ class ShardingPlan:
     stage_checkpoints: tuple[tuple[int, ...], ...] = ()
     precision: Precision = Precision()
     timeout_s: float = 600.0
+    deterministic: bool = False
     verbose: bool = False
     seed: int = 0
     offload_optimizer: OffloadPlan = OffloadPlan()

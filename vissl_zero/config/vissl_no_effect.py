@@ -243,7 +243,7 @@ NO_EFFECT: dict[str, Any] = {
     "MULTI_PROCESSING_METHOD": "forkserver",
     "HOOKS": {
         "CHECK_NAN": True,
-        "EMA_MODEL": {"UPDATE_ITER": 1, "WARMUP": 0.05, "DECAY": 0.9999, "EMA_DEVICE": "gpu"},
+        "EMA_MODEL": {"EMA_DEVICE": "gpu"},
         "PERF_STATS": {"MONITOR_PERF_STATS": False, "PERF_STAT_FREQUENCY": -1, "ROLLING_BTIME_FREQ": -1},
         "MEMORY_SUMMARY": {"PRINT_MEMORY_SUMMARY": True, "LOG_ITERATION_NUM": 0, "DUMP_MEMORY_ON_EXCEPTION": False},
         "LOG_GPU_STATS": True,

@@ -36,7 +36,7 @@ _SPLIT: dict[str, Any] = {
 REFUSED: dict[str, Any] = {
     "TEST_ONLY": False,
     "REPRODUCIBILITY": {"CUDDN_DETERMINISTIC": False},
-    "HOOKS": {"EMA_MODEL": {"SAVE_EMA_MODEL": False, "ENABLE_EMA_METERS": False}},
+    "HOOKS": {"EMA_MODEL": {"ENABLE_EMA_METERS": False}},
     "CHECKPOINT": {"BACKEND": "disk", "APPEND_DISTR_RUN_ID": False, "OVERWRITE_EXISTING": False},
     "PROFILING": {"STOP_TRAINING_AFTER_PROFILING": False},
     "DATA": {"TRAIN": _SPLIT, "TEST": _SPLIT},

@@ -35,6 +35,10 @@ def train_rank(plan: ResolvedRun) -> int:
         Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
     """
     torch.set_num_threads(plan.threads_per_rank)
+    if plan.sharding.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     load_plugins(plan.config["IMPORTS"])
     limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
     if limit is not None and stopping.deadline() is None:  # else the launcher has set it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook
 from vissl_zero.evaluation.accuracy import AccuracyHook
@@ -15,6 +16,7 @@ from vissl_zero.reporting.peak_memory import PeakMemory
 from vissl_zero.reporting.report_image import ReportImage
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.tensorboard import TensorBoard
+from vissl_zero.reporting.weight_average import WeightAverageHook
 from vissl_zero.reporting.weights_file import WeightsFile
 
 
@@ -34,4 +36,6 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     hooks += [HOOKS.get(name).build() for name in options["EXTRA"]]
     if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
         hooks.append(TensorBoard())
+    if (average := EmaModel(**options["EMA_MODEL"])).SAVE_EMA_MODEL:
+        hooks.append(WeightAverageHook(average))
     return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage(knn)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.memory import (
     ActivationCounter,
@@ -89,12 +90,16 @@ class ShardedModel(Sharded):
         )
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, plan.clip_grad, self._loss_scale, group)
+        self._average: WeightAverage | None = None
         self._frozen: frozenset[str] = frozenset()
         self._activation_bytes = 0
         self._whole: dict[str, Tensor] | None = None
 
     def _before_shards_change(self) -> None:
         """Drop whole copies of parameters that a change of the shards would leave behind."""
+
+    def _after_shards_change(self) -> None:
+        """Tell other ranks of shards that were set from outside, where they hold copies. May be a collective."""
 
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
@@ -137,6 +142,28 @@ class ShardedModel(Sharded):
             self._before_shards_change()
         for name in names:
             self._shards[name].normalize_rows()
+
+    def average(self, decay: float) -> None:
+        """See ``Sharded``."""
+        if self._average is None:
+            self._average = WeightAverage(self._shards.values(), dict(self._saved_buffers()))
+        self._average.update(decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See ``Sharded``. Costs one clone of a tensor at a time."""
+        if self._average is None:
+            raise RuntimeError("There is no running average yet: call average(decay) after each step.")
+        self._swap_average(self._average)
+        try:
+            yield
+        finally:
+            self._swap_average(self._average)
+
+    def _swap_average(self, average: WeightAverage) -> None:
+        self._before_shards_change()
+        average.swap()
+        self._after_shards_change()
 
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
@@ -184,14 +211,20 @@ class ShardedModel(Sharded):
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Sharded``. Tensors are not copied."""
-        return sharded_state(self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale)
+        buffers = dict(self._saved_buffers())
+        return sharded_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
         self._before_shards_change()
-        load_sharded_state(
-            state, self._plan, self._shards, self.optimizer, dict(self._saved_buffers()), self._loss_scale
-        )
+        buffers = dict(self._saved_buffers())
+        load_sharded_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
+        if (saved := state.get("average")) is None:
+            self._average = None
+        else:
+            self._average = WeightAverage(self._shards.values(), buffers)
+            self._average.load(saved["params"], saved["buffers"])
+        self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
         """See ``Sharded``."""
@@ -235,7 +268,7 @@ class ShardedModel(Sharded):
             grads=gradient_storages(self._module, shards).num_bytes,
             optimizer=optimizer_storages(self.optimizer).num_bytes,
             activations=self._activation_bytes,
-            buffers=Storages(self._module.buffers()).num_bytes,
+            buffers=Storages([*self._module.buffers(), *self._average_tensors()]).num_bytes,
             peak=peak_bytes(self._device),
             params_step_peak=Storages(shard.local for shard in shards).num_bytes + self._wrap_plan.whole_bytes,
         )
@@ -253,6 +286,10 @@ class ShardedModel(Sharded):
     def describe(self) -> str:
         """See ``Sharded``."""
         return self._wrap_plan.describe()
+
+    def _average_tensors(self) -> Iterable[Tensor]:
+        average = self._average
+        return () if average is None else (*average.params.values(), *average.buffers.values())
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Full names and values of the buffers that belong into a checkpoint."""

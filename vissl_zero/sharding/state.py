@@ -4,7 +4,8 @@ Two forms of it. ``parts_of`` gives the runs of elements that this rank has to s
 everything once; ``restore_state`` takes from such a store whatever runs this rank needs, however it was cut when it was
 written. ``sharded_state`` is this rank's state as one dict, for the same layout:
 ``{"layout": {...}, "params": {name: entry}, "optimizer": {"groups": [...], "state": {name: {key: entry or number}}},
-"buffers": {name: tensor}, "loss_scale": {...} or None}``, where an entry is ``{"local": tensor, "first_element": int,
+"buffers": {name: tensor}, "loss_scale": {...} or None, "average": {"params": {name: entry}, "buffers": {name: tensor}}
+or None}``, where an entry is ``{"local": tensor, "first_element": int,
 "full_shape": tuple}``: enough to put the whole together again, or to cut it for another number of ranks.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard
@@ -267,6 +269,7 @@ def sharded_state(
     optimizer: torch.optim.Optimizer,
     buffers: Mapping[str, Tensor],
     loss_scale: LossScale | None,
+    average: WeightAverage | None = None,
 ) -> dict[str, Any]:
     """This rank's state; tensors are shared with it, not copied. Not a collective."""
     names = {id(shard.local): name for name, shard in shards.items()}
@@ -285,6 +288,7 @@ def sharded_state(
         "optimizer": {"groups": groups, "state": state},
         "buffers": dict(buffers),
         "loss_scale": loss_scale.state_dict() if loss_scale else None,
+        "average": None if average is None else _averages(average, shards),
     }
 
 
@@ -315,6 +319,11 @@ def load_sharded_state(
         optimizer.state[local] = {key: _value(value, local) for key, value in values.items()}
     if loss_scale is not None:
         loss_scale.load_state_dict(state["loss_scale"])
+
+
+def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:
+    params = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
+    return {"params": params, "buffers": dict(average.buffers)}
 
 
 def layout_of(plan: ShardingPlan) -> dict[str, Any]:

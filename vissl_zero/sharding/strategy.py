@@ -52,7 +52,7 @@ class Bytes:
         grads: gradients, likewise.
         optimizer: state of the optimizer, its step counters apart.
         activations: what the forward pass that was measured kept alive for the backward pass.
-        buffers: running statistics and the like.
+        buffers: running statistics and the like, and the running average of the weights.
         peak: largest so far: resident memory on CPU, allocated on CUDA.
         params_step_peak: parameters at the fullest moment of a step, by the wrap plan: shards, and the units that are
             whole at once.
@@ -108,6 +108,21 @@ class Sharded(ABC):
     @abstractmethod
     def normalize_rows(self, names: Collection[str]) -> None:
         """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
+
+    @abstractmethod
+    def average(self, decay: float) -> None:
+        """Move the running average of all parameters and buffers: ``decay * average + (1 - decay) * value``.
+
+        The first call, and a decay of 0, copy. Each rank averages its own shards. Not a collective.
+        """
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the running average in place of its weights: to evaluate or export, not to train.
+
+        Raises:
+            RuntimeError: ``average`` was never called.
+        """
 
     @abstractmethod
     def consolidate_buffers(self) -> None:

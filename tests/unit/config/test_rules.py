@@ -36,7 +36,36 @@ REFUSALS = {
         {"MODEL__GRAD_CLIP__USE_GRAD_CLIP": True, "MODEL__GRAD_CLIP__NORM_TYPE": 1.0},
         "config.MODEL.GRAD_CLIP.NORM_TYPE: must be 2",
     ),
-    "shard groups": ({"ZERO__SHARD_GROUP_SIZE": 1}, "config.ZERO.SHARD_GROUP_SIZE: must be -1 or all 2 processes"),
+    "shard groups": (
+        {"ZERO__SHARD_GROUP_SIZE": 3, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
+        "config.ZERO.SHARD_GROUP_SIZE: must be -1 (all processes), or 2 or more and divide the 4 processes (got 3)",
+    ),
+    "shard groups of one": ({"ZERO__SHARD_GROUP_SIZE": 1}, "or config.ZERO.LEVEL=0 to share nothing"),
+    "shard groups on fairscale": (
+        {
+            "ZERO__SHARD_GROUP_SIZE": 2,
+            "DISTRIBUTED__NUM_PROC_PER_NODE": 4,
+            "ZERO__LEVEL": 2,
+            "ZERO__ENGINE": "fairscale",
+        },
+        "config.ZERO.SHARD_GROUP_SIZE: must be -1 on fairscale",
+    ),
+    "same bits on fairscale": (
+        {"TRAINER__DETERMINISTIC": True, "ZERO__LEVEL": 2, "ZERO__ENGINE": "fairscale"},
+        "config.TRAINER.DETERMINISTIC: cannot be had on fairscale",
+    ),
+    "same bits in shard groups": (
+        {"TRAINER__DETERMINISTIC": True, "ZERO__SHARD_GROUP_SIZE": 2, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
+        "config.TRAINER.DETERMINISTIC: cannot be had with shard groups",
+    ),
+    "average decay": (
+        {"HOOKS__EMA_MODEL__DECAY": 1.5},
+        "config.HOOKS.EMA_MODEL.DECAY: must be from 0 to 1 (got 1.5)",
+    ),
+    "average interval": (
+        {"HOOKS__EMA_MODEL__UPDATE_ITER": 0},
+        "config.HOOKS.EMA_MODEL.UPDATE_ITER: must be at least 1",
+    ),
     "offload at level 0": (
         {"ZERO__LEVEL": 0, "ZERO__offload_optimizer_config__device": "cpu"},
         "config.ZERO.offload_optimizer_config.device: needs ZeRO level 1, 2 or 3",

@@ -92,5 +92,7 @@ class Trainer:
     """Total of optimizer steps after which the run ends; never changes the schedule; null: no limit."""
     DTYPE: str = "float32"
     """float32, or float64: parameters, batch norm, loss and Sinkhorn all in float64 (AMP must be off)."""
+    DETERMINISTIC: bool = False
+    """Fix the order of all sums: the same bits in every run and, without norms, at ZeRO levels 0 to 3; slower."""
     THREADS_PER_RANK: int | None = None
     """CPU threads of torch in each process; null: cores // processes on this machine."""

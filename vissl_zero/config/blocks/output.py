@@ -45,6 +45,21 @@ class TensorboardSetup:
     """Write event files into <run folder>/tensorboard."""
 
 
+@with_vissl_keys("HOOKS.EMA_MODEL")
+@dataclass
+class EmaModel:
+    """``HOOKS.EMA_MODEL``: a second model that follows the weights slowly, a running average of them."""
+
+    SAVE_EMA_MODEL: bool = False
+    """Keep the average during training, shard by shard, and write it as weights_ema.safetensors."""
+    UPDATE_ITER: int = 1
+    """Optimizer steps between updates of the average."""
+    WARMUP: float = 0.05
+    """Share of training, 0 to 1, in which the average is a copy of the weights."""
+    DECAY: float = 0.9999
+    """Weight of the past in the average, 0 to 1, per update."""
+
+
 @with_vissl_keys("HOOKS")
 @dataclass
 class Hooks:
@@ -54,6 +69,8 @@ class Hooks:
     """Names of hooks of your own, called after the built-in ones that measure and before those that report."""
     TENSORBOARD_SETUP: TensorboardSetup = field(default_factory=TensorboardSetup)
     """Event files for TensorBoard."""
+    EMA_MODEL: EmaModel = field(default_factory=EmaModel)
+    """A running average of the weights."""
 
 
 @with_vissl_keys("NEAREST_NEIGHBOR")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vissl_zero.config.derive.level import level
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
+from vissl_zero.config.derive.optimizer import base_name, uses_larc
 from vissl_zero.config.derive.placement import Placement
 from vissl_zero.config.derive.precision import precision
 from vissl_zero.config.resolved import ShardingPlan
@@ -38,6 +39,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         stage_checkpoints=stages,
         precision=formats,
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
+        deterministic=cfg.TRAINER.DETERMINISTIC,
         verbose=fsdp.verbose,
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
@@ -79,12 +81,20 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, has_gpu: bool) -> list[str]:
     """Notes on keys that were set away from their defaults and do nothing in this plan."""
     notes = []
+    zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
     for key, (field, its_level) in _FAIRSCALE_KEYS.items():
         is_set = getattr(plan, field) != ShardingPlan.__dataclass_fields__[field].default
         if is_set and plan.engine == "torch":
             notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
         elif is_set and plan.level != its_level:
             notes.append(f"config.MODEL.{key} has no effect at level {plan.level}: fairscale reads it at {its_level}.")
+    if plan.shard_group_size > 1 and zero.SHARD_GROUP_SIZE != -1 and plan.level == 0:
+        notes.append("config.ZERO.SHARD_GROUP_SIZE has no effect at level 0: nothing is sharded.")
+    if plan.deterministic and (plan.clip_grad is not None or uses_larc(cfg.OPTIMIZER) or optimizer == "lars"):
+        notes.append(
+            "config.TRAINER.DETERMINISTIC: every run gives the same bits; levels may differ in the last ones, because "
+            "norms (clip_grad, LARC, LARS) are summed shard by shard."
+        )
     if plan.wrap_threshold and plan.level == 0:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
     elif plan.wrap_threshold and plan.engine == "fairscale" and plan.level < 3:

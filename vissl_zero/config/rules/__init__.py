@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules import (
+    average,
     checkpoint,
     data,
+    deterministic,
     images,
     later,
     loss,
@@ -40,6 +42,8 @@ RULES: tuple[Rule, ...] = (
     *placement.RULES,
     *slurm.RULES,
     *checkpoint.RULES,
+    *deterministic.RULES,
+    *average.RULES,
     *later.RULES,
     *vissl_rules.RULES,
 )

@@ -85,6 +85,22 @@ def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE", str(sync.GROUP_SIZE), must, "Write -1.")
 
 
+def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
+    """Groups that share a copy of the state divide the world, on an engine that has them."""
+    size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, ranks(cfg, host)[0]
+    if size in (-1, world_size):
+        return None
+    key = "config.ZERO.SHARD_GROUP_SIZE"
+    if size < 2 or world_size % size:
+        must = f"must be -1 (all processes), or 2 or more and divide the {world_size} processes"
+        fix = f"Write {key}=-1." if size != 1 else f"Write {key}=-1, or config.ZERO.LEVEL=0 to share nothing."
+        return Problem(key, str(size), must, fix)
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "must be -1 on fairscale, which shares one copy of the state among all processes"
+        return Problem(key, str(size), must, f"Write {_ENGINE}=torch.")
+    return None
+
+
 def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     """Each tier can be had at this level, on this engine and device."""
     optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
@@ -102,4 +118,4 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     return []
 
 
-RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group, offload)
+RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group, shard_groups, offload)

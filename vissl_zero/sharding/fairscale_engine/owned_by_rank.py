@@ -61,9 +61,8 @@ class _OwnedByRank(ShardedModel):
         group = dist.group.WORLD
         super().__init__(model, module, groups, build_inside, plan, wrap_plan, device, group, shards)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Sharded``. A rank's state has the parameters it owns."""
-        super().load_state_dict(state)
+    def _after_shards_change(self) -> None:
+        """A rank's state has the parameters it owns."""
         for shard in self._owned:
             shard.share()
 

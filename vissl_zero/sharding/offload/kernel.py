@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.optim.single_rounding import SINGLE_ROUNDING
 
-STREAMABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+STREAMABLE = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 
 
 class Kernel:

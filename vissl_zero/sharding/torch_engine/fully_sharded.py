@@ -8,7 +8,8 @@ pass; level 1 keeps them whole, without communication, until the last one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import shards_of
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.torch_engine.ordered import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.torch_engine.unit_collectives import use_exchange
 from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
 
@@ -50,32 +52,42 @@ class FullySharded(ShardedModel):
         wrap_plan: WrapPlan,
         device: torch.device,
     ):
-        mesh = _mesh(device, wrap_plan.num_ranks)
+        mesh = _mesh(device, wrap_plan.num_ranks, plan.timeout_s)
         trained = {name for group in groups for name in group.params}
         store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
         _wrap(module, plan, wrap_plan, mesh, store)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._is_last = True
+        self._scalar_means: OrderedMeans | None = None
+        if plan.deterministic:
+            self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
         group = mesh.get_group(mesh.ndim - 1)
         self.exchange: Exchange | None = None
         if device.type == "cpu" and group.size() > 1:
             self.exchange = open_exchange(group, plan.timeout_s)
             self._exchange_buffers = use_exchange(self._units, self.exchange)
+        elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
+            for unit in self._units:
+                unit.set_custom_reduce_scatter(OrderedReduceScatter())
         shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
         build_optimizer = offloaded(build_optimizer, plan, device, store, shards)
         super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Between micro-batches levels 1 and 2 keep parameters whole, and level 1 keeps gradients whole."""
+        """Between micro-batches levels 1 and 2 keep parameters whole, and level 1 keeps gradients whole.
+
+        Where the order of sums is fixed, level 1 reduces in every micro-batch, as level 2 does.
+        """
         if is_last != self._is_last:
             for unit in self._units:
-                if self._plan.level == 1:
+                if self._plan.level == 1 and not self._plan.deterministic:
                     unit.set_requires_gradient_sync(is_last, recurse=False)
                 if self._plan.level < 3:
                     unit.set_reshard_after_backward(is_last, recurse=False)
             self._is_last = is_last
-        yield
+        with nullcontext() if self._scalar_means is None else self._scalar_means.micro_batch():
+            yield
 
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""
@@ -84,7 +96,7 @@ class FullySharded(ShardedModel):
     def _average_replicated(self) -> None:
         """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce."""
         scalars = [shard.source for shard in self._trained if not isinstance(shard.source, DTensor)]
-        if not scalars:
+        if not scalars or self._scalar_means is not None:
             return
         table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
         dist.all_reduce(table)
@@ -98,12 +110,16 @@ class FullySharded(ShardedModel):
             unit.reshard()
 
 
-def _mesh(device: torch.device, num_shards: int) -> DeviceMesh:
+def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
     """All ranks in one dimension, or replicas x shards where a shard group is smaller than the world."""
     world_size = dist.get_world_size()
     if num_shards == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard"))
+    places = torch.arange(world_size).view(-1, num_shards)
+    timeout = timedelta(seconds=timeout_s)  # a mesh that makes its own groups gives them torch's half hour
+    replicas, _ = dist.new_subgroups_by_enumeration(places.T.tolist(), timeout=timeout)
+    shards, _ = dist.new_subgroups_by_enumeration(places.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([replicas, shards], device.type, places, mesh_dim_names=("replicate", "shard"))
 
 
 def _wrap(

@@ -14,6 +14,7 @@ from vissl_zero.sharding.data_parallel import DataParallel
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.torch_engine.ordered import OrderedMeans
 
 
 class Replicated(ShardedModel):
@@ -28,10 +29,11 @@ class Replicated(ShardedModel):
         wrap_plan: WrapPlan,
         device: torch.device,
     ):
-        self._parallel = DataParallel(module, device)
-        model = self._parallel.model
+        self._parallel = DataParallel(module, device) if not plan.deterministic else None
+        self._means = OrderedMeans(list(module.parameters()))
+        model = module if self._parallel is None else self._parallel.model
         super().__init__(model, module, groups, build_optimizer, plan, wrap_plan, device, group=None)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """See ``DataParallel``."""
-        return self._parallel.micro_batch(is_last)
+        """See ``DataParallel``; where the order of sums is fixed, gradients are averaged in every micro-batch."""
+        return self._means.micro_batch() if self._parallel is None else self._parallel.micro_batch(is_last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.single_rounding import single_rounded
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import materialize_
 from vissl_zero.sharding.plan import keeps_parameters_whole
@@ -41,6 +44,8 @@ class TorchStrategy(Strategy):
             ModelsDifferError: the ranks hold different weights.
         """
         _check(plan)
+        if plan.deterministic:
+            build_optimizer = _single_rounded(build_optimizer)
         wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
@@ -51,6 +56,14 @@ class TorchStrategy(Strategy):
             materialize_(model, "", plan.seed)
             return WholeParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
+
+
+def _single_rounded(build_optimizer: OptimizerFactory) -> OptimizerFactory:
+    def factory(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, Adaptation | None]:
+        optimizer, adaptation = build_optimizer(groups)
+        return single_rounded(optimizer), adaptation
+
+    return factory
 
 
 def _check(plan: ShardingPlan) -> None:

@@ -60,8 +60,11 @@ class WholeParameters(ShardedModel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one."""
-        self._gradients.start(is_active=is_last or self._plan.level == 2)
+        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one.
+
+        Where the order of sums is fixed, level 1 does as level 2.
+        """
+        self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
         yield
         self._gradients.finish()
 
@@ -77,7 +80,6 @@ class WholeParameters(ShardedModel):
         super().zero_grad()
         self._gradients.forget()
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """See ``Sharded``. A rank's state has the rows it updates."""
-        super().load_state_dict(state)
+    def _after_shards_change(self) -> None:
+        """A rank's state has the rows it updates."""
         self._parameters.share()

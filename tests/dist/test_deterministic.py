@@ -1,0 +1,57 @@
+"""TRAINER.DETERMINISTIC: levels 0 to 3 give the same bits in float32, at one number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.training import Case, Outcome, shard, train_step
+from tests.ranks import run_on_ranks
+
+SETTINGS = {"dtype": "float32", "num_steps": 6, "lr": 0.02}
+CASES = {
+    "sgd": Case(optimizer="sgd", **SETTINGS),
+    "nesterov": Case(optimizer="nesterov", num_micro_batches=3, batch_sizes=(11, 8, 9), undecayed=True, **SETTINGS),
+    "adamw": Case(optimizer="adamw", num_micro_batches=2, tied=True, thin=True, giant=True, **SETTINGS),
+    "adam": Case(optimizer="adam", unused=True, frozen_steps=1, norm="group", dropout=0.2, **SETTINGS),
+}
+
+
+def _outcomes(case: Case, is_deterministic: bool) -> list[Outcome]:
+    outcomes = []
+    for level in range(4):
+        sharded, outcome = shard(case, level, deterministic=is_deterministic), Outcome()
+        for step in range(case.num_steps):
+            train_step(sharded, case, step, outcome)
+            sharded.average(0.9)
+        outcome.state = sharded.full_state()
+        with sharded.averaged():
+            outcome.state |= {f"ema:{name}": tensor for name, tensor in sharded.full_state().items()}
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _num_differing(outcomes: list[Outcome]) -> int:
+    """Losses and tensors whose bits are not those of level 0."""
+    first, *others = outcomes
+    return sum(
+        sum(a != b for a, b in zip(first.losses, other.losses, strict=True))
+        + sum(not torch.equal(first.state[name], other.state[name]) for name in first.state)
+        for other in others
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_levels_give_the_same_bits(name: str, world_size: int) -> None:
+    outcomes = run_on_ranks(world_size, _outcomes, CASES[name], True)[0]
+    assert len(set(outcomes[0].losses)) == CASES[name].num_steps
+    assert _num_differing(outcomes) == 0
+
+
+@pytest.mark.timeout(90)
+def test_without_the_switch_they_do_not() -> None:
+    """Else the test above would prove nothing."""
+    assert _num_differing(run_on_ranks(4, _outcomes, CASES["nesterov"], False)[0]) > 0
