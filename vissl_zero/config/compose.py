@@ -15,6 +15,7 @@ from vissl_zero.config.plain_tree import without_vissl_keys
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.store import register
 from vissl_zero.config.unknown_key import added_keys
+from vissl_zero.config.vissl_twins import use_own_names
 from vissl_zero.errors import ConfigError, Problem
 
 
@@ -23,7 +24,7 @@ class Composed:
     """A composed recipe.
 
     Attributes:
-        run: typed, every ``${...}`` resolved.
+        run: typed, every ``${...}`` resolved, VISSL's second names replaced (``vissl_twins``).
         written: the same tree as plain containers, with every ``${...}`` as it was written.
         recipe: what ``config=`` named.
         node_id: number of this machine, from 0.
@@ -54,6 +55,7 @@ def typed(cfg: DictConfig, recipe: str) -> Composed:
     except EXPLAINABLE as error:
         raise explain(error) from error
     assert isinstance(run, RunConfig) and isinstance(written, dict)
+    use_own_names(run)
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
         fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES says how many there are."

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vissl_zero.config.vissl_twins import TASK_LEVELS
+
 
 @dataclass(frozen=True)
 class OneOf:
@@ -60,5 +62,5 @@ REFUSED: dict[str, Any] = {
     },
     "LOSS": {"cross_entropy_multiple_output_single_target": {"reduction": "mean"}},
     "OPTIMIZER": {"construct_single_param_group_only": False, "param_group_constructor": "default"},
-    "TRAINER": {"TRAIN_STEP_NAME": "standard_train_step", "TASK_NAME": "self_supervision_task"},
+    "TRAINER": {"TRAIN_STEP_NAME": "standard_train_step", "TASK_NAME": OneOf("self_supervision_task", *TASK_LEVELS)},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.vissl_twins import TASK_LEVELS
 
 _USE_SDP = "config.MODEL.SHARDED_DDP_SETUP.USE_SDP"
 _AUTO_FSDP = "config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP"
@@ -19,6 +20,9 @@ def switches(cfg: RunConfig) -> dict[str, int]:
         found[_USE_SDP] = 2
     if cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP:
         found[_AUTO_FSDP] = 3
+    task = cfg.TRAINER.TASK_NAME  # type: ignore[attr-defined] # from the tables of VISSL's keys
+    if task in TASK_LEVELS:
+        found[f"config.TRAINER.TASK_NAME={task}"] = TASK_LEVELS[task]
     return found
 
 
