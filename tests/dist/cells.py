@@ -55,7 +55,7 @@ class Feature:
 
 def _offload(optimizer: str = "none", params: str = "none", **keys: Any) -> dict[str, Any]:
     return {
-        "offload_optimizer": OffloadPlan(device=optimizer, nvme_path="(temporary)" if optimizer == "nvme" else None),
+        "offload_optimizer": OffloadPlan(device=optimizer),
         "offload_params": OffloadPlan(device=params, pin_memory=False),
         **keys,
     }
@@ -113,6 +113,7 @@ FEATURES: dict[str, Feature] = {
     "optimizer_on_nvme": Feature(plan=_offload("nvme"), min_level=1, has_fairscale=False),
     "nvme_everything": Feature(_EVERYTHING, _offload("nvme", checkpoint_every=1), min_level=1, has_fairscale=False),
     "parameters_on_cpu": Feature(plan=_offload(params="cpu"), min_level=3, has_fairscale=False, is_rare=True),
+    "parameters_on_nvme": Feature(plan=_offload("nvme", "nvme"), min_level=3, has_fairscale=False, is_rare=True),
     "shard_groups": Feature(
         plan={"shard_group_size": 2}, min_level=1, worlds=(4,), has_fairscale=False, is_rare=True
     ),

@@ -64,8 +64,9 @@ def _train(cells: list[Cell], folder: str) -> dict[Cell, Outcome]:
     outcomes = {}
     for cell in cells:
         plan = cell.plan
-        if (tier := plan.get("offload_optimizer")) and tier.device == "nvme":
-            plan["offload_optimizer"] = replace(tier, nvme_path=folder)
+        for name in ("offload_optimizer", "offload_params"):
+            if (tier := plan.get(name)) and tier.device == "nvme":
+                plan[name] = replace(tier, nvme_path=folder)
         with _streams(cell):
             outcomes[cell] = train_sharded(cell.case, cell.level, plan)
     return outcomes

@@ -8,8 +8,6 @@ from vissl_zero.errors import Problem
 from vissl_zero.registry import HOOKS
 
 
-
-
 def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
     """Every extra hook is registered."""
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]

@@ -35,6 +35,10 @@ class UnitOnDisk:
         params = [] if self._group is None else self._group.fsdp_params
         indices = {store.layout.index_of.get(names[param.sharded_param]): param for param in params}
         self._params: dict[int, Any] = {index: param for index, param in indices.items() if index is not None}
+        if self._group is not None and self._group.device.type == "cpu":
+            # A gather on the CPU overlaps with nothing, and would take the memory of a second unit. On every rank, also
+            # one that holds nothing of this unit: all must gather in one order.
+            self._group._backward_prefetch = self._forget_order
         if not self._params:
             return
         store.write({index: param._sharded_param_data for index, param in self._params.items()})
@@ -44,9 +48,6 @@ class UnitOnDisk:
         group = self._group
         self._unshard, self._wait, self._post_backward = group.unshard, group.wait_for_unshard, group.post_backward
         group.unshard, group.wait_for_unshard, group.post_backward = self.unshard, self.wait, self.post_backward
-        if group.device.type == "cpu":
-            # A gather on the CPU overlaps with nothing, and would take the memory of a second unit.
-            group._backward_prefetch = self._forget_order
 
     def unshard(self, async_op: bool = False) -> None:
         """Read the shards, then gather them."""
