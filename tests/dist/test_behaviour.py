@@ -95,6 +95,23 @@ def test_an_inf_on_one_rank_makes_all_skip_and_halve_the_scale(level: int) -> No
     assert max(distance.values()) < 1e-10, distance
 
 
+def _larc_states(level: int, case: Case) -> list[dict[str, Tensor]]:
+    states = []
+    for use_loss_scale in (False, True):
+        sharded = shard(case, level, precision=SCALED if use_loss_scale else DOUBLE)
+        results = [train_step(sharded, case, step, Outcome()) for step in range(2)]
+        assert {result.loss_scale for result in results} == {65536.0 if use_loss_scale else 1.0}
+        states.append(sharded.full_state())
+    return states
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [1, 3])
+def test_larc_makes_the_same_update_at_loss_scale_1_and_65536(level: int) -> None:
+    plain, scaled = run_on_ranks(2, _larc_states, level, Case(optimizer="larc_clip", clip=0.05, norm="group"))[0]
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain)  # the scale is a power of two: not a bit
+
+
 # --- gradients that not every rank has -------------------------------------------------------------------------------
 
 
@@ -413,7 +430,7 @@ def _raise_alone(level: int) -> tuple[str, float]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_rank_that_raises_alone_leaves_nobody_hanging(level: int) -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)ended after [0-5] s with (?!no error).*(Timed out|timeout|Connection)"):

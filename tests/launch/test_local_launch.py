@@ -38,6 +38,8 @@ class Saboteur(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "hang":
             time.sleep(600)
+        if way == "nan":  # in the next step
+            run.criterion.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
 '''
 
 
@@ -99,6 +101,17 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     assert "rank 1 failed first" in err and str(tmp_path / "run") in err
     assert "Connection closed by peer" not in err.split("the cat sat")[0]
     assert seconds < 60
+
+
+@pytest.mark.timeout(150)
+def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_path):
+    code, err, seconds = sabotage(tmp_path, "nan")
+    assert code == 2 and "Traceback" not in err
+    assert "The loss became nan at step 3" in err and "on rank 1. Gradients that are not finite: trunk." in err
+    assert seconds < 60
+    facts = json.loads((tmp_path / "run" / "diverged.json").read_text())
+    assert facts["step"] == 3 and facts["ranks"] == [1] and facts["loss_by_rank"][1] == "nan"
+    assert "heads.0.prototypes0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
 
 
 @pytest.mark.timeout(150)

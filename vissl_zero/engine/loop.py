@@ -11,14 +11,10 @@ import torch
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.data.batch import Batch
+from vissl_zero.engine.divergence import diverged
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.keyed_random import set_random_key
-
-
-class DivergedError(VisslZeroError):
-    """The loss became NaN or infinite; raised on every rank at the same step."""
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -94,10 +90,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     run.position += num_samples
     run.epoch_samples += num_samples
     if not result.skipped and not math.isfinite(loss_value):
-        raise DivergedError(
-            f"The loss became {loss_value} at step {run.step} (learning rate {lr:g}). "
-            "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
-        )
+        raise diverged(run, loss_value, loss_sum, lr)
     return StepRecord(
         step=run.step,
         epoch=run.epoch,

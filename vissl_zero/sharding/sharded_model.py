@@ -131,6 +131,10 @@ class ShardedModel(Sharded):
             shard.take_grad()
         return self._stepper.step(self._frozen)
 
+    def nonfinite_gradients(self) -> list[str]:
+        """See ``Sharded``."""
+        return self._stepper.nonfinite_gradients()
+
     def zero_grad(self) -> None:
         """See ``Sharded``."""
         for shard in self._shards.values():

@@ -46,6 +46,7 @@ class Stepper:
         self._loss_scale = loss_scale
         self._group = group
         self._is_agreed = False
+        self._looked_at: tuple[list[str], Tensor] = ([], torch.empty(0))  # names, squared norms of their gradients
         places = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
 
@@ -67,6 +68,7 @@ class Stepper:
         if scale != 1.0:
             _multiply(shards, 1.0 / scale)
         norms = self._norms(shards)
+        self._looked_at = [shard.name for shard in shards], norms.grad_sq
         grad_norm = norms.grad_sq.sum().sqrt()
         if self._loss_scale is not None:
             found_inf = not bool(torch.isfinite(grad_norm))
@@ -77,6 +79,11 @@ class Stepper:
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
         return StepResult(grad_norm, skipped=False, loss_scale=scale)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """See ``Sharded``."""
+        names, grad_sq = self._looked_at
+        return [name for name, is_finite in zip(names, grad_sq.isfinite().tolist(), strict=True) if not is_finite]
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Norms of the whole tensors; a gradient that no rank has counts as zero."""

@@ -102,6 +102,13 @@ class Sharded(ABC):
         """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms."""
 
     @abstractmethod
+    def nonfinite_gradients(self) -> list[str]:
+        """Full names of the parameters whose gradient held an inf or NaN on any rank in the last ``step``.
+
+        In the order of the optimizer's groups. Not a collective; waits for the device.
+        """
+
+    @abstractmethod
     def zero_grad(self) -> None:
         """Forget the gradients; after ``step``, before the next forward. Not a collective."""
 

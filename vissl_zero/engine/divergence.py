@@ -1,0 +1,55 @@
+"""When the loss is no number any more: what is known of it, written down before all ranks end together."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from vissl_zero.collectives import all_gather_rows
+from vissl_zero.errors import VisslZeroError
+
+if TYPE_CHECKING:
+    from vissl_zero.engine.hook import Run
+
+FILE_NAME = "diverged.json"
+_MOST_NAMED = 3
+
+
+class DivergedError(VisslZeroError):
+    """The loss became NaN or infinite; raised on every rank at the same step."""
+
+
+def diverged(run: Run, loss: float, local_loss: Tensor, lr: float) -> DivergedError:
+    """The error to raise; rank 0 writes ``diverged.json`` into the run folder.
+
+    Args:
+        run: after the step that went wrong, its gradients' norms still known.
+        loss: of all ranks.
+        local_loss: this rank's share of it, 0-d.
+        lr: of the step.
+    Cost: collective; one all-gather of a number per rank.
+    """
+    shares = all_gather_rows(local_loss.reshape(1))
+    ranks = (~shares.isfinite()).nonzero().flatten().tolist()
+    params = run.sharded.nonfinite_gradients()
+    if run.is_main:
+        facts = {
+            "step": run.step,
+            "epoch": run.epoch,
+            "learning_rate": lr,
+            "loss": str(loss),
+            "loss_by_rank": [str(share) for share in shares.tolist()],
+            "ranks": ranks,
+            "parameters": params,
+        }
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
+    named = ", ".join(params[:_MOST_NAMED]) + (f" and {len(params) - _MOST_NAMED} more" * (len(params) > _MOST_NAMED))
+    gradients = f"Gradients that are not finite: {named or 'none'}"
+    return DivergedError(
+        f"The loss became {loss} at step {run.step} (learning rate {lr:g}) on rank {', '.join(map(str, ranks))}. "
+        f"{gradients}; {FILE_NAME} in the run folder has all. "
+        "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
+    )
