@@ -94,6 +94,7 @@ FEATURES: dict[str, Feature] = {
     "unused_accumulation": Feature({"unused": True, "num_micro_batches": 3, "num_steps": 2}),
     "tied_weights": Feature({"tied": True}),
     "rows_below_ranks": Feature({"thin": True}),
+    "one_element_accumulation": Feature({"thin": True, "num_micro_batches": 2, "num_steps": 2}),
     "giant_tensor": Feature({"giant": True}),
     "unsynchronised_norm": Feature({"norm": "local_batch"}),
     "group_norm": Feature({"norm": "group"}),

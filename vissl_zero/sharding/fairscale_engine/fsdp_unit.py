@@ -86,6 +86,16 @@ class FsdpUnit(FullyShardedDataParallel):
             self._output_pre_backward_hook_registered.clear()
         return super()._register_pre_backward_hooks(_joined(outputs))
 
+    def _prep_grads_for_backward(self) -> None:
+        """Like fairscale's, which takes the reduced gradient of a single element for one that was never reduced.
+
+        Their shapes are the same; it would add the next micro-batch's to it and reduce both.
+        """
+        for param in self.params:
+            if param._is_sharded and param.grad is not None and param.grad.shape == param._fp32_shard.shape:
+                param._saved_grad_shard, param.grad = param.grad.data, None
+        super()._prep_grads_for_backward()
+
     def _wait_for_post_backward(self) -> None:
         """Like fairscale's, which leaves parameters of the root whole where this backward pass did not reach them."""
         self.drop_whole()
