@@ -61,6 +61,58 @@ def test_the_average_resumes_and_leaves_the_weights_alone(engine: str, level: in
         assert answer["bytes"] == answer["held"]  # one copy of what the rank holds
 
 
+class _Stored:
+    """A checkpoint in memory: whole tensors, and what is one number per parameter."""
+
+    def __init__(self, sharded: Any):
+        parts = [(p.name, tuple(p.full_shape), p.first_element, p.read().clone().reshape(-1)) for p in sharded.parts()]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (parts, sharded.scalars()))
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, Any] = {}
+        for of_rank, numbers in everyone:
+            self.numbers |= numbers
+            for name, shape, first, values in of_rank:
+                whole = self.tensors.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
+                whole.view(-1)[first : first + len(values)] = values
+
+    loss_scale = None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape) if name in self.tensors else None
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self.tensors if name.startswith(prefix)]
+
+    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
+        out.copy_(self.tensors[name].view(-1)[first_element : first_element + out.numel()])
+
+    def scalars(self, parameter: str) -> dict[str, Any]:
+        return self.numbers.get(parameter, {})
+
+
+def _store_and_restore(first_level: int, second_level: int) -> dict[str, Any]:
+    first, second = shard(CASE, first_level), shard(CASE, second_level)
+    for step in range(2):
+        train_step(first, CASE, step, Outcome())
+        first.average(0.5 if step else 0.0)
+    assert not any(name.startswith("average:") for name in second.buffers())
+    second.restore(_Stored(first))
+    assert first.buffers().keys() == second.buffers().keys()
+    for sharded in (first, second):
+        train_step(sharded, CASE, 2, Outcome())
+        sharded.average(0.5)
+    return {"weights": (first.full_state(), second.full_state()), "averages": (_average(first), _average(second))}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("first_level", "second_level"), [(3, 1), (2, 3)])
+def test_a_checkpoint_has_it_for_every_level(first_level: int, second_level: int) -> None:
+    for ours, other in run_on_ranks(3, _store_and_restore, first_level, second_level)[0].values():
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-13)
+
+
 def _raise_alone() -> None:
     case = Case(norm="none")
     sharded = shard(case, 3, shard_group_size=2, timeout_s=3.0)

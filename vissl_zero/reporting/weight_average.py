@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.engine.hook import Hook, Run, StepRecord
@@ -31,6 +33,14 @@ class WeightAverageHook(Hook):
         length = run.steps_per_epoch * run.plan.num_epochs
         is_warm = (record.step - 1) / length >= self._options.WARMUP
         run.sharded.average(self._options.DECAY if is_warm else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether there is an average; the average itself is the model's."""
+        return {"has_begun": self._has_begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Hook``."""
+        self._has_begun = bool(state["has_begun"])
 
     def on_end(self, run: Run) -> None:
         """Gather the average tensor by tensor; rank 0 writes it."""

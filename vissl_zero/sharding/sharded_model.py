@@ -28,9 +28,11 @@ from vissl_zero.sharding.shard import Shard, shards_of
 from vissl_zero.sharding.state import (
     Part,
     SavedState,
+    average_parts,
     layout_of,
     load_sharded_state,
     parts_of,
+    restore_average,
     restore_state,
     scalars_of,
     sharded_state,
@@ -236,7 +238,9 @@ class ShardedModel(Sharded):
 
     def parts(self) -> Iterator[Part]:
         """See ``Sharded``."""
-        return parts_of(self._shards, self.optimizer)
+        yield from parts_of(self._shards, self.optimizer)
+        if self._average is not None:
+            yield from average_parts(self._shards, self._average)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """See ``Sharded``."""
@@ -257,12 +261,15 @@ class ShardedModel(Sharded):
 
     def buffers(self) -> dict[str, Tensor]:
         """See ``Sharded``."""
-        return dict(self._saved_buffers())
+        averages = {} if self._average is None else self._average.buffers
+        return dict(self._saved_buffers()) | {f"average:{name}": buffer for name, buffer in averages.items()}
 
     def restore(self, saved: SavedState) -> None:
         """See ``Sharded``."""
         self._before_shards_change()
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
+        self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
+        self._after_shards_change()
 
     def ledger(self) -> Bytes:
         """See ``Sharded``. ``activations`` are those that ``measure_activations`` counted last."""

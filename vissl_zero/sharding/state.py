@@ -71,7 +71,7 @@ class SavedState(Protocol):
         """State of the loss scaler."""
 
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "average/"
 
 
 def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
@@ -98,6 +98,24 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
                     f"The optimizer's {key!r} of {shard.name} has shape {tuple(value.shape)}, unlike the parameter: "
                     "it cannot be stored so that another number of ranks could take it."
                 )
+
+
+def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterator[Part]:
+    """What this rank stores of the running average of parameters. Not a collective."""
+    for name, shard in shards.items():
+        yield from _part(AVERAGE + name, shard, average.params[name])
+
+
+def restore_average(
+    saved: SavedState, shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]
+) -> WeightAverage | None:
+    """The running average of parameters that was stored; None if there is none. Its buffers are restored as such."""
+    if not saved.names(AVERAGE):
+        return None
+    average = WeightAverage(shards.values(), buffers)
+    for name, shard in shards.items():
+        _read(saved, AVERAGE + name, shard, average.params[name])
+    return average
 
 
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

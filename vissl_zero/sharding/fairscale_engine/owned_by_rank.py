@@ -22,7 +22,6 @@ from vissl_zero.sharding.data_parallel import DataParallel
 from vissl_zero.sharding.fairscale_engine.oss import OwnedShard, deal, owned_shards, run_inside
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.state import SavedState
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
 
 DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
@@ -62,13 +61,7 @@ class _OwnedByRank(ShardedModel):
         super().__init__(model, module, groups, build_inside, plan, wrap_plan, device, group, shards)
 
     def _after_shards_change(self) -> None:
-        """A rank's state has the parameters it owns."""
-        for shard in self._owned:
-            shard.share()
-
-    def restore(self, saved: SavedState) -> None:
-        """See ``Sharded``. A rank reads the parameters it owns, and gets the others from their owners."""
-        super().restore(saved)
+        """A rank has read the parameters it owns, and gets the others from their owners."""
         for shard in self._owned:
             shard.share()
 
