@@ -266,7 +266,7 @@ def test_what_the_cluster_cannot_do_is_refused_and_nothing_is_left(override, mes
     words = ["-m", "vissl_zero.cli", *SMALL, *SUBMIT, f"config.CHECKPOINT.DIR={tmp_path}/run", override]
     done = command(tmp_path, *words)
     assert done.returncode == 2 and message in done.stderr and "Nothing was submitted." in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+    assert "Traceback" not in done.stderr and not list((tmp_path / "run").glob("*"))
     assert not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout
 
 

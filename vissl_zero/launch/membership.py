@@ -146,7 +146,7 @@ class Membership:
                     f"Machine {index} was started with another configuration than machine 0. Use the same recipe, "
                     "overrides and version of vissl_zero on all of them."
                 )
-        self._client = Client(self.address, place.secret, min(5.0, place.silence_s))
+        self._client = Client(self.address, place.secret, min(5.0, max(1.0, place.silence_s / 4)))
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="peers")
         self._watcher.start()
         return str(greetings[0]["run_dir"])
@@ -234,8 +234,10 @@ class Membership:
     def leave(self) -> None:
         """Stop watching. Launcher 0 serves for a moment longer, so that the others can leave in good order."""
         self._stopping.set()
+        is_out_of_reach = self._is_someone_lost and self._server is None
         with contextlib.suppress(OSError):
-            self._client.call(b"set", f"left/{self.place.index}".encode(), b"1")
+            if not is_out_of_reach:
+                self._client.call(b"set", f"left/{self.place.index}".encode(), b"1")
             if self._server is not None and self._watcher is not None and not self._is_someone_lost:
                 keys = [f"left/{index}".encode() for index in range(self.place.count)]
                 self._client.call(b"wait", str(_FAREWELL_S).encode(), *keys, answer_within_s=2 * _FAREWELL_S)
