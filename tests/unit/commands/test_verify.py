@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vissl_zero.commands.verify import compare, verify
+from vissl_zero.commands.verify import _report, compare, verify
 from vissl_zero.errors import ConfigError
 
 
@@ -31,6 +31,13 @@ def test_the_first_parameter_that_differs_is_named(tmp_path):
     first, second = compare(reference, sharded)
     assert (first.loss, first.parameter) == (0.0, 0.0)
     assert second.loss == 0.5 and second.name == "b" and second.parameter == pytest.approx(1e-3)
+
+
+def test_nan_is_a_difference(tmp_path, capsys):
+    reference = write_run(tmp_path / "a", [1.0], [{"a": torch.ones(1)}])
+    sharded = write_run(tmp_path / "b", [1.0], [{"a": torch.tensor([float("nan")])}])
+    assert _report(compare(reference, sharded), 1e-10) == 1
+    assert "first at step 1, parameter a" in capsys.readouterr().out
 
 
 def test_a_missing_parameter_is_a_difference(tmp_path):
