@@ -9,6 +9,7 @@ import torch
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.loader import build_loader
+from vissl_zero.data.seeding import seed_sample
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.losses.criterion import build_criterion
@@ -17,6 +18,8 @@ from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
+
+_BEFORE_TRAINING = -1  # in place of an epoch
 
 
 def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, Frozen]:
@@ -47,6 +50,7 @@ def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, 
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device)
+    seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,

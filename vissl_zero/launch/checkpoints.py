@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import rich
 
 from vissl_zero.checkpoint.hook import CheckpointHook
+from vissl_zero.checkpoint.rank_check import RankCheck
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.engine.hook import Hook, Run
@@ -36,6 +37,8 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
             _say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
         saver.close()
         return None
+    if options["CHECK_RANKS_EVERY"] > 0:
+        hooks = [*hooks, RankCheck(options["CHECK_RANKS_EVERY"])]
     hook = CheckpointHook(saver, hooks, options["CHECKPOINT_FREQUENCY"], options["CHECKPOINT_ITER_FREQUENCY"])
     return [*hooks, hook]
 

@@ -42,8 +42,10 @@ def _end_with_the_launcher() -> None:
 if __name__ == "__main__":
     # os._exit: a failed rank must not wait for threads of a process group whose peers are gone.
     code = main()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk
-            stream.flush()
+    try:
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+        sys.__stderr__.flush()  # type: ignore[union-attr]
+    except OSError:  # a full disk; the interpreter would try again, and make another exit code of it
+        os._exit(code)
     if code:
         os._exit(code)

@@ -37,7 +37,11 @@ class ReportImage(Hook):
         from vissl_zero.reporting.report import write_report  # imports matplotlib: 1 s, on this rank only
 
         path = run.folder / FILE_NAME
-        write_report(gather_content(run, self._knn), path)
+        try:
+            write_report(gather_content(run, self._knn), path)
+        except OSError as error:
+            self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
+            return
         self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -30,8 +30,11 @@ class Summary(Hook):
         if not run.is_main:
             return
         summary = summarise(run)
-        with replacing(run.folder / FILE_NAME) as temporary:
-            temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        try:
+            with replacing(run.folder / FILE_NAME) as temporary:
+                temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk: the table below still says what came out
+            self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
         self._console.print(table(run, summary))
 
 

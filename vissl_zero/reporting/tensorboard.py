@@ -46,8 +46,16 @@ class TensorBoard(Hook):
 
     def close(self, run: Run) -> None:
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._give_up(error)
             self._writer = None
+
+    def _give_up(self, error: OSError) -> None:
+        """A disk that is full does not end the run; its event files end here."""
+        self._writer = None
+        print(f"warning: {FOLDER_NAME} cannot be written any more ({error.strerror}); training goes on.", flush=True)
 
     def _write_results(self, run: Run) -> None:
         """Evaluation results that are new or have changed."""
@@ -64,7 +72,10 @@ class TensorBoard(Hook):
 
         assert self._writer.file_writer is not None
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), step)
+        try:
+            self._writer.file_writer.add_summary(Summary(value=values), step)
+        except OSError as error:  # its thread's, of an earlier write
+            self._give_up(error)
 
 
 def scalars(record: StepRecord) -> dict[str, float]:

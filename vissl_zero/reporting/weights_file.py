@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 import vissl_zero
 from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import CheckpointError
 from vissl_zero.reporting.atomic import replacing
 
 FILE_NAME = "weights.safetensors"
@@ -25,7 +27,13 @@ class WeightsFile(Hook):
         state = run.sharded.full_state()  # a collective: every rank
         if run.is_main:
             metadata = {"vissl_zero": vissl_zero.__version__, "recipe": run.plan.recipe, "step": str(run.step)}
-            save_weights(state, run.folder / FILE_NAME, metadata)
+            try:
+                save_weights(state, run.folder / FILE_NAME, metadata)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{run.folder / FILE_NAME} cannot be written ({error}). Make room; the same command writes it from "
+                    "the last checkpoint."
+                ) from error
 
 
 def save_weights(state: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

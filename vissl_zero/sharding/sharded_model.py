@@ -264,6 +264,14 @@ class ShardedModel(Sharded):
         averages = {} if self._average is None else self._average.buffers
         return dict(self._saved_buffers()) | {f"average:{name}": buffer for name, buffer in averages.items()}
 
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``Sharded``. Buffers, where batch norm is synchronised over all ranks, and parameters held whole."""
+        world_size = collectives.world_size()
+        found = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
+        if self._plan.sync_bn_group in (-1, world_size):
+            found |= self.buffers()
+        return found
+
     def restore(self, saved: SavedState) -> None:
         """See ``Sharded``."""
         self._before_shards_change()

@@ -187,6 +187,10 @@ class Sharded(ABC):
         """Buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
 
     @abstractmethod
+    def replicated(self) -> dict[str, Tensor]:
+        """What all ranks hold alike if nothing has gone wrong, by full name; memory is shared. Not a collective."""
+
+    @abstractmethod
     def restore(self, saved: SavedState) -> None:
         """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
-from torch import nn
+from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import VisslZeroError
@@ -59,6 +59,10 @@ class _OwnedByRank(ShardedModel):
         wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=elsewhere)
         group = dist.group.WORLD
         super().__init__(model, module, groups, build_inside, plan, wrap_plan, device, group, shards)
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``Sharded``. All parameters are whole on every rank."""
+        return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
 
     def _after_shards_change(self) -> None:
         """A rank has read the parameters it owns, and gets the others from their owners."""

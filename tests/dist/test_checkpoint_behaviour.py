@@ -1,0 +1,288 @@
+"""Saving and going on when things go wrong: full disks, damaged files, planted code, changed configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
+from vissl_zero.checkpoint.hook import CheckpointHook
+from vissl_zero.checkpoint.rank_check import RankCheck, RanksDifferError
+from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
+from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine import stopping
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.loop import train
+from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.reporting.metrics_file import MetricsFile
+
+NUM_STEPS = 8  # four an epoch
+
+
+def _plan(folder: Path, **changes: Any) -> ResolvedRun:
+    config = make_config(USE_KNN=False)
+    config["CHECKPOINT"] |= changes.pop("checkpoint", {})
+    plan = make_plan(config, folder, level=changes.pop("level", 2), world_size=dist.get_world_size())
+    return dataclasses.replace(plan, **changes)
+
+
+def _train(folder: Path, is_async: bool, *hooks: Hook, **changes: Any) -> tuple[Run, Saver]:
+    """A checkpoint every second step, and at the end."""
+    plan = _plan(folder, **changes)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    saver = Saver(folder, is_async, keep_last=-1, keep_every=-1)
+    every = [MetricsFile(), *hooks]
+    if resume(run, every, plan).path is not None:
+        saver.latest_step = run.step
+    train(run, schedules, frozen, [*every, CheckpointHook(saver, every, epochs=-1, steps=2)])
+    return run, saver
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in reversed(find_checkpoints(folder))]
+
+
+# --- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _full_disk(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond ``num_bytes``: the kernel refuses, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class _FillDisk(Hook):
+    """The disk of the last rank, and of rank 0's metrics, is full from step 3 to step 5."""
+
+    def __init__(self) -> None:
+        self._limit: Any = None
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        if run.step == 3:
+            self._limit = _full_disk(2000 if run.rank == 0 else 5000)
+            self._limit.__enter__()
+        if run.step == 6:
+            self._limit.__exit__(None, None, None)
+
+
+def _run_with_full_disk(folder: Path, is_async: bool) -> tuple[list[int], int]:
+    run, saver = _train(folder, is_async, _FillDisk())
+    return [record.step for record in run.records], saver.latest_step or 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_full_disk_in_a_save_leaves_the_run_alive_and_the_previous_one_valid(tmp_path: Path, is_async: bool) -> None:
+    for steps, latest in run_on_ranks(2, _run_with_full_disk, tmp_path, is_async):
+        assert steps == list(range(1, NUM_STEPS + 1)) and latest == NUM_STEPS
+    assert _steps(tmp_path) == [2, 6, 8]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    for path in find_checkpoints(tmp_path):
+        with open_checkpoint(path) as checkpoint:
+            assert list(checkpoint.verify()) == []
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == NUM_STEPS, "lines that had to wait are written later, and each once"
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+
+def _just_train(folder: Path) -> None:
+    _train(folder, True)
+
+
+def _find(folder: Path) -> tuple[str, list[str]]:
+    found = find_resumable(folder)
+    assert found.path is not None
+    return found.path.name, found.skipped
+
+
+def _no_whole_one(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        find_resumable(folder)
+    return str(caught.value)
+
+
+def _go_on(folder: Path) -> tuple[int, list[str], list[float]]:
+    plan = _plan(folder)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    hooks: list[Hook] = [MetricsFile()]
+    found = resume(run, hooks, plan)
+    first = run.first_step
+    train(run, schedules, frozen, hooks)
+    return first, opening_lines(found, plan), [float(record.loss or 0) for record in run.records]
+
+
+class _Payload:
+    def __init__(self, canary: Path):
+        self._canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._canary}",)
+
+
+def test_damaged_files_are_named_and_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
+    run_on_ranks(2, _just_train, tmp_path)
+    assert _steps(tmp_path) == [2, 4, 6, 8]
+    newest = find_checkpoints(tmp_path)
+    flipped = newest[0] / "rank00001.safetensors"
+    data = bytearray(flipped.read_bytes())
+    data[-5] ^= 4
+    flipped.write_bytes(data)
+    torn = newest[1] / "rank00000.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    (tmp_path / "checkpoints" / ".step_000000099.partial").mkdir()
+    for name, skipped in run_on_ranks(3, _find, tmp_path):
+        assert name == "step_000000004"
+        assert len(skipped) == 2
+        assert str(flipped) in skipped[0] and "do not fit their checksum" in skipped[0]
+        assert str(torn) in skipped[1]
+    losses = [MetricsFile, (tmp_path / "metrics.jsonl").read_text()][1]
+    first, lines, again = run_on_ranks(2, _go_on, tmp_path)[0]
+    assert first == 4 and "skipped: " in lines[0] and "Going on from step_000000004" in lines[2]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == NUM_STEPS == len(again)
+    assert [text.split('"loss":')[1].split(",")[0] for text in losses.splitlines()] == [f" {loss!r}" for loss in again]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    for path in newest[1:]:
+        (path / "manifest.json").unlink()
+    assert "is whole, so there is nothing to go on from" in run_on_ranks(2, _no_whole_one, tmp_path)[0]
+
+
+def test_a_payload_in_any_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    run_on_ranks(2, _just_train, tmp_path)
+    canary = tmp_path / "canary"
+    newest = find_checkpoints(tmp_path)[0]
+    files = sorted(newest.iterdir())
+    assert len(files) == 5
+    for file in files:
+        whole = file.read_bytes()
+        for payload in (pickle.dumps(_Payload(canary)), b"!!python/object/apply:os.system ['touch %s']" % bytes(canary)):
+            file.write_bytes(payload)
+            name, skipped = run_on_ranks(1, _find, tmp_path)[0]
+            assert name == "step_000000006" and str(file) in skipped[0]
+        file.write_bytes(whole)
+    assert run_on_ranks(1, _find, tmp_path)[0] == ("step_000000008", [])
+    assert not canary.exists()
+
+
+# --- changed configurations -----------------------------------------------------------------------------------------
+
+
+def _changed(folder: Path) -> list[str]:
+    """What is said of each change; the last of them are allowed."""
+    said = []
+    whole = _plan(folder)
+
+    def attempt(config: dict[str, Any], **changes: Any) -> None:
+        plan = dataclasses.replace(whole, config=config, **changes)
+        run, _, _ = build_run(plan, torch.device("cpu"))
+        try:
+            said.append("\n".join(opening_lines(resume(run, [], plan), plan)))
+        except (ConfigError, CheckpointError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    def config_with(block: str, key: str, value: Any, *allowed: str) -> dict[str, Any]:
+        config = make_config(USE_KNN=False)
+        config[block] = {**config[block], key: value} if key else value
+        config["CHECKPOINT"]["ALLOW_CHANGED"] = list(allowed)
+        return config
+
+    attempt(config_with("LOG_FREQUENCY", "", 7))
+    attempt(config_with("SEED_VALUE", "", 5))
+    attempt(config_with("SEED_VALUE", "", 5, "config.SEED_VALUE"))
+    wider = {"PARAMS": [["mlp", {"dims": [32, 11]}]], **{}}
+    attempt(config_with("MODEL", "HEAD", {**whole.config["MODEL"]["HEAD"], **wider}))
+    attempt(config_with("MODEL", "HEAD", {**whole.config["MODEL"]["HEAD"], **wider}, "MODEL.HEAD"))
+    attempt(whole.config, global_batch=20)
+    attempt(whole.config, optimizer=dataclasses.replace(whole.optimizer, name="adamw", options={}))
+    allowed = config_with("LOG_FREQUENCY", "", 7, "OPTIMIZER")
+    attempt(allowed, optimizer=dataclasses.replace(whole.optimizer, name="adamw", options={}))
+    return said
+
+
+def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unless_allowed(tmp_path: Path) -> None:
+    run_on_ranks(2, _just_train, tmp_path)
+    harmless, seed, allowed_seed, head, allowed_head, batch, optimizer, allowed_optimizer = run_on_ranks(
+        2, _changed, tmp_path
+    )[0]
+    assert "Changed since then:\n  config.LOG_FREQUENCY: 10 in the checkpoint, 7 now" in harmless
+    assert "config.SEED_VALUE: was 0 when the checkpoint was made" in seed and "ALLOW_CHANGED=[SEED_VALUE]" in seed
+    assert "Going on from step_000000008" in allowed_seed
+    assert "ConfigError: config.MODEL.HEAD.PARAMS: was" in head and "shapes" in head
+    assert "CheckpointError: heads.0" in allowed_head and "has shape" in allowed_head
+    assert "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: was 16" in batch
+    assert "config.OPTIMIZER.name: was sgd" in optimizer
+    assert "Going on from step_000000008" in allowed_optimizer
+
+
+# --- save and stop --------------------------------------------------------------------------------------------------
+
+
+class _AskOnOneRank(Hook):
+    def __init__(self, rank: int, step: int):
+        self._rank, self._step = rank, step
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        if (run.rank, run.step) == (self._rank, self._step):
+            stopping.ask("a test")
+
+
+def _stop(folder: Path) -> tuple[int, Any, list[int]]:
+    try:
+        run, saver = _train(folder, True, _AskOnOneRank(1, 3))
+    finally:
+        stopping.forget()
+    return run.step, run.stop, [saver.latest_step or 0]
+
+
+def test_one_rank_that_is_asked_stops_all_after_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
+    for step, stop, latest in run_on_ranks(2, _stop, tmp_path):
+        assert (step, stop, latest) == (3, stopping.Stop("a test", 75), [3])
+    assert newest_checkpoint(tmp_path).manifest.step == 3
+    first, lines, losses = run_on_ranks(2, _go_on, tmp_path)[0]
+    assert first == 3 and len(losses) == NUM_STEPS and "epoch 0" in lines[0]
+
+
+# --- ranks that drift apart -----------------------------------------------------------------------------------------
+
+
+class _FlipBit(Hook):
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        if (run.rank, run.step) == (1, 4):
+            with torch.no_grad():
+                next(tensor for name, tensor in run.sharded.replicated().items() if "weight" in name).view(-1)[0] += 1e-9
+
+
+def _drift(level: int, engine: str) -> tuple[str, int]:
+    run, schedules, frozen = build_run(_plan(Path(), level=level), torch.device("cpu"))
+    if engine == "fairscale":
+        plan = _plan(Path(), level=level)
+        plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, engine=engine))
+        run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    with pytest.raises(RanksDifferError) as caught:
+        train(run, schedules, frozen, [_FlipBit(), RankCheck(2)])
+    return str(caught.value), run.step
+
+
+@pytest.mark.parametrize(("level", "engine"), [(0, "torch"), (1, "fairscale")])
+def test_a_flipped_bit_on_one_rank_is_found_and_named(level: int, engine: str) -> None:
+    for message, step in run_on_ranks(2, _drift, level, engine):
+        assert step == 4 and "drifted apart by step 4: " in message and "weight of rank 1" in message

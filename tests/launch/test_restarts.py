@@ -1,0 +1,119 @@
+"""Killed ranks, signals and second runs, through the command line in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.checkpoint import newest_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "config=quickstart/swav_digits",
+    "config.TRAINER.THREADS_PER_RANK=1",
+    "config.TRAINER.DTYPE=float64",
+    "config.DATA.NUM_DATALOADER_WORKERS=0",
+    "config.NEAREST_NEIGHBOR.USE_KNN=false",
+    "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=2",
+]
+KILLER = '''
+import os, signal
+from pathlib import Path
+from vissl_zero.engine.hook import Hook
+from vissl_zero.registry import HOOKS
+
+@HOOKS.register("killer")
+class Killer(Hook):
+    """Kills rank 1 at step 5, once."""
+
+    def on_step(self, run, record):
+        canary = run.folder / "killed"
+        if run.rank == run.world_size - 1 and record.step == 5 and not canary.exists():
+            canary.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+    (folder / "killer_of_tests.py").write_text(KILLER)
+    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, f"config.CHECKPOINT.DIR={folder}/{name}", *overrides]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path):
+    plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[killer]", "config.TRAINER.MAX_STEPS=8"]
+    again = ["config.DISTRIBUTED.MAX_RESTARTS=1"]
+    undisturbed = start(tmp_path, "undisturbed", "config.TRAINER.MAX_STEPS=8")
+    out, err = undisturbed.communicate(timeout=100)
+    assert undisturbed.returncode == 0, out + err
+    for name, extra in {"killed": [], "fewer": ["config.DISTRIBUTED.MIN_PROC_PER_NODE=1"]}.items():
+        process = start(tmp_path, name, *plugin, *again, *extra)
+        out, err = process.communicate(timeout=110)
+        assert process.returncode == 0, out + err
+        assert "rank 1 was ended by SIGKILL" in err and "(restart 1 of at most 1)" in err
+        assert "Going on from step_000000004" in out
+        expected = losses(tmp_path / "undisturbed")
+        assert losses(tmp_path / name) == (expected if name == "killed" else pytest.approx(expected, abs=1e-10))
+        assert json.loads((tmp_path / name / "summary.json").read_text())["world_size"] == (
+            2 if name == "killed" else 1
+        )
+
+
+@pytest.mark.timeout(200)
+def test_a_signal_saves_and_stops_with_75_and_a_second_run_is_refused_meanwhile(tmp_path):
+    process = start(tmp_path, "run", "config.TRAINER.MAX_STEPS=100000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    second = start(tmp_path, "run")
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2 and f"a run is under way in {tmp_path / 'run'} (process {process.pid} on" in err
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    step = newest_checkpoint(tmp_path / "run").manifest.step
+    assert f"Stopping after step {step} (SIGUSR1); the checkpoint of step {step} is saved" in out
+    assert len(losses(tmp_path / "run")) == step
+    limit = start(tmp_path, "run", "config.TRAINER.MAX_STEPS=100000", "config.CHECKPOINT.TIME_LIMIT_MIN=0.001")
+    out, err = limit.communicate(timeout=60)
+    assert limit.returncode == 75 and f"Stopping after step {step + 1} (the time limit)" in out, out + err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_at_random_moments_change_nothing():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/soak.py", "--kills", "20"],
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
+    assert found["kills"] == 20 and found["kills in a save"] >= 1 and found["differences"] == []
