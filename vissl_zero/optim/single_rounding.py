@@ -1,10 +1,11 @@
 """SGD, Adam and AdamW whose every operation rounds once, so that an element's update does not depend on where it lies.
 
-torch's fused kernels compute most of a tensor with vector instructions and the elements beyond a multiple of 16 without,
-and the two fuse different multiplications and additions (one rounding or two): cut a tensor elsewhere, as another ZeRO
-level does, and last bits move (float32, pieces of 13 elements, 5 steps: 8 to 10 % of SGD's elements, 1 % of AdamW's).
-Here every kernel is one multiplication, addition, division or square root, all of which IEEE 754 rounds correctly,
-whatever code computes them. That costs temporaries and passes over memory, so only ``TRAINER.DETERMINISTIC`` uses it.
+torch's fused kernels compute most of a tensor with vector instructions and the elements beyond a multiple of 16
+without, and the two fuse different multiplications and additions (one rounding or two): cut a tensor elsewhere, as
+another ZeRO level does, and last bits move (float32, pieces of 13 elements, 5 steps: 8 to 10 % of SGD's elements, 1 %
+of AdamW's). Here every kernel is one multiplication, addition, division or square root, all of which IEEE 754 rounds
+correctly, whatever code computes them. That costs temporaries and passes over memory, so only
+``TRAINER.DETERMINISTIC`` uses it.
 """
 
 from __future__ import annotations
