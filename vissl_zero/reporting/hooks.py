@@ -36,6 +36,6 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     hooks += [HOOKS.get(name).build() for name in options["EXTRA"]]
     if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
         hooks.append(TensorBoard())
-    if (average := EmaModel(**options["EMA_MODEL"])).SAVE_EMA_MODEL:
+    if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
     return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage(knn)]
