@@ -57,14 +57,15 @@ def jobs(arguments: Sequence[str]) -> int:
 def _list() -> int:
     table = Table(box=None, pad_edge=False)
     for column in ("job", "name", "state", "steps", "submitted", "run folder"):
-        table.add_column(column, no_wrap=column != "run folder", overflow="fold")
+        table.add_column(column, no_wrap=True)
     found = noted()
     for job in found:
         when = time.strftime("%m-%d %H:%M", time.localtime(job.submitted))
         row = (job.job_id, job.name, state_of(job), _steps(job), when, job.run_dir)
         table.add_row(*map(Text, row))
     if found:
-        Console().print(table)
+        # A path that is cut is of no use: a narrow terminal wraps the lines instead.
+        Console(width=max(len(job.run_dir) + len(job.name) for job in found) + 60, soft_wrap=True).print(table)
     else:
         print("No run was submitted from this account.")
     return 0
