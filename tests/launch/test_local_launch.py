@@ -111,7 +111,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_p
     assert seconds < 60
     facts = json.loads((tmp_path / "run" / "diverged.json").read_text())
     assert facts["step"] == 3 and facts["ranks"] == [1] and facts["loss_by_rank"][1] == "nan"
-    assert "heads.0.prototypes0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
+    assert "trunk.stem.0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
 
 
 @pytest.mark.timeout(150)

@@ -22,7 +22,11 @@ from vissl_zero.reporting.tensorboard import TensorBoard
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:
     plan = make_plan(run.folder)
     options: dict[str, Any] = {
-        "HOOKS": {"EXTRA": list(extra), "TENSORBOARD_SETUP": {"USE_TENSORBOARD": use_tensorboard}},
+        "HOOKS": {
+            "EXTRA": list(extra),
+            "TENSORBOARD_SETUP": {"USE_TENSORBOARD": use_tensorboard},
+            "EMA_MODEL": {},
+        },
         "NEAREST_NEIGHBOR": {"USE_KNN": False, "EVERY_NUM_EPOCHS": 0},
     }
     return replace(plan, config=plan.config | options)
