@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.ranks import run_on_ranks
 from vissl_zero.errors import ConfigError
 from vissl_zero.sharding.offload import layout, streamed_optimizer
 from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.torch_engine import fully_sharded, strategy
 
 NUM_STEPS, ACCUMULATION = 20, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -106,6 +108,26 @@ def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
     distances = run_on_ranks(2, _compare, optimizer, level, pairs, torch.float64, timeout_s=80)
     assert max(map(max, distances)) < 1e-10, distances
     assert list(tmp_path.iterdir()) == [], "files are gone with the optimizers"
+
+
+def _compare_with_host_shards(level: int, folder: str) -> list[float]:
+    """``_compare`` where master copies are apart from what the model computes with, as they are with a GPU."""
+    pairs = [{"offload_optimizer_config": _tier(device, Path(folder))} for device in ("cpu", "nvme")]
+    with (
+        patch.object(strategy, "keeps_parameters_whole", lambda *_: False),
+        patch.object(fully_sharded, "needs_host_shards", lambda plan, _: plan.offload_optimizer.device != "none"),
+    ):
+        model, optimizer = _build("larc", level, pairs[0], torch.float64)
+        weights = dict(model.named_parameters())
+        assert all(weights[name] is not param for name, param in optimizer._sharded.named_parameters())
+        return _compare("larc", level, pairs, torch.float64)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [1, 3])
+def test_master_copies_on_the_host_train_what_is_on_the_device(level: int, tmp_path: Path) -> None:
+    distances = run_on_ranks(2, _compare_with_host_shards, level, str(tmp_path))
+    assert max(map(max, distances)) < 1e-10, distances
 
 
 @pytest.mark.timeout(60)

@@ -65,6 +65,9 @@ class Shard:
         """Overwrite these rows."""
         self.local.copy_(values)
 
+    def publish(self) -> None:
+        """Let the model see what the optimizer has changed, where ``local`` is a copy; queued, not waited for."""
+
     def grad(self) -> Tensor:
         """The gradient that ``take_grad`` found, to read."""
         assert self.local.grad is not None

@@ -131,7 +131,11 @@ class ShardedModel(Sharded):
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
-        return self._stepper.step(self._frozen)
+        result = self._stepper.step(self._frozen)
+        if not result.skipped:
+            for shard in self._trained:
+                shard.publish()
+        return result
 
     def nonfinite_gradients(self) -> list[str]:
         """See ``Sharded``."""

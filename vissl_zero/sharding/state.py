@@ -159,6 +159,7 @@ def restore_state(
             shard.assign(values)
         else:
             _read(saved, MODEL + name, shard, shard.local)
+            shard.publish()
     keys_of: dict[str, list[str]] = {}
     for stored in saved.names(OPTIMIZER):
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")

@@ -61,6 +61,16 @@ def test_what_cannot_be_done_is_refused_with_the_reason(optimizer, params, level
         ),
         ({"device": "nvme", "nvme_path": "/x"}, {}, True, ()),
         (
+            {"device": "cpu"},
+            {"device": "nvme", "nvme_path": "/x"},
+            True,
+            (
+                "z.offload_optimizer_config.pin_memory has no effect: "
+                "what the update needs rests with the parameters already.",
+                "z.offload_param_config.pin_memory has no effect with device: nvme.",
+            ),
+        ),
+        (
             {},
             {"device": "cpu", "max_in_cpu": 5.0},
             True,

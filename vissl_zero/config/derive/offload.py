@@ -98,6 +98,10 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
             notes.append(f"{key}.fast_init={block.fast_init:g} is a number and is read as max_in_cpu.")
         if block.pin_memory and not has_gpu:
             notes.append(f"{key}.pin_memory has no effect without an accelerator.")
+        elif block.pin_memory and block.device == "nvme" and isinstance(block, OffloadParam):
+            notes.append(f"{key}.pin_memory has no effect with device: nvme.")
+        elif block.pin_memory and isinstance(block, OffloadOptimizer) and params.device != "none":
+            notes.append(f"{key}.pin_memory has no effect: what the update needs rests with the parameters already.")
         if block.device == "cpu":
             if not has_gpu:
                 notes.append(f"{key}.device=cpu: training runs on the CPU, where this state is in any case.")

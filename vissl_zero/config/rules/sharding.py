@@ -110,11 +110,6 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     if cfg.ZERO.ENGINE == "fairscale":
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
-    if placement(cfg, host).device == "cuda" and params.device == "none":
-        must = "needs parameters in host memory too, where the update runs"
-        fix = "Write config.ZERO.offload_param_config.device=cpu at level 3."
-        key = "config.ZERO.offload_optimizer_config.device"
-        return [Problem(key, repr(optimizer.device), must, fix)]
     return []
 
 

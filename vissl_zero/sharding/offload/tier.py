@@ -11,7 +11,6 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
-from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.heap import give_back_large_blocks
@@ -56,7 +55,6 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
 def offloaded(
     build_optimizer: OptimizerFactory,
     plan: ShardingPlan,
-    device: torch.device,
     store: ParameterStore | None,
     shards: Sequence[Shard],
 ) -> OptimizerFactory:
@@ -68,18 +66,13 @@ def offloaded(
     Args:
         build_optimizer: of the base optimizer, over local shards.
         plan: level and tiers.
-        device: where training computes.
         store: of parameters on a disk, or None.
         shards: the shards that are to be trained.
     Raises:
-        ConfigError: the tier cannot be had there.
+        ConfigError: (from the result) the optimizer cannot be streamed.
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
     """
     where = plan.offload_optimizer.device
-    if where != "none" and device.type != "cpu" and plan.offload_params.device == "none":
-        fix = "Write device: cpu for offload_param_config too, at level 3."
-        must = f"must be none where parameters are on {device.type}: the update runs where the parameters rest"
-        raise ConfigError([Problem(_KEY, repr(where), must, fix)])
     index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, StoredShard)}
     if where != "nvme" and not index_of:
         return build_optimizer

@@ -23,6 +23,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.exchange.choose import open_exchange
 from vissl_zero.sharding.exchange.exchange import Exchange
 from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.stored_shard import stored_shard
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
@@ -65,12 +66,15 @@ class FullySharded(ShardedModel):
         self.exchange: Exchange | None = None
         if device.type == "cpu" and group.size() > 1:
             self.exchange = open_exchange(group, plan.timeout_s)
-            self._exchange_buffers = use_exchange(self._units, self.exchange)
+            self._exchange_buffers = use_exchange(self._units, self.exchange, keeps_buffers=store is None)
         elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
             for unit in self._units:
                 unit.set_custom_reduce_scatter(OrderedReduceScatter())
         shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
-        build_optimizer = offloaded(build_optimizer, plan, device, store, shards)
+        if needs_host_shards(plan, device):
+            pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
+            shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
+        build_optimizer = offloaded(build_optimizer, plan, store, shards)
         super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
 
     @contextmanager

@@ -16,16 +16,22 @@ from vissl_zero.sharding.exchange.exchange import Exchange
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-def use_exchange(units: Sequence[FSDPModule], exchange: Exchange) -> Callable[[], list[Tensor]]:
+def use_exchange(
+    units: Sequence[FSDPModule], exchange: Exchange, keeps_buffers: bool = True
+) -> Callable[[], list[Tensor]]:
     """Make ``units`` communicate through ``exchange``, and gather each when it is needed and not before.
 
     Fetching ahead hides the time of a network. Here gathering is copying, by the core that would compute meanwhile, and
     a unit fetched ahead is one more in memory.
 
+    Args:
+        units: of one model.
+        exchange: among the ranks that share it.
+        keeps_buffers: for the next unit; False where memory is dearer than the time to have it cleared.
     Returns:
         A function that lists the buffers they have taken so far.
     """
-    gather, reduce = _AllGather(exchange), _ReduceScatter(exchange)
+    gather, reduce = _AllGather(exchange, keeps_buffers), _ReduceScatter(exchange, keeps_buffers)
     for unit in units:
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
@@ -40,11 +46,14 @@ class _Buffer:
     It serves all units in turn: each is copied out of it before the next one is gathered, or reduced.
     """
 
-    def __init__(self, exchange: Exchange):
+    def __init__(self, exchange: Exchange, keeps_buffers: bool):
         self._exchange = exchange
+        self._keeps_buffers = keeps_buffers
         self.buffers: dict[torch.dtype, Tensor] = {}
 
     def _reused(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if not self._keeps_buffers:
+            return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
         buffer = self.buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
@@ -65,8 +74,8 @@ class _AllGather(_Buffer):
 class _ReduceScatter(_Buffer):
     """``fully_shard`` asks for the input, then for the output, which lives on as the gradient."""
 
-    def __init__(self, exchange: Exchange):
-        super().__init__(exchange)
+    def __init__(self, exchange: Exchange, keeps_buffers: bool):
+        super().__init__(exchange, keeps_buffers)
         self._is_output_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -53,7 +53,7 @@ class WholeParameters(ShardedModel):
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._gradients = GradientMessages(rows, self.exchange)
         self._parameters = ParameterMessages(self._gradients.messages, self.exchange)
-        build_optimizer = offloaded(build_optimizer, plan, device, None, shards)
+        build_optimizer = offloaded(build_optimizer, plan, None, shards)
         # The shards are views: what they share memory with is whole already.
         wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)
         super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
