@@ -177,3 +177,36 @@ def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) 
     assert run_on_ranks(1, _unstreamable, {"type": "SGD", "lr": 0.1}, str(tmp_path))[0] == "", (
         "no state, nothing to stream"
     )
+
+
+def _colossalai(zero: dict[str, Any]) -> dict[str, Any]:
+    """Weights after four steps with the optimizer and the ``zero`` of ColossalAI's page."""
+    layout.CHUNK_ELEMENTS, streamed_optimizer.RECORD_BYTES = 1024, 4096
+    optimizer = {"type": "Adam", "lr": 0.001, "weight_decay": 0}
+    model, optimizer = vissl_zero.initialize(_model(torch.float32), optimizer, zero)
+    for step in range(4):
+        images = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+        optimizer.backward(model(images).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = optimizer.full_state()
+    assert (optimizer.last_step.loss_scale > 1.0) == ("type" in zero)
+    optimizer.close()
+    return weights
+
+
+@pytest.mark.timeout(90)
+def test_colossalais_dictionaries_verbatim(tmp_path: Path) -> None:
+    optimizer_cpu = {"offload_optimizer_config": {"device": "cpu", "pin_memory": True, "fast_init": True}}
+    params_cpu = {"offload_param_config": {"device": "cpu", "pin_memory": True, "fast_init": 1e9}}
+    path, in_cpu = str(tmp_path), 2000
+    nvme = {
+        "offload_optimizer_config": {"device": "nvme", "pin_memory": True, "fast_init": True, "nvme_path": path},
+        "offload_param_config": {"device": "nvme", "pin_memory": True, "max_in_cpu": in_cpu, "nvme_path": path},
+    }
+    zero = {"type": "ZeroRedundancyOptimizer_Level_3", "dynamic_loss_scale": True, "clip_grad": 1.0}
+    expected = run_on_ranks(2, _colossalai, zero)[0]
+    for tiers in (optimizer_cpu, optimizer_cpu | params_cpu, nvme):
+        found = run_on_ranks(2, _colossalai, zero | tiers)[0]
+        assert _distance(found, expected) == 0.0, tiers
+    run_on_ranks(1, _colossalai, nvme | {"level": 3})

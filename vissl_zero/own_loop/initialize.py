@@ -65,7 +65,7 @@ def initialize(
     optimizer_tier, param_tier = offload_plans(*tiers)
     plan = ShardingPlan(
         level=settings.level,
-        shard_group_size=-1,
+        shard_group_size=settings.shard_group_size,
         wrap_threshold=settings.wrap_threshold,
         clip_grad=settings.clip_grad,
         sync_bn_group=-1 if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) else 0,

@@ -17,7 +17,11 @@ from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
 
 _TYPE = re.compile(r"ZeroRedundancyOptimizer_Level_([123])")
-_RECIPE_KEYS = {"LEVEL": "level"}  # a ZERO block copied from a recipe
+_RECIPE_KEYS = {
+    "LEVEL": "level",
+    "ENGINE": "engine",
+    "SHARD_GROUP_SIZE": "shard_group_size",
+}  # a ZERO block copied from a recipe
 _BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
 
 
@@ -34,6 +38,8 @@ class _Keys:
     bf16: bool | None = None
     wrap_threshold: int = 0
     verbose: bool = False
+    engine: str = "auto"
+    shard_group_size: int = -1
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class ZeroSettings:
         fp16, bf16: None: not said.
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
+        shard_group_size: ranks that share one copy of the state; -1: all.
         offload_optimizer, offload_params: where optimizer state and parameters live.
     """
 
@@ -61,6 +68,7 @@ class ZeroSettings:
     bf16: bool | None = None
     wrap_threshold: int = 0
     verbose: bool = False
+    shard_group_size: int = -1
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
 
@@ -97,6 +105,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         bf16=keys.bf16,
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
+        shard_group_size=keys.shard_group_size,
         offload_optimizer=optimizer,
         offload_params=params,
     )
@@ -186,6 +195,12 @@ def _range_problems(keys: _Keys) -> list[Problem]:
         found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
     if keys.fp16 and keys.bf16:
         found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
+    if keys.engine not in ("auto", "torch"):
+        must = "must be torch or auto: other engines run under recipes, which know the model"
+        found.append(Problem("zero.engine", repr(keys.engine), must, "Leave it out."))
+    if keys.shard_group_size != -1 and keys.shard_group_size < 2:
+        must = "must be -1 for all ranks, or at least 2"
+        found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
