@@ -210,3 +210,29 @@ def test_colossalais_dictionaries_verbatim(tmp_path: Path) -> None:
         found = run_on_ranks(2, _colossalai, zero | tiers)[0]
         assert _distance(found, expected) == 0.0, tiers
     run_on_ranks(1, _colossalai, nvme | {"level": 3})
+
+
+def _train_and_save(optimizer: str, zero: dict[str, Any], folder: str, load: bool, steps: range) -> dict[str, Any]:
+    """Weights at the end of ``steps``; begun from ``folder`` or not, saved there in any case."""
+    model, trained = _build(optimizer, zero["level"], zero, torch.float64)
+    if load:
+        _train(model, trained, range(2))  # of another run: all of it must be forgotten
+        trained.load(folder)
+        assert trained.num_updates == steps.start
+    _train(model, trained, steps)
+    trained.save(folder)
+    weights = trained.full_state()
+    trained.close()
+    return weights
+
+
+@pytest.mark.timeout(90)
+def test_a_saved_state_goes_on_at_another_level_tier_and_number_of_ranks(tmp_path: Path) -> None:
+    nvme = {f"offload_{kind}_config": _tier("nvme", tmp_path) for kind in ("optimizer", "param")}
+    for optimizer in ("adamw", "larc"):
+        here, there = str(tmp_path / f"{optimizer}_here"), str(tmp_path / f"{optimizer}_there")
+        expected = run_on_ranks(1, _train_and_save, optimizer, {"level": 0}, there, False, range(12))[0]
+        run_on_ranks(2, _train_and_save, optimizer, {"level": 3, **nvme}, here, False, range(5))
+        run_on_ranks(1, _train_and_save, optimizer, {"level": 1}, here, True, range(5, 8))
+        found = run_on_ranks(2, _train_and_save, optimizer, {"level": 3, **nvme}, here, True, range(8, 12))[0]
+        assert _distance(found, expected) < 1e-10

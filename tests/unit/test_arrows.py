@@ -19,7 +19,7 @@ ALLOWED = {
     "data": {"config"},
     "optim": {"config"},
     "sharding": {"config", "models", "losses", "data", "optim"},
-    "own_loop": {"config", "optim", "sharding"},
+    "own_loop": {"config", "optim", "sharding", "checkpoint"},
     "engine": {"config", "models", "losses", "data", "optim", "sharding"},
     "checkpoint": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},

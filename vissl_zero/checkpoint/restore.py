@@ -16,6 +16,7 @@ from vissl_zero.checkpoint.replicated import stored_name
 from vissl_zero.checkpoint.snapshot import hook_names
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.strategy import Sharded
 
 
 class StoredState:
@@ -66,7 +67,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
     """
     manifest = checkpoint.manifest
     run.sharded.restore(StoredState(checkpoint, with_optimizer))
-    _restore_buffers(run, checkpoint)
+    restore_buffers(run.sharded, checkpoint)
     _restore_criterion(run, checkpoint)
     run.step = run.first_step = manifest.step
     run.epoch, run.epoch_samples, run.position = manifest.epoch, manifest.epoch_samples, manifest.position
@@ -79,8 +80,13 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
 
 
 @torch.no_grad()
-def _restore_buffers(run: Run, checkpoint: Checkpoint) -> None:
-    buffers = run.sharded.buffers()
+def restore_buffers(sharded: Sharded, checkpoint: Checkpoint) -> None:
+    """Running statistics and the like; on the number of ranks that wrote them, each rank its own.
+
+    Raises:
+        CheckpointError: the model has others.
+    """
+    buffers = sharded.buffers()
     _require_same_names("buffers", buffers, checkpoint, "buffer/")
     for name, buffer in buffers.items():
         stored = stored_name(checkpoint.tensors, "buffer", name, checkpoint.manifest.world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero.errors import VisslZeroError
+from vissl_zero.own_loop.checkpoint import load_state, save_state
 from vissl_zero.sharding.strategy import Sharded, StepResult
 
 
@@ -28,6 +30,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Attributes:
         last_step: gradient norm, loss scale and whether the last update was skipped; None before the first.
+        num_updates: how often the optimizer has stepped, skipped steps included.
     """
 
     def __init__(self, sharded: Sharded, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
@@ -40,6 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last_step: StepResult | None = None
         self._sharded = sharded
         self._accumulation_steps = accumulation_steps
+        self.num_updates = 0
         self._num_micro_batches = 0
         self._is_in_backward = False
         self._micro_batch = ExitStack()
@@ -78,6 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._num_micro_batches += 1
         if self._num_micro_batches == self._accumulation_steps:
             self.last_step = self._sharded.step()
+            self.num_updates += 1
             self._sharded.zero_grad()
             self._num_micro_batches = 0
         self._open_micro_batch()
@@ -124,6 +129,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._require_boundary("load_state_dict()")
         self._sharded.load_state_dict(state_dict)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of all ranks to ``<folder>/checkpoints/step_<number of updates>``.
+
+        Tensors pass through memory one by one. Any level, tier and number of ranks can ``load`` it; ``vissl-zero
+        checkpoint`` reads it. Your own epoch, scheduler and random state are yours to keep.
+
+        Args:
+            folder: on a file system that all ranks share.
+        Raises:
+            CheckpointError: a rank could not write its part; earlier checkpoints stay.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("save()")
+        save_state(self._sharded, Path(folder), self.num_updates)
+
+    def load(self, folder: str | Path) -> None:
+        """Restore the newest checkpoint under ``folder``: parameters, optimizer state, buffers, loss scale, groups.
+
+        Raises:
+            CheckpointError: there is none, it is damaged or of another model.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("load()")
+        self.num_updates = load_state(self._sharded, Path(folder))
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
