@@ -112,7 +112,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
 
-        Tensors are shared with the training state, not copied. ``torch.save`` writes it; every rank has its own.
+        Tensors are shared with the training state, not copied; what rests on NVMe is read into memory, all of it
+        (``save`` does without). ``torch.save`` writes it; every rank has its own.
 
         Raises:
             VisslZeroError: between the calls of ``step`` that make one update.
