@@ -72,7 +72,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
     """The plan to start again with, after saying so."""
     least, most = plan.config["DISTRIBUTED"]["MIN_PROC_PER_NODE"], plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
-    cause = failure.text.rstrip().splitlines()[-1]
+    cause = failure.text.rstrip()
     ranks = "" if fewer is None else f" with {fewer.procs_per_node} of {plan.procs_per_node} processes"
     print(f"{cause}\nStarting again{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     if fewer is None:
