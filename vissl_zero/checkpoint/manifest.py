@@ -199,6 +199,8 @@ def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     numbers = (manifest.step, manifest.epoch, manifest.epoch_samples, manifest.position, manifest.world_size)
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(manifest.ranks, dict):
         raise CheckpointError(f"{path} has fields of the wrong kind.")
+    if not all(isinstance(field, dict) for field in (manifest.config, manifest.hooks, manifest.results)):
+        raise CheckpointError(f"{path} has fields of the wrong kind.")
     for name in manifest.ranks:
         require_plain_name(name)
     return manifest
@@ -215,7 +217,13 @@ def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
             name: PieceFacts(**{**piece, "shape": tuple(int(size) for size in piece["shape"])})
             for name, piece in body["pieces"].items()
         }
-        return RankManifest(**{**body, "pieces": pieces})
+        rank = RankManifest(**{**body, "pieces": pieces})
+        numbers = [number for piece in pieces.values() for number in (piece.first_element, piece.num_elements)]
+        if not all(type(number) is int and number >= 0 for number in (*numbers, rank.num_bytes)):
+            raise ValueError
+        if not isinstance(rank.scalars, dict) or not isinstance(rank.rng, dict):
+            raise ValueError
+        return rank
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} lacks what a rank's manifest must have.") from error
 

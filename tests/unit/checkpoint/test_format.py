@@ -180,6 +180,15 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path):
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("change", [{"first_element": "0"}, {"num_elements": -1}, {"shape": None}, {"dtype": "PICKLE"}])
+def test_fields_of_the_wrong_kind_are_refused(tmp_path, change):
+    path = write(tmp_path, 4)
+    digest = _change(path / "rank00001.json", lambda body: body["pieces"]["model/heads.0.weight"].update(change))
+    _change(path / "manifest.json", lambda manifest: manifest["ranks"].update(rank00001=digest))
+    with pytest.raises(CheckpointError, match=str(path)):
+        open_checkpoint(path)
+
+
 def test_parts_must_make_up_the_whole(tmp_path):
     path = write(tmp_path, 4)
     piece = "model/trunk.stem.0.weight"
