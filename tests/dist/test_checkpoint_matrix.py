@@ -229,6 +229,7 @@ def test_every_level_to_every_level_on_other_numbers_of_ranks(matrix: _Matrix) -
     assert matrix.num_cells == len(LEVELS) ** 2 * len(PAIRS)
 
 
+@pytest.mark.slow
 def test_engines_and_offload_tiers_one_after_the_other(matrix: _Matrix) -> None:
     ring = [name for name in LAYOUTS if not name.startswith("torch")] + ["torch 0"]
     matrix.write(ring, 2)
