@@ -61,6 +61,20 @@ def test_units_come_back_in_any_order_and_after_a_change_of_one_shard(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_came_next_in_the_last_step_is_read_ahead(tmp_path):
+    store = _store(tmp_path)
+    store.write(_values(store))
+    for unit in (0, 1, 2, 2, 1, 0):
+        _fetch(store, unit)
+    with store.updating():
+        assert store._ahead.expected == [], "what was read before an update is out of date after it"
+    expected = [record for unit in (0, 1, 2) for record in store.layout.unit_records[unit]]
+    assert store._ahead.expected[: len(expected)] == expected
+    _fetch(store, 0)
+    assert store._ahead.expected[:3] == list(store.layout.unit_records[1])[:3]
+    store.close()
+
+
 def test_gradients_add_up_change_and_are_forgotten(tmp_path):
     store = _store(tmp_path)
     values, first, second = (_values(store, seed) for seed in range(3))

@@ -35,6 +35,11 @@ class ReadAhead:
         """The buffers."""
         return [buffer.bytes for buffer in self._buffers]
 
+    @property
+    def expected(self) -> list[int]:
+        """The records that come next, those already read or being read first."""
+        return [*(index for index, _, _ in self._reads), *self._todo]
+
     def follow(self, records: Sequence[int]) -> None:
         """Expect these records next, in this order; what has been read of them already is kept."""
         num_kept = 0
