@@ -127,6 +127,7 @@ FEATURES: dict[str, Feature] = {
         is_rare=True,
     ),
     "everything": Feature(_EVERYTHING, {"checkpoint_every": 1}),
+    "norm_groups": Feature({"norm": "local_batch"}, {"sync_bn_group": 2}, worlds=(4,), is_rare=True),
 }
 
 # fairscale's keys that change how it communicates, dealt in turn. 100 elements: some gradients fit into buffers, others
@@ -177,6 +178,13 @@ class Cell:
             choices = _FAIRSCALE[self.level]
             settings |= choices[(list(FEATURES).index(self.feature) + self.world_size) % len(choices)]
         return settings | FEATURES[self.feature].plan
+
+    @property
+    def num_batches(self) -> int:
+        """Batches whose statistics batch norm keeps apart."""
+        if self.case.norm != "local_batch":
+            return 1
+        return self.world_size // FEATURES[self.feature].plan.get("sync_bn_group", 1)
 
     @property
     def excluded(self) -> str | None:

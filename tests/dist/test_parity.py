@@ -79,8 +79,7 @@ def _streams(cell: Cell) -> AbstractContextManager[None]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("cell", RUN, ids=str)
 def test_equals_plain_torch(cell: Cell) -> None:
-    outcome, case = _outcome(cell), cell.case
-    num_ranks = cell.world_size if case.norm == "local_batch" else 1
+    outcome, case, num_ranks = _outcome(cell), cell.case, cell.num_batches
     if FEATURES[cell.feature].compares == "scales":
         reference = _reference(case, num_ranks)
         assert outcome.scales == reference.scales
