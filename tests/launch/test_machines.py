@@ -20,6 +20,7 @@ from tests.launch.test_local_launch import SABOTEUR
 pytestmark = pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2, for network namespaces"
 )
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 16
 SMALL = [
     "config=quickstart/swav_digits",
@@ -118,6 +119,30 @@ def test_two_machines_train_what_one_does(machines, tmp_path):
     print(f"largest difference between two machines and one: {worst:.1e}")
     assert worst < 1e-10
     assert (tmp_path / ".vissl_zero/secret").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_so_do_two_machines_under_torchrun(machines, tmp_path):
+    """Both machines have one hostname here, which resolves to a loopback address: the interface must be found."""
+    words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "10.77.0.1"]
+    words += ["--master-port", "29600"]
+    rest = [str(ROOT / "tools/run_distributed.py"), *SMALL, "config.TRAINER.MAX_STEPS=3"]
+    rest.append(f"config.CHECKPOINT.DIR={tmp_path}/run")
+    processes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, *words, "--node-rank", str(index), *rest],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        for index, name in enumerate(machines)
+    ]
+    for code, out in ends(processes, 150):
+        assert code == 0, out
+    assert differs_from_one_machine(tmp_path, 3) < 1e-10
 
 
 @pytest.mark.slow

@@ -8,22 +8,19 @@ nobody.
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import socket
-import struct
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure
+from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError
 from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client
 
@@ -254,27 +251,3 @@ def end_children() -> None:
             # "pid (name) state parent ...", and a name may hold anything
             if status.read_text().rpartition(")")[2].split()[1] == own:
                 os.kill(int(status.parent.name), signal.SIGKILL)
-
-
-def interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface through which ``host`` is reached, or None if that cannot be found out."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket: nothing is sent
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    return next((name for name, address in interfaces().items() if address == own), None)
-
-
-def interfaces() -> Mapping[str, str]:
-    """IPv4 address of each network interface that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack("256s", name.encode()[:15]))
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, bytes(request))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found

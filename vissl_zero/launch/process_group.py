@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client, NetworkStore
 
 STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"  # set by launch/local.py: a file in a folder only this user can enter
@@ -34,6 +35,8 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         store = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
     elif path := os.environ.get(STORE_PATH_VARIABLE):
         store = dist.FileStore(path, world_size)
+    else:
+        _choose_interface(world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -47,3 +50,12 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
     yield
     dist.barrier()  # nobody closes connections that a slower rank still uses
     dist.destroy_process_group()
+
+
+def _choose_interface(world_size: int) -> None:
+    """Under torchrun on several machines: let gloo use the interface that leads to the first, unless the user says."""
+    master, is_alone = os.environ.get("MASTER_ADDR"), world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if master is None or is_alone or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if interface := interface_towards(master, int(os.environ.get("MASTER_PORT", "1"))):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface

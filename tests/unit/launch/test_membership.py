@@ -14,8 +14,9 @@ import pytest
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch import membership as membership_module
 from vissl_zero.launch.failure import Failure
+from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
-from vissl_zero.launch.membership import Membership, Place, interface_towards
+from vissl_zero.launch.membership import Membership, Place
 from vissl_zero.launch.network_store import Client, NetworkStore
 from vissl_zero.launch.secret import load_secret
 
