@@ -14,7 +14,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.run import prepare_folder
 from vissl_zero.launch.slurm_note import Submitted, note
-from vissl_zero.launch.slurm_script import parameters, script, submission_folder
+from vissl_zero.launch.slurm_script import code_folder, parameters, script, submission_folder
 from vissl_zero.launch.slurm_task import SlurmTask
 from vissl_zero.launch.snapshot import snapshot
 from vissl_zero.launch.submission import private_folder
@@ -37,7 +37,7 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
         prepare_folder(plan, user_yaml).release()  # the job takes the lock when it runs
         folder = private_folder(submission_folder(plan))
         if plan.config["SLURM"]["SNAPSHOT_CODE"]:
-            snapshot(folder, plan.config["IMPORTS"])
+            snapshot(code_folder(plan), plan.config["IMPORTS"])
         job = _hand_in(plan, folder)
     except LaunchError:
         if not existed:

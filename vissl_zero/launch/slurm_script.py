@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ from vissl_zero.config.resolved import ResolvedRun
 def submission_folder(plan: ResolvedRun) -> Path:
     """Where submission files and logs of a run go."""
     return Path(plan.run_dir) / Path(plan.config["SLURM"]["LOG_FOLDER"]).expanduser() / "slurm"
+
+
+def code_folder(plan: ResolvedRun) -> Path:
+    """Where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
+    return submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
 
 
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def _own_code(plan: ResolvedRun) -> list[str]:
     """The command that has the job import the snapshot of the code, if there is one."""
     if not plan.config["SLURM"]["SNAPSHOT_CODE"]:
         return []
-    return [f'export PYTHONPATH={shlex.quote(str(submission_folder(plan) / "code"))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _procs_per_task(plan: ResolvedRun) -> int:

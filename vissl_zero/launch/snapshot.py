@@ -12,13 +12,12 @@ from vissl_zero.errors import LaunchError
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
-def snapshot(folder: Path, imports: Sequence[str]) -> Path:
-    """Copy vissl_zero and the top-level modules of ``imports`` into ``folder/code``; the folder to put on PYTHONPATH.
+def snapshot(code: Path, imports: Sequence[str]) -> None:
+    """Copy vissl_zero and the top-level modules of ``imports`` into the folder ``code``, which goes on PYTHONPATH.
 
     Raises:
         LaunchError: it cannot be written.
     """
-    code = folder / "code"
     try:
         shutil.rmtree(code, ignore_errors=True)
         for name in dict.fromkeys(["vissl_zero", *(module.partition(".")[0] for module in imports)]):
@@ -32,4 +31,3 @@ def snapshot(folder: Path, imports: Sequence[str]) -> Path:
                 shutil.copy(spec.origin, code / Path(spec.origin).name)
     except OSError as error:
         raise LaunchError(f"config.SLURM.SNAPSHOT_CODE: cannot copy the code to {code} ({error.strerror}).") from error
-    return code

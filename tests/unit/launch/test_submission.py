@@ -15,7 +15,8 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch.slurm_script import script
+from vissl_zero.launch.slurm_script import code_folder, script
+from vissl_zero.launch.snapshot import snapshot
 from vissl_zero.launch.submission import private_folder
 
 RECIPE = "quickstart/swav_digits"
@@ -154,3 +155,18 @@ def test_a_sweep_is_as_safe(word, message, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["-m", f"config={RECIPE}", "config.ZERO.LEVEL=0,1", "hydra/launcher=submitit_slurm", word])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_snapshot_has_the_code_and_the_imports(tmp_path, monkeypatch):
+    (tmp_path / "parts_of_mine").mkdir()
+    (tmp_path / "parts_of_mine/__init__.py").write_text("A = 1\n")
+    (tmp_path / "one_file.py").write_text("B = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = planned("config.SLURM.SNAPSHOT_CODE=true", "config.SLURM.SETUP=[module load cuda]")
+    code = tmp_path / "code"
+    snapshot(code, ["parts_of_mine.heads", "one_file", "no_such_module"])
+    names = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
+    assert {"parts_of_mine/__init__.py", "one_file.py", "vissl_zero/launch/slurm.py"} <= names
+    assert not any("__pycache__" in name for name in names)
+    assert f"module load cuda\nexport PYTHONPATH={code_folder(plan)}" in script(plan)
+    assert "export PYTHONPATH" not in script(planned())
