@@ -259,7 +259,10 @@ TRANSFORMS = Registry(
 HOOKS = Registry(
     "hook",
     "config.HOOKS.EXTRA",
-    {"weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the whole weights after every step.")},
+    {
+        "extract_features": ("vissl_zero.evaluation.extraction", "Writes the trunk's features of all images to files."),
+        "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the whole weights after every step."),
+    },
 )
 STRATEGIES = Registry(
     "sharding engine",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
@@ -38,8 +39,13 @@ def test_recipe_resolves(recipe, images):
     for split, part in (("TRAIN", "train"), ("TEST", "test")):
         if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["disk_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
+    if compose(recipe.name).run.MODEL.TRUNK.NAME == "auto":
+        trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
+        (images / "config.resolved.yaml").write_text(yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}}}))
+        overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name
+    assert plan.config["MODEL"]["TRUNK"]["NAME"] in ("regnet", "resnet")
     assert plan.notes == ()
 
 

@@ -23,7 +23,7 @@ KEYS = (Path(__file__).parent / "vissl_keys.txt").read_text().split()
 RECIPE = """# @package _global_
 config:
   VERBOSE: True
-  TEST_ONLY: {test_only}
+  REPRODUCIBILITY: {{CUDDN_DETERMINISTIC: {is_set}}}
   HOOKS: {{PERF_STATS: {{MONITOR_PERF_STATS: True}}, LOG_GPU_STATS: False}}
   DATA:
     TRAIN: {{COLLATE_FUNCTION: multicrop_collator, COPY_TO_LOCAL_DISK: True, DATASET_NAMES: [imagenet1k_folder]}}
@@ -58,10 +58,10 @@ def test_defaults_say_nothing():
 
 @pytest.fixture
 def composed(tmp_path, monkeypatch):
-    def compose(test_only: bool):
+    def compose(is_set: bool):
         path = tmp_path / "configs" / "config" / "extra" / "vissl.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(RECIPE.format(test_only=test_only))
+        path.write_text(RECIPE.format(is_set=is_set))
         monkeypatch.chdir(tmp_path)
         return load("quickstart/swav_digits", ["+config/extra=vissl"])
 
@@ -81,7 +81,8 @@ def test_keys_without_effect_are_accepted_in_a_file_and_listed_once(composed):
 
 def test_keys_that_would_change_the_result_are_refused_by_name(composed):
     said = [str(problem) for problem in problems(composed(True), CPU_HOST)]
-    assert said == ["config.TEST_ONLY: must be False: nothing else is implemented (got True). Leave it out."]
+    key = "config.REPRODUCIBILITY.CUDDN_DETERMINISTIC"
+    assert said == [f"{key}: must be False: nothing else is implemented (got True). Leave it out."]
 
 
 def test_another_collator_is_refused():
@@ -100,5 +101,10 @@ def test_no_key_is_in_both_tables():
 
 
 def test_a_pruned_tree_keeps_what_was_set():
-    tree = {"VERBOSE": True, "TEST_ONLY": False, "SVM": {"loss": "squared_hinge", "dual": False}, "MINE": {"a": {}}}
+    tree = {
+        "VERBOSE": True,
+        "REPRODUCIBILITY": {"CUDDN_DETERMINISTIC": False},
+        "SVM": {"loss": "squared_hinge", "dual": False},
+        "MINE": {"a": {}},
+    }
     assert without_vissl_keys(tree) == {"VERBOSE": True, "SVM": {"dual": False}, "MINE": {"a": {}}}

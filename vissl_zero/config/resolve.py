@@ -11,6 +11,7 @@ from vissl_zero.config.derive.components import head_options, inferred_notes, lo
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import global_batch, placement
 from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.weights import with_trunk_of_weights
 from vissl_zero.config.host import Host, cluster_host, this_host
 from vissl_zero.config.plain_tree import find, leaves, without_vissl_keys
 from vissl_zero.config.resolved import ResolvedRun
@@ -47,6 +48,7 @@ def resolve(
         ConfigError: everything that is wrong, all problems at once.
     """
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
+    cfg = with_trunk_of_weights(cfg)
     host = host or _host(cfg)
     if found := problems(cfg, host):
         raise ConfigError([*found, *broken])
@@ -93,6 +95,10 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
     model, name = tree["MODEL"], cfg.MODEL.TRUNK.NAME
     model["TRUNK"] = {"NAME": name, _TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)}
     model["HEAD"]["PARAMS"] = [[head, options] for head, options in head_options(cfg)]
+    if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
+        model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]
+    if path := cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        model["WEIGHTS_INIT"]["PARAMS_FILE"] = str(Path(path).expanduser().absolute())  # workers may start elsewhere
     loss = cfg.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: loss_options(cfg)}
     return tree

@@ -28,6 +28,8 @@ class RunConfig:
     """Python modules of your own to import, so that they register their components."""
     DRY_RUN: bool = False
     """Check everything, print the plan of the run and start nothing; also written --dry-run."""
+    TEST_ONLY: bool = False
+    """Measure, and train nothing."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
     MODEL: Model = field(default_factory=Model)

@@ -289,12 +289,8 @@ NO_EFFECT: dict[str, Any] = {
         "AMP_PARAMS": {"AMP_TYPE": "pytorch"},
         "SYNC_BN_CONFIG": {"SYNC_BN_TYPE": "pytorch"},
         "ACTIVATION_CHECKPOINTING": {"NUM_ACTIVATION_CHECKPOINTING_SPLITS": 2},
-        "WEIGHTS_INIT": {
-            "STATE_DICT_KEY_NAME": "classy_state_dict",
-            "SKIP_LAYERS": ["num_batches_tracked"],
-            "REMOVE_PREFIX": "",
-            "APPEND_PREFIX": "",
-        },
+        # Features are pooled to vectors in any case.
+        "FEATURE_EVAL_SETTINGS": {"SHOULD_FLATTEN_FEATS": True},
     },
     "LOSS": {"swav_loss": {"output_dir": ".", "queue": {"local_queue_length": 0}}},
     "OPTIMIZER": {"layer_wise_lr_decay": {"decay": 0.9}},

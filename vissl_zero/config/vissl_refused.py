@@ -36,7 +36,6 @@ _SPLIT: dict[str, Any] = {
 }
 
 REFUSED: dict[str, Any] = {
-    "TEST_ONLY": False,
     "REPRODUCIBILITY": {"CUDDN_DETERMINISTIC": False},
     "HOOKS": {"EMA_MODEL": {"ENABLE_EMA_METERS": False}},
     "CHECKPOINT": {"BACKEND": "disk", "APPEND_DISTR_RUN_ID": False, "OVERWRITE_EXISTING": False},
@@ -48,17 +47,11 @@ REFUSED: dict[str, Any] = {
         "MULTI_INPUT_HEAD_MAPPING": [],
         "SINGLE_PASS_EVERY_CROP": False,
         "FEATURE_EVAL_SETTINGS": {
-            "EVAL_MODE_ON": False,
-            "FREEZE_TRUNK_ONLY": False,
             "FREEZE_TRUNK_AND_HEAD": False,
             "EXTRACT_TRUNK_FEATURES_ONLY": False,
-            "EVAL_TRUNK_AND_HEAD": False,
-            "ASSERT_HEAD_LAYER_SHAPE_INIT": True,
-            "SHOULD_FLATTEN_FEATS": True,
             "LINEAR_EVAL_FEAT_POOL_OPS_MAP": [],
         },
         "HEAD": {"PARAMS_MULTIPLIER": 1.0},
-        "WEIGHTS_INIT": {"PARAMS_FILE": ""},
     },
     "LOSS": {"cross_entropy_multiple_output_single_target": {"reduction": "mean"}},
     "OPTIMIZER": {"construct_single_param_group_only": False, "param_group_constructor": "default"},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ResolvedRun
@@ -22,9 +24,15 @@ from vissl_zero.registry import STRATEGIES
 _BEFORE_TRAINING = -1  # in place of an epoch
 
 
-def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, Frozen]:
+def build_run(
+    plan: ResolvedRun, device: torch.device, fill: Callable[[nn.Module], None] | None = None
+) -> tuple[Run, Schedules, Frozen]:
     """Build everything one rank needs. Collective: every rank calls it, after the process group is up.
 
+    Args:
+        plan: of the run.
+        device: of this rank.
+        fill: puts other first weights into the whole model, alike on every rank.
     Raises:
         ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
     """
@@ -41,6 +49,8 @@ def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, 
     )
     model = build_model(plan.config["MODEL"])
     initialize_(model, plan.seed)
+    if fill is not None:
+        fill(model)
     model.to(dtype)
     freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
     groups = param_groups(model, plan.optimizer)
@@ -51,7 +61,7 @@ def build_run(plan: ResolvedRun, device: torch.device) -> tuple[Run, Schedules, 
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device)
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
-    num_steps = loader.steps_per_epoch * plan.num_epochs
+    num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,
         sharded=sharded,

@@ -83,6 +83,10 @@ class KnnHook(Hook):
     def on_end(self, run: Run) -> None:
         if self._index_source is None:
             return
+        if run.num_steps == 0:  # nothing was trained
+            run.results["knn_top1_after"] = run.results["knn_top1_before"]
+            self.neighbours_after = self.neighbours_before
+            return
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
         self.neighbours_after = self._neighbours(measured)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.config.resolve import load_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
@@ -47,7 +48,7 @@ def train_rank(plan: ResolvedRun) -> int:
         stopping.end_at(time.time() + 60 * limit)
     run = None
     try:
-        run, schedules, frozen = build_run(plan, rank_device(plan))
+        run, schedules, frozen = build_run(plan, rank_device(plan), lambda model: load_first_weights(model, plan))
         hooks = with_checkpoints(run, build_hooks(plan))
         if hooks is None:
             return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ class Model(nn.Module):
         trunk: list of R image tensors -> list of R features (b_r, F).
         heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
             given that too (see ``Criterion.probe``).
+
+    Attributes:
+        trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
     """
 
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module]):
         super().__init__()
+        self.trunk_is_frozen = False
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
         self._is_probed = ["probe" in inspect.signature(head.forward).parameters for head in heads]
@@ -42,12 +47,20 @@ class Model(nn.Module):
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
-        features: list[Tensor] = self.trunk(images)
+        with torch.no_grad() if self.trunk_is_frozen else nullcontext():
+            features: list[Tensor] = self.trunk(images)
         if features_only:
             return features
         rows = torch.cat(features)
         heads = zip(self.heads, self._is_probed, strict=True)
         return [head(rows, probe=probe) if is_probed else head(rows) for head, is_probed in heads]
+
+    def train(self, mode: bool = True) -> Model:
+        """Switch between training and evaluation; a frozen trunk stays in evaluation, batch norm included."""
+        super().train(mode)
+        if self.trunk_is_frozen:
+            self.trunk.eval()
+        return self
 
     def units(self) -> list[nn.Module]:
         """What is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
@@ -84,9 +97,13 @@ def build_model(model_config: Mapping[str, Any]) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = _build_trunk(trunk_config)
-        for head_name, options in head_config["PARAMS"]:
+        heads = []
+        for head_name, given in head_config["PARAMS"]:
+            options = _with_width(given, trunk)
             _check_width(head_name, options, trunk)
-        model = Model(trunk, [HEADS.get(head_name).build(**options) for head_name, options in head_config["PARAMS"]])
+            heads.append(HEADS.get(head_name).build(**options))
+        model = Model(trunk, heads)
+    model.trunk_is_frozen = bool(model_config.get("FEATURE_EVAL_SETTINGS", {}).get("FREEZE_TRUNK_ONLY", False))
     for module in model.heads.modules():
         if isinstance(module, _BatchNorm):
             module.eps = float(head_config["BATCHNORM_EPS"])
@@ -105,6 +122,12 @@ def _build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
         options = {key: value for key, value in options.items() if key in own}
     trunk: nn.Module = component.build(**options)
     return trunk
+
+
+def _with_width(options: Mapping[str, Any], trunk: nn.Module) -> Mapping[str, Any]:
+    """Options of a head whose first width, where it is -1, is that of the trunk's features."""
+    dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
+    return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
 def _check_width(name: str, options: Mapping[str, Any], trunk: nn.Module) -> None:

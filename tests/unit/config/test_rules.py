@@ -181,8 +181,16 @@ REFUSALS = {
     "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
     "VISSL's key": (
-        {"MODEL__FEATURE_EVAL_SETTINGS__EVAL_MODE_ON": True},
-        "config.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON: must be False: nothing else is implemented (got True)",
+        {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
+        "EXTRACT_TRUNK_FEATURES_ONLY: must be False: nothing else is implemented (got True)",
+    ),
+    "frozen trunk outside evaluation": (
+        {"MODEL__FEATURE_EVAL_SETTINGS__FREEZE_TRUNK_ONLY": True},
+        "config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY: needs EVAL_MODE_ON",
+    ),
+    "weights that are not there": (
+        {"MODEL__WEIGHTS_INIT__PARAMS_FILE": "/none.torch"},
+        "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name a run folder, a checkpoint or a file of weights that exists",
     ),
 }
 

@@ -25,7 +25,7 @@ class Trunk:
     """``MODEL.TRUNK``: from images to features."""
 
     NAME: str = "resnet"
-    """Trunk: regnet, resnet or one of your own."""
+    """Trunk: regnet, resnet or one of your own; auto: that of the run that WEIGHTS_INIT.PARAMS_FILE is of."""
     REGNET: RegNetBlock = field(default_factory=RegNetBlock)
     """Keys of the regnet trunk."""
     RESNETS: ResNetConfig = field(default_factory=ResNetConfig)
@@ -81,6 +81,37 @@ class GradClip:
     """Largest global L2 norm."""
 
 
+@dataclass
+class WeightsInit:
+    """``MODEL.WEIGHTS_INIT``: weights to begin with."""
+
+    PARAMS_FILE: str = ""
+    """A run folder, a checkpoint, safetensors, or a file of torch.save (VISSL's layouts, state dicts); never run."""
+    STATE_DICT_KEY_NAME: str = "classy_state_dict"
+    """Where a file of torch.save holds the weights, dots between; classy_state_dict or empty: found by itself."""
+    SKIP_LAYERS: list[str] = field(default_factory=lambda: ["num_batches_tracked"])
+    """Tensors whose name contains one of these are left as they begin."""
+    REMOVE_PREFIX: str = ""
+    """Taken off the names in the file that begin with it."""
+    APPEND_PREFIX: str = ""
+    """Put before all names in the file, after REMOVE_PREFIX."""
+
+
+@with_vissl_keys("MODEL.FEATURE_EVAL_SETTINGS")
+@dataclass
+class FeatureEvalSettings:
+    """``MODEL.FEATURE_EVAL_SETTINGS``: what of the model a benchmark trains and takes from WEIGHTS_INIT."""
+
+    EVAL_MODE_ON: bool = False
+    """Take the trunk alone from WEIGHTS_INIT; heads begin anew."""
+    FREEZE_TRUNK_ONLY: bool = False
+    """Train the heads alone: the trunk keeps its weights and is in evaluation mode (needs EVAL_MODE_ON)."""
+    EVAL_TRUNK_AND_HEAD: bool = False
+    """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too."""
+    ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True
+    """Refuse weights of a head that have another shape; off: those begin anew."""
+
+
 @with_vissl_keys("MODEL")
 @dataclass
 class Model:
@@ -102,6 +133,10 @@ class Model:
     """VISSL's switch for ZeRO level 3, and what goes with it."""
     GRAD_CLIP: GradClip = field(default_factory=GradClip)
     """Gradient clipping."""
+    WEIGHTS_INIT: WeightsInit = field(default_factory=WeightsInit)
+    """Weights to begin with."""
+    FEATURE_EVAL_SETTINGS: FeatureEvalSettings = field(default_factory=FeatureEvalSettings)
+    """What a benchmark trains."""
     NON_TRAINABLE_PARAMS: list[str] = field(default_factory=list)
     """Full names of parameters that are never trained."""
     TEMP_FROZEN_PARAMS_ITER_MAP: list[Any] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS
@@ -90,8 +91,8 @@ def _dims(name: str, options: Mapping[str, Any]) -> list[Problem]:
     if name not in ("mlp", "swav_head"):
         return []
     found, dims = [], list(options["dims"])
-    if len(dims) < 2 or min(dims) < 1:
-        must = "must be two or more widths, from the trunk's features to the outputs"
+    if len(dims) < 2 or min(dims[1:]) < 1 or (dims[0] < 1 and dims[0] != -1):
+        must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
         found.append(Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs]."))
     if name == "swav_head" and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
         got = str(list(options["num_clusters"]))
@@ -110,4 +111,23 @@ def batch_norm(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-RULES = (trunk, regnet, resnet, heads, batch_norm)
+def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Settings of evaluation need their mode, as in VISSL, where they would be ignored without it."""
+    settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
+    if settings.EVAL_MODE_ON:
+        return []
+    names = ("FREEZE_TRUNK_ONLY", "EVAL_TRUNK_AND_HEAD")
+    fix = f"Write {key}.EVAL_MODE_ON=true."
+    return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
+
+
+def weights(cfg: RunConfig, host: Host) -> Problem | None:
+    """The weights to begin with are there."""
+    path = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
+    if not path or Path(path).expanduser().exists():
+        return None
+    must = "must name a run folder, a checkpoint or a file of weights that exists"
+    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
+
+
+RULES = (trunk, regnet, resnet, heads, batch_norm, evaluation, weights)

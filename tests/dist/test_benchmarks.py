@@ -1,0 +1,138 @@
+"""Linear probes and feature files: the same trunk, classifier and features at every level and number of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import run_on_ranks
+from tests.unit.commands.example_checkpoint import state_of, write_checkpoint
+from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
+from vissl_zero.checkpoint.first_weights import load_first_weights
+from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
+from vissl_zero.errors import CheckpointError, DataError
+from vissl_zero.evaluation import extraction
+from vissl_zero.evaluation.accuracy import AccuracyHook
+from vissl_zero.evaluation.extraction import ExtractFeatures
+from vissl_zero.evaluation.feature_files import read_features
+from vissl_zero.evaluation.features import extract_features
+from vissl_zero.models.init import initialize_
+from vissl_zero.models.model import build_model
+
+
+def _config(weights: str, **settings: Any) -> dict[str, Any]:
+    config = make_config()
+    config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [-1, 10]}]]
+    config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] = weights
+    config["MODEL"]["FEATURE_EVAL_SETTINGS"] |= {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True, **settings}
+    config["MODEL"]["NON_TRAINABLE_PARAMS"] = ["trunk"]  # as resolved
+    return config
+
+
+def _probe(level: int, world_size: int, weights: str, folder: str) -> tuple[dict[str, Tensor], Any, Tensor]:
+    """Train a linear probe; whole weights at the end (on rank 0), results, features of TRAIN."""
+    plan = make_plan(_config(weights), folder=folder, level=level, world_size=world_size, max_steps=6)
+    extraction._ROWS_PER_SHARD = 16
+    run, schedules, frozen = build_run(plan, torch.device("cpu"), lambda model: load_first_weights(model, plan))
+    train(run, schedules, frozen, [AccuracyHook(), ExtractFeatures()])
+    images, _ = build_eval_images(plan.config["DATA"], plan.seed)
+    rows = extract_features(run, images).rows
+    return run.sharded.full_state(), run.results, rows
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of three ranks, with a SwAV head and running statistics that are not as new."""
+    config = make_config()
+    config["MODEL"]["HEAD"]["PARAMS"] = [["swav_head", {"dims": [32, 8], "num_clusters": [5]}]]
+    model = build_model(config["MODEL"])
+    initialize_(model, seed=11)
+    for index, (name, buffer) in enumerate(model.named_buffers()):
+        if "running" in name:
+            buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(index)) + 0.5)
+    folder = tmp_path_factory.mktemp("pretrained")
+    write_checkpoint(folder, state_of(model))
+    return folder, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def alone(pretrained, tmp_path_factory):
+    """The probe in one process without sharding."""
+    folder = tmp_path_factory.mktemp("alone")
+    (result,) = run_on_ranks(1, _probe, 0, 1, str(pretrained[0]), str(folder))
+    return (*result, folder)
+
+
+@pytest.mark.parametrize(("level", "world_size"), [(0, 2), (1, 2), (2, 2), (3, 2)])
+def test_a_probe_is_the_same_at_every_level(level, world_size, pretrained, alone, tmp_path):
+    state, results, rows, folder = alone
+    weights, trained = str(pretrained[0]), pretrained[1]
+    ranks = run_on_ranks(world_size, _probe, level, world_size, weights, str(tmp_path))
+    found = ranks[0][0]
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-10)
+        if name.startswith("trunk."):
+            assert torch.equal(tensor, trained[name].to(tensor.dtype)), name
+    assert not torch.equal(found["heads.0.clf.0.weight"], torch.zeros_like(found["heads.0.clf.0.weight"]))
+    for _, other, features in ranks:
+        assert other["top1"] == results["top1"]
+        torch.testing.assert_close(features, rows, rtol=0, atol=1e-10)
+    for split, count in (("TRAIN", NUM_TRAIN), ("TEST", NUM_TEST)):
+        here, there = read_features(tmp_path, split), read_features(folder / "features", split)
+        assert here.rows.shape == (count, 32) and here.images == there.images and here.class_names == there.class_names
+        torch.testing.assert_close(here.rows, there.rows, rtol=0, atol=1e-10)
+        assert torch.equal(here.labels, there.labels)
+    assert torch.equal(read_features(tmp_path).rows, ranks[0][2])
+    assert len(json.loads((tmp_path / "features" / "TRAIN.json").read_text())["shards"]) > world_size  # in pieces
+
+
+def test_features_that_are_not_whole_are_refused(alone, tmp_path):
+    folder = tmp_path / "features"
+    shutil.copytree(alone[3] / "features", folder)
+    index = json.loads((folder / "TEST.json").read_text())
+    first = next(iter(index["shards"]))
+    del index["shards"][first]
+    (folder / "TEST.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="lacks images of TEST"):
+        read_features(tmp_path, "TEST")
+    (folder / first).unlink()
+    (folder / "TEST.json").unlink()
+    with pytest.raises(DataError, match="no readable features of TEST"):
+        read_features(tmp_path, "TEST")
+
+
+def _load(config: dict[str, Any]) -> dict[str, Tensor]:
+    model = build_model(config["MODEL"])
+    initialize_(model, seed=3)
+    load_first_weights(model, make_plan(config))
+    return model.state_dict()
+
+
+def test_what_is_taken_and_what_must_fit(pretrained, capsys):
+    folder, trained = pretrained
+    swav = [["swav_head", {"dims": [32, 8], "num_clusters": [5]}]]
+    whole = _config(str(folder), EVAL_MODE_ON=False, FREEZE_TRUNK_ONLY=False)
+    whole["MODEL"]["HEAD"]["PARAMS"] = swav
+    state = _load(whole)
+    counters = {name for name in trained if name.endswith("num_batches_tracked")}
+    assert all(torch.equal(state[name], trained[name]) for name in trained.keys() - counters)
+    assert "Beginning with" in capsys.readouterr().out
+    trunk_only = _config(str(folder))
+    trunk_only["MODEL"]["HEAD"]["PARAMS"] = swav
+    assert not torch.equal(_load(trunk_only)["heads.0.prototypes0.weight"], trained["heads.0.prototypes0.weight"])
+    whole["MODEL"]["HEAD"]["PARAMS"] = [["swav_head", {"dims": [32, 8], "num_clusters": [7]}]]
+    with pytest.raises(CheckpointError, match=r"heads.0.prototypes0.weight \[5, 8\] in the file, \[7, 8\] here"):
+        _load(whole)
+    whole["MODEL"]["FEATURE_EVAL_SETTINGS"]["ASSERT_HEAD_LAYER_SHAPE_INIT"] = False
+    assert torch.equal(_load(whole)["trunk.stem.0.weight"], trained["trunk.stem.0.weight"])
+    trunk_only["MODEL"]["TRUNK"]["REGNET"]["stem_width"] = 16
+    with pytest.raises(CheckpointError, match=r"does not fit the model: trunk.stages.0.0.0.f.a.0.weight"):
+        _load(trunk_only)

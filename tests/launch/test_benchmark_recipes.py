@@ -1,0 +1,40 @@
+"""The benchmark recipes for real: on a checkpoint of the quickstart at level 3, at other levels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vissl_zero.evaluation.feature_files import read_features
+
+
+def run(*words: str) -> str:
+    command = [sys.executable, "-m", "vissl_zero.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_benchmarks_of_a_checkpoint(tmp_path):
+    trained = tmp_path / "trained"
+    small = ["config.DATA.TRAIN.DATA_LIMIT=320", "config.DATA.TEST.DATA_LIMIT=90"]
+    run("config=quickstart/swav_digits", "config.TRAINER.MAX_STEPS=4", *small, f"config.CHECKPOINT.DIR={trained}")
+    (trained / "weights.safetensors").unlink()
+    figures = {}
+    for name, level, ranks in (("knn", 0, 1), ("linear", 3, 2), ("extract_features", 2, 2)):
+        words = [f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={trained}", f"config.CHECKPOINT.DIR={tmp_path}/{name}"]
+        words += [f"config.ZERO.LEVEL={level}", f"config.DISTRIBUTED.NUM_PROC_PER_NODE={ranks}"]
+        said = run(f"config=benchmark/{name}", *words, *small)
+        assert "(a checkpoint of vissl_zero)" in said
+        figures[name] = json.loads((tmp_path / name / "summary.json").read_text())
+    after = json.loads((trained / "summary.json").read_text())["knn_top1_after"]
+    assert figures["knn"]["knn_top1_after"] == pytest.approx(after, abs=2 / 90)  # kernels differ with the batch
+    assert figures["knn"]["num_steps"] == 0 and not (tmp_path / "knn" / "checkpoints").exists()
+    assert figures["linear"]["top1"] > 0.3
+    features = read_features(tmp_path / "extract_features")
+    assert features.rows.shape == (320, 64) and len(set(features.images)) == 320

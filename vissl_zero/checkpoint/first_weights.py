@@ -1,0 +1,64 @@
+"""``MODEL.WEIGHTS_INIT``: weights of another run, or from elsewhere, to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich
+import torch
+from torch import nn
+
+from vissl_zero import collectives
+from vissl_zero.checkpoint.foreign_layouts import read_foreign
+from vissl_zero.checkpoint.matching import Match, match
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.errors import CheckpointError
+
+_FOUND_BY_ITSELF = ("classy_state_dict", "")
+
+
+@torch.no_grad()
+def load_first_weights(model: nn.Module, plan: ResolvedRun) -> None:
+    """Fill ``model`` from ``WEIGHTS_INIT.PARAMS_FILE``, if it is given; rank 0 says what did not match.
+
+    Every rank reads the file for itself. In evaluation mode (``FEATURE_EVAL_SETTINGS``) heads are left as they are.
+
+    Args:
+        model: whole and unsharded, on the CPU.
+        plan: of the run.
+    Raises:
+        CheckpointError: the file is unreadable, damaged or refused, or the trunk would not be complete.
+    """
+    options, settings = plan.config["MODEL"]["WEIGHTS_INIT"], plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+    if not options["PARAMS_FILE"]:
+        return
+    key = options["STATE_DICT_KEY_NAME"]
+    foreign = read_foreign(Path(options["PARAMS_FILE"]), "" if key in _FOUND_BY_ITSELF else key)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wants_heads = not settings["EVAL_MODE_ON"] or settings["EVAL_TRUNK_AND_HEAD"]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    prefixes = options["REMOVE_PREFIX"], options["APPEND_PREFIX"]
+    found = match(foreign, shapes, *prefixes, skip=[*options["SKIP_LAYERS"], *([] if wants_heads else ["heads."])])
+    _require(found, options["PARAMS_FILE"], wants_heads and settings["ASSERT_HEAD_LAYER_SHAPE_INIT"])
+    for entry in found.entries:
+        tensors[entry.key].copy_(entry.read())
+    if collectives.rank() == 0:
+        _say(f"Beginning with {len(found.entries)} tensors of {options['PARAMS_FILE']} ({foreign.layout}).")
+        for sentence in found.sentences():
+            _say(sentence)
+
+
+def _require(found: Match, path: str, heads_must_fit: bool) -> None:
+    wrong = found.lacks("trunk") + (sorted(n for n in found.other_shape if n.startswith("heads.")) * heads_must_fit)
+    if wrong or not found.entries:
+        some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        about = "\n".join(found.sentences())
+        raise CheckpointError(
+            f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} does not fit the model: {some or 'no tensor matches'}. "
+            "Correct config.MODEL.TRUNK (auto: that of the run the weights are of) or the heads, or leave tensors out "
+            f"with SKIP_LAYERS.\n{about}"
+        )
+
+
+def _say(line: str) -> None:
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
