@@ -39,9 +39,12 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest_checkpoint(path: str | Path) -> Checkpoint:
+def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None) -> Checkpoint:
     """The checkpoint at ``path``, or, for a run folder, its newest that opens.
 
+    Args:
+        path: of either.
+        passed_over: gets a sentence for each newer one that does not open.
     Raises:
         CheckpointError: there is none; the message says why each that is there does not open.
     """
@@ -57,6 +60,8 @@ def newest_checkpoint(path: str | Path) -> Checkpoint:
             return open_checkpoint(candidate)
         except CheckpointError as error:
             reasons.append(str(error))
+            if passed_over is not None:
+                passed_over.append(str(error))
     raise CheckpointError(f"{path} holds no checkpoint that opens:\n" + "\n".join(reasons))
 
 

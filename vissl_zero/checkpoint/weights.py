@@ -101,10 +101,13 @@ class Weights:
         self.close()
 
 
-def open_store(path: str | Path) -> Checkpoint | WeightsFile:
+def open_store(path: str | Path, passed_over: list[str] | None = None) -> Checkpoint | WeightsFile:
     """What a user points at: a checkpoint, a run folder (its newest checkpoint that opens, else the weights written at
     its end), or a safetensors file.
 
+    Args:
+        path: of any of these.
+        passed_over: gets a sentence for each newer checkpoint of the run folder that does not open.
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
@@ -113,7 +116,7 @@ def open_store(path: str | Path) -> Checkpoint | WeightsFile:
         raise CheckpointError(f"There is no {path}. Give a run folder, a checkpoint folder or a safetensors file.")
     if path.is_dir():
         if (path / MANIFEST_NAME).exists() or find_checkpoints(path):
-            return newest_checkpoint(path)
+            return newest_checkpoint(path, passed_over)
         if (path / WEIGHTS_FILE).is_file():
             return WeightsFile(path / WEIGHTS_FILE)
         raise CheckpointError(
@@ -138,9 +141,9 @@ def weights_of(store: Checkpoint | WeightsFile) -> Weights:
     )
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Path, passed_over: list[str] | None = None) -> Weights:
     """The model in whatever ``path`` is; see ``open_store``."""
-    return weights_of(open_store(path))
+    return weights_of(open_store(path, passed_over))
 
 
 def is_torch_file(path: Path) -> bool:

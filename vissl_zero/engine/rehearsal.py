@@ -76,6 +76,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
     schedules = Schedules(plan, groups, loader.steps_per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
+    end = 0 if plan.config["TEST_ONLY"] else end
     return Rehearsal(
         plan=plan,
         forecast=found,
@@ -86,7 +87,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
         num_steps=end,
         lr_first=rates[0],
         lr_peak=max(rates),
-        lr_last=schedules.lr(end - 1),
+        lr_last=schedules.lr(max(end - 1, 0)),
     )
 
 

@@ -14,14 +14,20 @@ from vissl_zero.losses.cross_entropy import CrossEntropy
 class AccuracyHook(Hook):
     """Adds ``top1`` (0 to 1) of the first head on TEST's images to the results of a run trained with cross-entropy.
 
-    None where TEST has no images or no labels; nothing is added for other losses.
+    None where TEST has no images or no labels; nothing is added for other losses, or where nothing was trained and the
+    heads are as new.
     """
 
     def on_end(self, run: Run) -> None:
-        if not isinstance(run.criterion, CrossEntropy):
+        if not isinstance(run.criterion, CrossEntropy) or (run.num_steps == 0 and _heads_are_new(run)):
             return
         _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
         run.results["top1"] = None if images is None else top1(run, images, run.criterion.ignore_index)
+
+
+def _heads_are_new(run: Run) -> bool:
+    settings = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+    return bool(settings["EVAL_MODE_ON"] and not settings["EVAL_TRUNK_AND_HEAD"])
 
 
 def top1(run: Run, images: EvalImages, ignored_label: int) -> float | None:

@@ -38,4 +38,6 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(TensorBoard())
     if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
-    return [*hooks, WeightsFile(), PeakMemory(), Summary(), ReportImage(knn)]
+    if not plan.config["TEST_ONLY"]:
+        hooks.append(WeightsFile())
+    return [*hooks, PeakMemory(), Summary(), ReportImage(knn)]

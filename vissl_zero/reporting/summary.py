@@ -73,6 +73,8 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
     rows.add_column(overflow="fold")
     for name, text in _lines(run, summary):
         rows.add_row(name, text)
+    if not summary["num_steps"]:  # nothing was trained, so nothing of it was measured
+        return Group(Text(), rows, Text())
     return Group(Text(), rows, Text(), _memory(run, summary["bytes_per_rank"]), Text())
 
 
@@ -83,15 +85,16 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["knn_top1_after"] is not None:
         before, after = percent(summary["knn_top1_before"]), percent(summary["knn_top1_after"])
         raw = summary.get("knn_top1_raw_pixels")
-        lines.append(("kNN top-1", f"{before} -> {after}" + (f"  (raw pixels {percent(raw)})" if raw else "")))
+        figures = f"{before} -> {after}" if summary["num_steps"] else after
+        lines.append(("kNN top-1", figures + (f"  (raw pixels {percent(raw)})" if raw else "")))
     if "top1" in summary:
         lines.append(("top-1", percent(summary["top1"])))
-    speed = figure_text(summary["images_per_s"], 4)
-    steps = f"{summary['num_steps']} steps of {run.plan.global_batch} images"
+    if summary["num_steps"]:
+        speed, steps = figure_text(summary["images_per_s"], 4), summary["num_steps"]
+        lines.append(("speed", f"{speed} images/s, {steps} steps of {run.plan.global_batch} images"))
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     return [
         *lines,
-        ("speed", f"{speed} images/s, {steps}"),
         ("sharding", f"ZeRO level {summary['level']}, {summary['engine']} engine, {ranks} on {run.device.type}"),
         ("run folder", str(run.folder)),
     ]

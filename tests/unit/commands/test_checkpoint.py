@@ -71,6 +71,9 @@ def test_verify_names_what_is_torn(run, model, capsys):
     data.write_bytes(content[:-10])
     assert call("verify", folder) == 1
     assert "rank00001.safetensors" in capsys.readouterr().out
+    assert call("inspect", run) == 0
+    text = capsys.readouterr().out
+    assert "passed over: " in text and "rank00001.safetensors" in text and "step        4" in text
     (folder / "manifest.json").unlink()
     assert call("verify", folder) == 1
     assert "manifest.json cannot be read" in capsys.readouterr().out

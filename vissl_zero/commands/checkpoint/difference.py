@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from vissl_zero.checkpoint.comparison import TensorDifference, compare, facts_that_differ, settings_that_differ
 from vissl_zero.checkpoint.reader import Checkpoint
-from vissl_zero.checkpoint.weights import config_of, open_store
+from vissl_zero.checkpoint.weights import config_of
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say, table
+from vissl_zero.commands.checkpoint.printing import opened, say, table
 from vissl_zero.errors import ConfigError
 
 _MOST_ROWS = 40
@@ -32,8 +32,8 @@ def diff(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.tolerance >= 0:
         raise ConfigError(f"{parser.prog}: --tolerance must be 0 or more (got {options.tolerance}).")
-    a = open_store(options.a)
-    b = open_store(options.b)
+    a = opened(options.a)
+    b = opened(options.b)
     most = None if options.all else _MOST_ROWS
     try:
         say(f"A {a.path}\nB {b.path}")

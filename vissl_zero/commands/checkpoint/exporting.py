@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vissl_zero.checkpoint.export import NAMES, PARTS
 from vissl_zero.checkpoint.export import export as write_export
-from vissl_zero.checkpoint.weights import open_weights
+from vissl_zero.checkpoint.weights import weights_of
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say, size
+from vissl_zero.commands.checkpoint.printing import opened, say, size
 
 _DESCRIPTION = """\
 Write the model of a checkpoint as one file, one tensor in memory at a time. Data are checked against their checksums
@@ -37,7 +37,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--names", choices=NAMES, default="own", help="whose names (own)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(arguments)
-    with open_weights(options.path) as weights:
+    with weights_of(opened(options.path)) as weights:
         done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
         say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {size(done.num_bytes)}")
     if done.left_out:

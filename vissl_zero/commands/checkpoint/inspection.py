@@ -9,15 +9,16 @@ from typing import Any
 from vissl_zero.checkpoint.comparison import settings_that_differ
 from vissl_zero.checkpoint.manifest import TensorInfo
 from vissl_zero.checkpoint.reader import Checkpoint
-from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store
+from vissl_zero.checkpoint.weights import WeightsFile, config_of
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say, size, table
+from vissl_zero.commands.checkpoint.printing import opened, say, size, table
 from vissl_zero.config.plain_tree import without_vissl_keys
 from vissl_zero.config.run import RunConfig
 
 _KINDS = {
     "model": "parameters",
     "buffer": "buffers",
+    "average": "running average of parameters",
     "optimizer": "optimizer state",
     "criterion": "state of the loss",
     "of_rank": "of single ranks",
@@ -31,7 +32,7 @@ def inspect(arguments: Sequence[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--config", action="store_true", help="list every setting, those at their defaults too")
     options = parser.parse_args(arguments)
-    store = open_store(options.path)
+    store = opened(options.path)
     try:
         _facts(store)
         _bytes(store)

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vissl_zero.checkpoint.reader import Checkpoint
+from vissl_zero.checkpoint.weights import WeightsFile, open_store
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -38,6 +41,15 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: S
 def say(text: object, style: str = "") -> None:
     """Print one line of text, whatever is in it."""
     console().print(Text(printable(text), style=style))
+
+
+def opened(path: str) -> Checkpoint | WeightsFile:
+    """What ``path`` names, after saying which newer checkpoints do not open."""
+    passed_over: list[str] = []
+    store = open_store(path, passed_over)
+    for reason in passed_over:
+        say(f"passed over: {reason}")
+    return store
 
 
 def printable(value: object) -> str:
