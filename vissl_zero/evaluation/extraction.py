@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import rich
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,10 @@ class ExtractFeatures(Hook):
             split: self._extract(run, split, s) for split, s in (("TRAIN", train), ("TEST", test)) if s is not None
         }
         run.results["features_extracted"] = counts
+        if run.is_main:
+            said = ", ".join(f"{count} images of {split}" for split, count in counts.items())
+            line = f"Features of {said}: {run.folder / FOLDER}"
+            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Collective."""

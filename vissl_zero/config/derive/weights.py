@@ -35,6 +35,8 @@ def with_trunk_of_weights(cfg: RunConfig) -> RunConfig:
     if not path:
         fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
         raise ConfigError([Problem(_KEY, AUTO, "needs weights to begin with", fix)])
+    if problem := missing_weights(path):
+        raise ConfigError([problem])
     saved = _saved_trunk(Path(path).expanduser())
     if saved is None:
         fix = "Write the trunk, regnet or resnet, and its keys."
@@ -47,6 +49,14 @@ def with_trunk_of_weights(cfg: RunConfig) -> RunConfig:
     if isinstance(saved.get("PARAMS"), Mapping):
         filled["PARAMS"] = dict(saved["PARAMS"])
     return replace(cfg, MODEL=replace(cfg.MODEL, TRUNK=replace(own, **filled)))
+
+
+def missing_weights(path: str) -> Problem | None:
+    """A problem if PARAMS_FILE names what does not exist."""
+    if not path or Path(path).expanduser().exists():
+        return None
+    must = "must name a run folder, a checkpoint or a file of weights that exists"
+    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
 
 
 def _known(given: Mapping[Any, Any], block: type[RegNetBlock] | type[ResNetConfig]) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS
 from vissl_zero.config.derive.components import trunk_options
+from vissl_zero.config.derive.weights import missing_weights
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.rules.limits import at_least, one_of
@@ -123,11 +123,7 @@ def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
 
 def weights(cfg: RunConfig, host: Host) -> Problem | None:
     """The weights to begin with are there."""
-    path = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
-    if not path or Path(path).expanduser().exists():
-        return None
-    must = "must name a run folder, a checkpoint or a file of weights that exists"
-    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
+    return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
 RULES = (trunk, regnet, resnet, heads, batch_norm, evaluation, weights)
