@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -37,9 +38,12 @@ def _config(weights: str, **settings: Any) -> dict[str, Any]:
     return config
 
 
-def _probe(level: int, world_size: int, weights: str, folder: str) -> tuple[dict[str, Tensor], Any, Tensor]:
+def _probe(
+    level: int, world_size: int, weights: str, folder: str, engine: str = "torch"
+) -> tuple[dict[str, Tensor], Any, Tensor]:
     """Train a linear probe; whole weights at the end (on rank 0), results, features of TRAIN."""
     plan = make_plan(_config(weights), folder=folder, level=level, world_size=world_size, max_steps=6)
+    plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, engine=engine))
     extraction._ROWS_PER_SHARD = 16
     run, schedules, frozen = build_run(plan, torch.device("cpu"), lambda model: load_first_weights(model, plan))
     train(run, schedules, frozen, [AccuracyHook(), ExtractFeatures()])
@@ -71,17 +75,21 @@ def alone(pretrained, tmp_path_factory):
     return (*result, folder)
 
 
-@pytest.mark.parametrize(("level", "world_size"), [(0, 2), (1, 2), (2, 2), (3, 2)])
-def test_a_probe_is_the_same_at_every_level(level, world_size, pretrained, alone, tmp_path):
+@pytest.mark.parametrize(("level", "engine"), [*((level, "torch") for level in range(4)), (2, "fairscale")])
+def test_a_probe_is_the_same_at_every_level(level, engine, pretrained, alone, tmp_path):
+    world_size = 2
     state, results, rows, folder = alone
     weights, trained = str(pretrained[0]), pretrained[1]
-    ranks = run_on_ranks(world_size, _probe, level, world_size, weights, str(tmp_path))
+    ranks = run_on_ranks(world_size, _probe, level, world_size, weights, str(tmp_path), engine)
     found = ranks[0][0]
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-10)
         if name.startswith("trunk."):
             assert torch.equal(tensor, trained[name].to(tensor.dtype)), name
-    assert not torch.equal(found["heads.0.clf.0.weight"], torch.zeros_like(found["heads.0.clf.0.weight"]))
+    untrained = build_model(_config(weights)["MODEL"])
+    initialize_(untrained, seed=3)
+    moved = found["heads.0.clf.0.weight"] - untrained.get_parameter("heads.0.clf.0.weight").detach()
+    assert float(moved.abs().max()) > 1e-3
     for _, other, features in ranks:
         assert other["top1"] == results["top1"]
         torch.testing.assert_close(features, rows, rtol=0, atol=1e-10)
