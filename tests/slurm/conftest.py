@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,15 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="the cluster of tests/slurm/cluster.sh is not up"))
 
 
+def jobs_of(folder: Path) -> dict[str, str]:
+    """Jobs in the queue that were submitted from a folder: id -> name and state. Others may use the cluster too."""
+    answer = subprocess.run(["squeue", "-h", "-o", "%A|%Z|%j %T"], capture_output=True, text=True, check=False).stdout
+    rows = [line.split("|") for line in answer.splitlines()]
+    return {row[0]: row[2] for row in rows if len(row) == 3 and Path(row[1]).is_relative_to(folder)}
+
+
 @pytest.fixture(autouse=True)
-def _empty_queue() -> Iterator[None]:
+def _empty_queue(tmp_path: Path) -> Iterator[None]:
     """Whatever a test leaves in the queue is its failure, and nobody else's."""
     yield
-    left = subprocess.run(["squeue", "-h", "-o", "%A %j %T"], capture_output=True, text=True, check=False).stdout
+    left = jobs_of(tmp_path)
     if left:
-        subprocess.run(["scancel", f"--user={os.environ.get('USER', 'root')}"], check=False)
-        for _ in range(100):
-            if not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=False).stdout:
-                break
+        subprocess.run(["scancel", *left], check=False)
+        deadline = time.monotonic() + 20
+        while jobs_of(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.2)
-    assert not left, f"left in the queue:\n{left}"
+    assert not left, f"left in the queue: {left}"

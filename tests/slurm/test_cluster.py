@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.slurm.conftest import jobs_of
+
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 40
 PACE = '''
@@ -267,7 +269,7 @@ def test_what_the_cluster_cannot_do_is_refused_and_nothing_is_left(override, mes
     done = command(tmp_path, *words)
     assert done.returncode == 2 and message in done.stderr and "Nothing was submitted." in done.stderr
     assert "Traceback" not in done.stderr and not list((tmp_path / "run").glob("*"))
-    assert not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout
+    assert not jobs_of(tmp_path)
 
 
 @pytest.mark.slow
