@@ -1,0 +1,329 @@
+"""What a training step costs at each ZeRO level, beside the best that plain torch and fairscale do.
+
+    python benchmarks/step_cost.py --model mlp --optimizer sgd --ranks 2 --levels 1 2 3
+    python benchmarks/step_cost.py --quick
+
+Every way of training has processes of its own. They take turns: in each round each trains a few steps while the others
+sleep, in an order that changes from round to round, so that whatever the machine does happens to all. A ratio is that
+of two times of one round; its median and quartiles over the rounds are printed. Time, memory and traffic are of one
+run, with the same allocator settings: those that the package's launcher gives to CPU ranks.
+
+Bytes moved are those that cross the loopback interface while a step runs, and what vissl_zero passes through shared
+memory; peak memory is the resident memory of a rank above what it was after imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BASELINE = "DDP"
+# Each level with its peers, in one interleaved run; DDP is in all of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "0": ("DDP", "DDP, bucket views", "vissl_zero level 0"),
+    "1": ("DDP", "DDP + ZeroRedundancyOptimizer", "fairscale OSS + DDP", "vissl_zero level 1"),
+    "2": ("DDP", "fairscale ShardedDDP", "fully_shard, no reshard", "vissl_zero level 2"),
+    "3": ("DDP", "fully_shard", "vissl_zero level 3"),
+}
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "default": {},
+    "eager": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
+    "huge": {
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+        "MALLOC_TRIM_THRESHOLD_": "262144",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    },
+    "huge-4m": {
+        "MALLOC_MMAP_THRESHOLD_": "4194304",
+        "MALLOC_TRIM_THRESHOLD_": "4194304",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    },
+}
+
+
+# --- in a rank ------------------------------------------------------------------------------------------------------
+
+
+def work(system_name: str, model_name: str, optimizer: str) -> None:
+    """Build, then answer requests of the parent: one JSON object a line."""
+    import torch
+    import torch._dynamo  # fully_shard imports it on first use
+    import torch.distributed as dist
+    from step_cost_systems import MODELS, SYSTEMS
+
+    import vissl_zero.own_loop.initialize
+    import vissl_zero.sharding.torch_engine.strategy  # noqa: F401 - imported before memory is measured, like torch
+
+    torch.set_num_threads(1)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of imports
+    imported_bytes = _status_bytes("VmRSS:")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], world), rank=rank, world_size=world)
+    build, make_batch = MODELS[model_name]
+    torch.manual_seed(0)
+    model = build()
+    num_params = sum(param.numel() for param in model.parameters())
+    system = SYSTEMS[system_name](model, optimizer)
+    del model
+    torch.manual_seed(1 + rank)
+    batch = make_batch()
+
+    def step() -> int:
+        system.forward_backward(batch)
+        held = 0 if measured else system.state_bytes()
+        system.update()
+        return held
+
+    measured = False
+    for _ in range(2):
+        state_bytes = step()
+    measured = True
+    print(json.dumps({"num_params": num_params, "state_bytes": state_bytes}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        step()  # wakes the caches up
+        dist.barrier()
+        exchanged, started = system.exchanged_bytes(), time.perf_counter()
+        for _ in range(request["steps"]):
+            step()
+        seconds = (time.perf_counter() - started) / request["steps"]
+        answer = {
+            "seconds": seconds,
+            "peak_bytes": _status_bytes("VmHWM:") - imported_bytes,
+            "exchanged_bytes": (system.exchanged_bytes() - exchanged) / request["steps"],
+        }
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contestant:
+    """The processes of one system, and what they have measured."""
+
+    name: str
+    processes: list[subprocess.Popen[str]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    wire_bytes: list[float] = field(default_factory=list)
+    peak_bytes: float = 0.0
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One line of each rank."""
+        lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
+        if not all(lines):
+            raise SystemExit(f"{self.name}: a rank has ended; its error is above")
+        return [json.loads(line) for line in lines]
+
+    def run(self, steps: int) -> None:
+        """One round."""
+        before = _loopback_bytes()
+        for process in self.processes:
+            process.stdin.write(json.dumps({"steps": steps}) + "\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+        answers = self.answers()
+        self.seconds.append(max(answer["seconds"] for answer in answers))
+        network = (_loopback_bytes() - before) / (steps + 1) / len(self.processes)
+        self.wire_bytes.append(network + answers[0]["exchanged_bytes"])
+        self.peak_bytes = max(answer["peak_bytes"] for answer in answers)
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[0])
+    return 0
+
+
+def start(name: str, options: argparse.Namespace, folder: str) -> Contestant:
+    """Start the ranks of one system."""
+    environment = os.environ | {
+        "WORLD_SIZE": str(options.ranks),
+        "STORE": f"{folder}/{name.replace(' ', '_')}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MPLBACKEND": "agg",
+        **allocator(options.malloc),
+    }
+    command = [sys.executable, __file__, "--work", name, "--model", options.model, "--optimizer", options.optimizer]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if options.verbose else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(options.ranks)
+    ]
+    return Contestant(name, processes)
+
+
+def allocator(name: str) -> dict[str, str]:
+    """Environment for malloc."""
+    if name != "launcher":
+        return ALLOCATORS[name]
+    from vissl_zero.launch.allocator import allocator_environment
+
+    return allocator_environment({})
+
+
+def compete(names: Sequence[str], options: argparse.Namespace) -> list[Contestant]:
+    """All rounds of one group."""
+    with tempfile.TemporaryDirectory() as folder:
+        contestants: list[Contestant] = []
+        try:
+            for name in names:
+                contestants.append(start(name, options, folder))
+            for contestant in contestants:
+                contestant.facts = contestant.answers()[0]
+                print(f"  {contestant.name} is ready", file=sys.stderr)
+            for number in range(options.rounds):
+                for contestant in contestants[number % len(names) :] + contestants[: number % len(names)]:
+                    contestant.run(options.steps)
+                shown = ", ".join(f"{c.name} {c.seconds[-1] * 1e3:.0f}" for c in contestants)
+                print(f"  round {number + 1}/{options.rounds}, ms a step: {shown}", file=sys.stderr)
+        finally:
+            for contestant in contestants:
+                for process in contestant.processes:
+                    process.kill()
+                    process.wait()
+    return contestants
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First, second, third."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def rows(level: str, contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
+    """One row a system, over DDP's of the same rounds; ours also over its peers."""
+    base = next(c for c in contestants if c.name == BASELINE)
+    found = []
+    for contestant in contestants:
+        ratios = [own / other for own, other in zip(contestant.seconds, base.seconds, strict=True)]
+        over = {}
+        if contestant.name.startswith("vissl_zero"):
+            for peer in contestants:
+                if peer is not contestant:
+                    pairs = zip(contestant.seconds, peer.seconds, strict=True)
+                    over[peer.name] = quartiles([own / other for own, other in pairs])
+        found.append(
+            {
+                "level": level,
+                "system": contestant.name,
+                "ms": statistics.median(contestant.seconds) * 1e3,
+                "time": quartiles(ratios),
+                "bytes": statistics.median(contestant.wire_bytes) / statistics.median(base.wire_bytes),
+                "state": contestant.facts["state_bytes"] / 4 / contestant.facts["num_params"],
+                "peak": contestant.peak_bytes / base.peak_bytes,
+                "peak_mb": contestant.peak_bytes / 1e6,
+                "over": over,
+            }
+        )
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| level | system | ms a step | time over DDP: median (quartiles) | bytes moved over DDP | state a rank, "
+        "parameters = 1 | peak over DDP |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        low, middle, high = row["time"]
+        lines.append(
+            f"| {row['level']} | {row['system']} | {row['ms']:.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) | "
+            f"{row['bytes']:.2f} | {row['state']:.2f} | {row['peak']:.2f} ({row['peak_mb']:.0f} MB) |"
+        )
+    lines.append("")
+    for row in found:
+        for peer, (low, middle, high) in row["over"].items():
+            lines.append(f"- {row['system']} over {peer}: {middle:.2f} ({low:.2f} to {high:.2f})")
+    return "\n".join(lines)
+
+
+def plot(found: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Time and peak memory of every system."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = [row for i, row in enumerate(found) if row["system"] != BASELINE or i == 0]
+    names = [row["system"] for row in shown]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.5), sharey=True)
+    colors = ["tab:blue" if name.startswith("vissl_zero") else "tab:gray" for name in names]
+    medians = [row["time"][1] for row in shown]
+    spread = [[row["time"][1] - row["time"][0] for row in shown], [row["time"][2] - row["time"][1] for row in shown]]
+    left.barh(names, medians, xerr=spread, color=colors)
+    left.set_xlabel("time of a step over DDP (median, quartiles)")
+    right.barh(names, [row["peak"] for row in shown], color=colors)
+    right.set_xlabel("peak memory over DDP")
+    left.invert_yaxis()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mlp", choices=["mlp", "regnet", "regnet-two-crops", "tiny"])
+    parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adamw", "larc"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--levels", nargs="+", default=["0", "1", "2", "3"], choices=["0", "1", "2", "3"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="of each system in each round")
+    parser.add_argument("--malloc", default="launcher", choices=["launcher", *ALLOCATORS])
+    parser.add_argument("--only", nargs="+", help="systems to run beside DDP")
+    parser.add_argument("--quick", action="store_true", help="a small model, 3 rounds: does it run?")
+    parser.add_argument("--plot", type=Path, help="also draw a picture")
+    parser.add_argument("--json", type=Path, help="also write the figures")
+    parser.add_argument("--verbose", action="store_true", help="show what ranks print")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        return work(options.work, options.model, options.optimizer)
+    if options.quick:
+        options.model, options.rounds, options.steps = "tiny", 3, 2
+    found: list[dict[str, Any]] = []
+    for level in options.levels:
+        names = [n for n in GROUPS[level] if n == BASELINE or not options.only or n in options.only]
+        print(f"level {level}: {options.model}, {options.optimizer}, {options.ranks} ranks", file=sys.stderr)
+        found += rows(level, compete(names, options))
+    title = f"{options.model}, {options.optimizer}, {options.ranks} ranks"
+    print(f"## {title}\n\n{table(found)}")
+    if options.plot:
+        plot(found, options.plot, title)
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""What ``step_cost.py`` compares: models, and one class per way of training them, as one would write it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import vissl_zero
+import vissl_zero.torchvision_compat  # lets torchvision's CUDA build be imported beside a CPU build of torch
+
+from torchvision.models import regnet_y_400mf  # isort: skip
+
+
+class Block(nn.Module):
+    """A residual MLP block of 4.7 M parameters."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width) -> (rows, width)."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Eight blocks: 37.8 M parameters."""
+
+    def __init__(self, width: int = 768, inner: int = 3072, depth: int = 8):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width) -> (rows, width)."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    # name: (model, this rank's batch: a list of resolutions)
+    "mlp": (Stack, lambda: [torch.randn(64, 768)]),
+    "regnet": (lambda: regnet_y_400mf(num_classes=1000), lambda: [torch.randn(16, 3, 64, 64)]),
+    "regnet-two-crops": (
+        lambda: regnet_y_400mf(num_classes=1000),
+        lambda: [torch.randn(16, 3, 64, 64), torch.randn(16, 3, 32, 32)],
+    ),
+    "tiny": (lambda: Stack(64, 128, 3), lambda: [torch.randn(8, 64)]),
+}
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
+}
+
+
+class System:
+    """A model under training. ``build`` sets ``model`` and ``optimizer``."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(self, model: nn.Module, optimizer: str):
+        self.build(model, optimizer)
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """Wrap the model."""
+        raise NotImplementedError
+
+    def forward_backward(self, batch: list[Tensor]) -> None:
+        """Gradients of one batch."""
+        loss = sum((self.model(x).square().mean() for x in batch), torch.zeros(()))
+        self.backward(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss."""
+        loss.backward()
+
+    def update(self) -> None:
+        """Step, and forget the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_bytes(self) -> int:
+        """Unique storages of parameters, gradients and optimizer state."""
+        params = list(self.model.parameters())
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        state = chain.from_iterable(entry.values() for entry in optimizer.state.values())
+        return _storages([*params, *(param.grad for param in params), *state])
+
+    def exchanged_bytes(self) -> int:
+        """Bytes handed to other ranks otherwise than through the network."""
+        return 0
+
+
+class DDP(System):
+    """torch's, with its defaults."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model in DDP."""
+        return DistributedDataParallel(model, **self.options)
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        self.model = self.wrapped(model)
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = kind(self.model.parameters(), **options)
+
+
+class BucketViews(DDP):
+    """DDP without a second copy of the gradients."""
+
+    options: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True, "static_graph": True}
+
+
+class ZeroRedundancy(BucketViews):
+    """torch's ZeroRedundancyOptimizer."""
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        self.model = self.wrapped(model)
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=kind, **options)
+
+
+class OSSWithDDP(BucketViews):
+    """fairscale's OSS."""
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        from fairscale.optim import OSS
+
+        self.model = self.wrapped(model)
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = OSS(list(self.model.parameters()), optim=kind, **options)
+
+
+class ShardedDDP(System):
+    """fairscale's OSS and ShardedDataParallel, default buffer."""
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = OSS(list(model.parameters()), optim=kind, **options)
+        self.model = ShardedDataParallel(model, self.optimizer, broadcast_buffers=False)
+
+    def update(self) -> None:
+        """In place: fairscale's buffers would lose gradients that are set to None."""
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=False)
+
+
+class FullyShard(System):
+    """torch's fully_shard, block by block."""
+
+    reshard = True
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        for part in vissl_zero_units(model):
+            fully_shard(part, reshard_after_forward=self.reshard)
+        self.model = fully_shard(model, reshard_after_forward=self.reshard)
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = kind(self.model.parameters(), **(options | {"fused": False, "foreach": True}))
+
+
+class FullyShardNoReshard(FullyShard):
+    """The same, parameters whole from forward to backward."""
+
+    reshard = False
+
+
+class Ours(System):
+    """vissl_zero.initialize."""
+
+    level = 0
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        given = {
+            "sgd": {"type": "SGD", "lr": 1e-3, "momentum": 0.9},
+            "larc": {"type": "LARC", "lr": 1e-3, "momentum": 0.9},
+            "adamw": {"type": "AdamW", "lr": 1e-4},
+        }[optimizer]
+        self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero={"level": self.level})
+
+    def backward(self, loss: Tensor) -> None:
+        """See ``System``."""
+        self.optimizer.backward(loss)
+
+    def state_bytes(self) -> int:
+        """See ``System``."""
+        memory = self.optimizer.ledger()
+        return memory.params + memory.grads + memory.optimizer
+
+    def exchanged_bytes(self) -> int:
+        """See ``System``."""
+        exchange = getattr(self.optimizer._sharded, "exchange", None)
+        return sum(exchange.sent_bytes.values()) if exchange else 0
+
+
+def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
+    """The same blocks for everyone."""
+    from vissl_zero.sharding.plan import model_units
+
+    return model_units(model)
+
+
+def _ours(level: int) -> type[Ours]:
+    return type(f"Level{level}", (Ours,), {"level": level})
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "DDP": DDP,
+    "DDP, bucket views": BucketViews,
+    "DDP + ZeroRedundancyOptimizer": ZeroRedundancy,
+    "fairscale OSS + DDP": OSSWithDDP,
+    "fairscale ShardedDDP": ShardedDDP,
+    "fully_shard, no reshard": FullyShardNoReshard,
+    "fully_shard": FullyShard,
+    **{f"vissl_zero level {level}": _ours(level) for level in range(4)},
+}
+
+
+def _storages(tensors: Iterable[Any]) -> int:
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.dim():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
