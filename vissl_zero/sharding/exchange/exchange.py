@@ -41,7 +41,7 @@ class Exchange(ABC):
         sent_bytes: what has left this rank for others, by "gradients" (reduce-scatter) and "parameters" (all-gather).
     """
 
-    LAG = 3
+    LAG = 5  # how far, in messages, a rank may run ahead of the slowest
 
     def __init__(self, num_ranks: int, rank: int, slot_bytes: int):
         self.num_ranks, self.rank, self.slot_bytes = num_ranks, rank, slot_bytes

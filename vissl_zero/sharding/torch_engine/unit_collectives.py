@@ -31,39 +31,43 @@ def use_exchange(
     Returns:
         A function that lists the buffers they have taken so far.
     """
-    gather, reduce = _AllGather(exchange, keeps_buffers), _ReduceScatter(exchange, keeps_buffers)
+    buffer = _Buffer(keeps_buffers)
+    gather, reduce = _AllGather(exchange, buffer), _ReduceScatter(exchange, buffer)
     for unit in units:
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         unit.set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
-    return lambda: [*gather.buffers.values(), *reduce.buffers.values()]
+    return lambda: list(buffer.by_dtype.values())
 
 
 class _Buffer:
     """One buffer per dtype that grows to the largest size asked for.
 
-    It serves all units in turn: each is copied out of it before the next one is gathered, or reduced.
+    It serves all units in turn, for gathering and for reducing: each has left it before the next one needs it.
     """
 
-    def __init__(self, exchange: Exchange, keeps_buffers: bool):
-        self._exchange = exchange
-        self._keeps_buffers = keeps_buffers
-        self.buffers: dict[torch.dtype, Tensor] = {}
+    def __init__(self, is_kept: bool):
+        self._is_kept = is_kept
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
 
-    def _reused(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if not self._keeps_buffers:
+    def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The first elements of the buffer; whatever it held is lost."""
+        if not self._is_kept:
             return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
-        buffer = self.buffers.get(dtype)
+        buffer = self.by_dtype.get(dtype)
         if buffer is None or buffer.numel() < numel:
-            self.buffers[dtype] = buffer = torch.empty(numel, dtype=dtype)
+            self.by_dtype[dtype] = buffer = torch.empty(numel, dtype=dtype)
         return buffer[:numel].view(*size)
 
 
-class _AllGather(_Buffer):
+class _AllGather:
+    def __init__(self, exchange: Exchange, buffer: _Buffer):
+        self._exchange, self._buffer = exchange, buffer
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._reused(size, dtype)
+        return self._buffer.get(size, dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -71,16 +75,16 @@ class _AllGather(_Buffer):
         self._exchange.all_gather(output_tensor, input_tensor)
 
 
-class _ReduceScatter(_Buffer):
+class _ReduceScatter:
     """``fully_shard`` asks for the input, then for the output, which lives on as the gradient."""
 
-    def __init__(self, exchange: Exchange, keeps_buffers: bool):
-        super().__init__(exchange, keeps_buffers)
+    def __init__(self, exchange: Exchange, buffer: _Buffer):
+        self._exchange, self._buffer = exchange, buffer
         self._is_output_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         is_output, self._is_output_next = self._is_output_next, not self._is_output_next
-        return torch.empty(*size, dtype=dtype) if is_output else self._reused(size, dtype)
+        return torch.empty(*size, dtype=dtype) if is_output else self._buffer.get(size, dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
