@@ -1,7 +1,7 @@
 """How CPU ranks get memory from the system and give it back.
 
-glibc's malloc keeps large blocks that are freed, between others that are not, so that what level 3 frees after each unit
-hardly leaves the process. Told to map large blocks singly, it returns each when it is freed; in huge pages, as the
+glibc's malloc keeps large blocks that are freed between others that are not, so that what level 3 frees after each
+unit hardly leaves the process. Told to map large blocks singly, it returns each when it is freed; in huge pages, as the
 system clears every page anew, and a page of 4 KiB costs about a microsecond.
 """
 
