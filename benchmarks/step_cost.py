@@ -6,7 +6,7 @@
 Every way of training has processes of its own. They take turns: in each round each trains a few steps while the others
 sleep, in an order that changes from round to round, so that whatever the machine does happens to all. A ratio is that
 of two times of one round; its median and quartiles over the rounds are printed. Time, memory and traffic are of one
-run, with the same allocator settings: those that the package's launcher gives to CPU ranks.
+run, with the same allocator settings for all: those that the package's launcher gives to CPU ranks of the level.
 
 Bytes moved are those that cross the loopback interface while a step runs, and what vissl_zero passes through shared
 memory; peak memory is the resident memory of a rank above what it was after imports.
@@ -34,20 +34,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "1": ("DDP", "DDP + ZeroRedundancyOptimizer", "fairscale OSS + DDP", "vissl_zero level 1"),
     "2": ("DDP", "fairscale ShardedDDP", "fully_shard, no reshard", "vissl_zero level 2"),
     "3": ("DDP", "fully_shard", "vissl_zero level 3"),
+    # No peer: a step with LARC beside one with plain SGD.
+    "larc": ("DDP", "vissl_zero level 1", "vissl_zero level 1, LARC", "vissl_zero level 3", "vissl_zero level 3, LARC"),
 }
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     "eager": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
-    "huge": {
-        "MALLOC_MMAP_THRESHOLD_": "262144",
-        "MALLOC_TRIM_THRESHOLD_": "262144",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    },
-    "huge-4m": {
-        "MALLOC_MMAP_THRESHOLD_": "4194304",
-        "MALLOC_TRIM_THRESHOLD_": "4194304",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    },
 }
 
 
@@ -154,15 +146,15 @@ def _loopback_bytes() -> int:
     return 0
 
 
-def start(name: str, options: argparse.Namespace, folder: str) -> Contestant:
-    """Start the ranks of one system."""
+def start(name: str, level: str, options: argparse.Namespace, folder: str) -> Contestant:
+    """Start the ranks of one system, with the allocator settings of a level."""
     environment = os.environ | {
         "WORLD_SIZE": str(options.ranks),
         "STORE": f"{folder}/{name.replace(' ', '_')}",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "MPLBACKEND": "agg",
-        **allocator(options.malloc),
+        **allocator(options.malloc, level),
     }
     command = [sys.executable, __file__, "--work", name, "--model", options.model, "--optimizer", options.optimizer]
     processes = [
@@ -179,22 +171,22 @@ def start(name: str, options: argparse.Namespace, folder: str) -> Contestant:
     return Contestant(name, processes)
 
 
-def allocator(name: str) -> dict[str, str]:
+def allocator(name: str, level: str) -> dict[str, str]:
     """Environment for malloc."""
     if name != "launcher":
         return ALLOCATORS[name]
     from vissl_zero.launch.allocator import allocator_environment
 
-    return allocator_environment({})
+    return allocator_environment(int(level) if level.isdigit() else 1, {})
 
 
-def compete(names: Sequence[str], options: argparse.Namespace) -> list[Contestant]:
+def compete(names: Sequence[str], level: str, options: argparse.Namespace) -> list[Contestant]:
     """All rounds of one group."""
     with tempfile.TemporaryDirectory() as folder:
         contestants: list[Contestant] = []
         try:
             for name in names:
-                contestants.append(start(name, options, folder))
+                contestants.append(start(name, level, options, folder))
             for contestant in contestants:
                 contestant.facts = contestant.answers()[0]
                 print(f"  {contestant.name} is ready", file=sys.stderr)
@@ -294,9 +286,9 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mlp", choices=["mlp", "regnet", "regnet-two-crops", "tiny"])
-    parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adamw", "larc"])
+    parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adamw"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--levels", nargs="+", default=["0", "1", "2", "3"], choices=["0", "1", "2", "3"])
+    parser.add_argument("--levels", nargs="+", default=["0", "1", "2", "3"], choices=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="of each system in each round")
     parser.add_argument("--malloc", default="launcher", choices=["launcher", *ALLOCATORS])
@@ -315,7 +307,7 @@ def main() -> None:
     for level in options.levels:
         names = [n for n in GROUPS[level] if n == BASELINE or not options.only or n in options.only]
         print(f"level {level}: {options.model}, {options.optimizer}, {options.ranks} ranks", file=sys.stderr)
-        found += rows(level, compete(names, options))
+        found += rows(level, compete(names, level, options))
     title = f"{options.model}, {options.optimizer}, {options.ranks} ranks"
     print(f"## {title}\n\n{table(found)}")
     if options.plot:

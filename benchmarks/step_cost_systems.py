@@ -187,6 +187,7 @@ class Ours(System):
     """vissl_zero.initialize."""
 
     level = 0
+    has_larc = False
 
     def build(self, model: nn.Module, optimizer: str) -> None:
         """See ``System``."""
@@ -194,7 +195,7 @@ class Ours(System):
             "sgd": {"type": "SGD", "lr": 1e-3, "momentum": 0.9},
             "larc": {"type": "LARC", "lr": 1e-3, "momentum": 0.9},
             "adamw": {"type": "AdamW", "lr": 1e-4},
-        }[optimizer]
+        }["larc" if self.has_larc else optimizer]
         self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero={"level": self.level})
 
     def backward(self, loss: Tensor) -> None:
@@ -219,8 +220,8 @@ def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
     return model_units(model)
 
 
-def _ours(level: int) -> type[Ours]:
-    return type(f"Level{level}", (Ours,), {"level": level})
+def _ours(level: int, has_larc: bool = False) -> type[Ours]:
+    return type(f"Level{level}", (Ours,), {"level": level, "has_larc": has_larc})
 
 
 SYSTEMS: dict[str, type[System]] = {
@@ -232,6 +233,7 @@ SYSTEMS: dict[str, type[System]] = {
     "fully_shard, no reshard": FullyShardNoReshard,
     "fully_shard": FullyShard,
     **{f"vissl_zero level {level}": _ours(level) for level in range(4)},
+    **{f"vissl_zero level {level}, LARC": _ours(level, True) for level in range(4)},
 }
 
 

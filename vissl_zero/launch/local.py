@@ -109,7 +109,7 @@ def _environment(plan: ResolvedRun, membership: Membership | None) -> dict[str, 
     elif "GLOO_SOCKET_IFNAME" not in environment and Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
     if plan.device == "cpu":
-        environment |= allocator_environment(environment)
+        environment |= allocator_environment(plan.sharding.level, environment)
     limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
     if limit is not None:  # of all restarts together
         stopping.end_at(time.time() + 60 * limit)

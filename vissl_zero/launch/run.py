@@ -90,7 +90,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
     from vissl_zero.launch.process_group import process_group
     from vissl_zero.launch.worker import fail, rank_device, train_rank
 
-    if plan.device == "cpu" and (advice := allocator_advice(os.environ)):
+    if plan.device == "cpu" and (advice := allocator_advice(plan.sharding.level)):
         plan = replace(plan, notes=(*plan.notes, advice))
     stopping.forget()  # of an earlier run of this process
     stopping.listen()
