@@ -41,7 +41,7 @@ class Exchange(ABC):
         sent_bytes: what has left this rank for others, by "gradients" (reduce-scatter) and "parameters" (all-gather).
     """
 
-    LAG = 5  # how far, in messages, a rank may run ahead of the slowest
+    LAG = 3  # how far, in messages, a rank may run ahead of the slowest
 
     def __init__(self, num_ranks: int, rank: int, slot_bytes: int):
         self.num_ranks, self.rank, self.slot_bytes = num_ranks, rank, slot_bytes
@@ -86,6 +86,10 @@ class Exchange(ABC):
         self._pending.append(
             _Pending(number, lambda _, slot: slot.view(dtype)[start : start + numel], drain),
         )
+
+    def can_post(self) -> bool:
+        """Whether ``post`` would not wait for another rank. Not a collective, and ranks may differ."""
+        return len(self._pending) < self.LAG or self._has_come(self._pending[0].number)
 
     def finish(self) -> None:
         """Drain all messages that have been posted."""
@@ -147,6 +151,10 @@ class Exchange(ABC):
     @abstractmethod
     def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
         """Let the others have it. Must not wait for them."""
+
+    @abstractmethod
+    def _has_come(self, number: int) -> bool:
+        """Whether ``_received`` would not wait."""
 
     @abstractmethod
     def _received(self, number: int) -> Sequence[Tensor]:

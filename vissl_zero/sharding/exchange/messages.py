@@ -51,6 +51,9 @@ class GlooExchange(Exchange):
         arrived[self.rank, : len(sent)] = sent
         self._works[number] = works
 
+    def _has_come(self, number: int) -> bool:
+        return all(work.is_completed() for work in self._works[number])
+
     def _received(self, number: int) -> Sequence[Tensor]:
         for work in self._works.pop(number):
             work.wait()

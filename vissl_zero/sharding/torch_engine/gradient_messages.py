@@ -12,13 +12,16 @@ from vissl_zero.sharding.exchange.exchange import Exchange, add_in_order
 from vissl_zero.sharding.torch_engine.message_plan import Message, plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard
 
+MAX_BACKLOG_BYTES = 2**25
+
 
 class GradientMessages:
     """Sends each gradient off as soon as autograd has finished it, and drops it; keeps this rank's part of the mean.
 
     Messages go in a fixed order, since ranks must agree on one: what is expected last in the backward pass, the first
     parameters of the model, comes last. A message waits for those before it, at most until the backward pass ends; a
-    parameter without gradient by then counts as zero.
+    parameter without gradient by then counts as zero. Where other ranks are behind, gradients are kept for a while
+    rather than the backward pass held up: up to ``MAX_BACKLOG_BYTES`` of them.
 
     Args:
         shards: the trained parameters in the order of the model.
@@ -37,6 +40,7 @@ class GradientMessages:
         self._is_active = True
         self._ready: set[Tensor] = set()
         self._num_posted = 0
+        self._backlog_bytes = 0
         self._num_rounds = 0
         self._is_callback_queued = False
         self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
@@ -64,7 +68,12 @@ class GradientMessages:
             self._is_callback_queued = True
             Variable._execution_engine.queue_callback(self._end_round)
         self._ready.add(param)
-        while self._num_posted < len(self.messages) and self._is_complete(self.messages[self._num_posted]):
+        self._backlog_bytes += param.nbytes
+        while (
+            self._num_posted < len(self.messages)
+            and self._is_complete(self.messages[self._num_posted])
+            and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._exchange.can_post())
+        ):
             self._post_next()
 
     def _is_complete(self, message: Message) -> bool:
@@ -77,7 +86,7 @@ class GradientMessages:
             self._post_next()
         self._exchange.finish()
         self._ready.clear()
-        self._num_posted = 0
+        self._num_posted = self._backlog_bytes = 0
         self._num_rounds += 1
         self._is_summing = True
 
@@ -96,6 +105,7 @@ class GradientMessages:
         for piece in message.pieces:
             if self._last_use[piece.shard.source] == index:
                 piece.shard.source.grad = None
+                self._backlog_bytes -= piece.shard.source.nbytes
 
     def _fill(self, message: Message, out: Tensor) -> None:
         grads = [piece.shard.source.grad for piece in message.pieces]
