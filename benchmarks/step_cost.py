@@ -175,9 +175,10 @@ def allocator(name: str, level: str) -> dict[str, str]:
     """Environment for malloc."""
     if name != "launcher":
         return ALLOCATORS[name]
-    from vissl_zero.launch.allocator import allocator_environment
+    from vissl_zero.config.resolved import ShardingPlan
+    from vissl_zero.sharding.allocator import allocator_environment
 
-    return allocator_environment(int(level) if level.isdigit() else 1, {})
+    return allocator_environment(ShardingPlan(level=int(level) if level.isdigit() else 1), {})
 
 
 def compete(names: Sequence[str], level: str, options: argparse.Namespace) -> list[Contestant]:

@@ -16,10 +16,10 @@ from vissl_zero.config.derive.fewer_ranks import with_fewer_ranks
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
-from vissl_zero.launch.allocator import allocator_environment
 from vissl_zero.launch.failure import Failure, first_failure
 from vissl_zero.launch.membership import Membership
 from vissl_zero.launch.rank_group import RankGroup
+from vissl_zero.sharding.allocator import allocator_environment
 
 INTERRUPTED = stopping.INTERRUPTED
 _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
@@ -109,7 +109,7 @@ def _environment(plan: ResolvedRun, membership: Membership | None) -> dict[str, 
     elif "GLOO_SOCKET_IFNAME" not in environment and Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
     if plan.device == "cpu":
-        environment |= allocator_environment(plan.sharding.level, environment)
+        environment |= allocator_environment(plan.sharding, environment)
     limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
     if limit is not None:  # of all restarts together
         stopping.end_at(time.time() + 60 * limit)

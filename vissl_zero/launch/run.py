@@ -86,11 +86,11 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
 def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
     from vissl_zero import collectives
     from vissl_zero.engine import stopping
-    from vissl_zero.launch.allocator import allocator_advice
     from vissl_zero.launch.process_group import process_group
     from vissl_zero.launch.worker import fail, rank_device, train_rank
+    from vissl_zero.sharding.allocator import allocator_advice
 
-    if plan.device == "cpu" and (advice := allocator_advice(plan.sharding.level)):
+    if plan.device == "cpu" and (advice := allocator_advice(plan.sharding)):
         plan = replace(plan, notes=(*plan.notes, advice))
     stopping.forget()  # of an earlier run of this process
     stopping.listen()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from vissl_zero.config.resolved import ShardingPlan
+
 # By ZeRO level: blocks of at least so many bytes are mapped singly. The smaller, the less stays behind and the slower
 # the step. Level 0 has nothing to give back.
 _MAPPED_BYTES = {1: 2**22, 2: 2**22, 3: 2**18}
@@ -17,20 +19,20 @@ _NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 _OTHER_CHOICES = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TOP_PAD_")
 
 
-def allocator_environment(level: int, environment: Mapping[str, str]) -> dict[str, str]:
+def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables to add to the environment of a process that trains on the CPU; none where the user has chosen.
 
     They are read when a process starts. Systems other than glibc ignore them.
     """
-    mapped_bytes = _MAPPED_BYTES.get(level)
+    mapped_bytes = _MAPPED_BYTES.get(plan.level)
     if mapped_bytes is None or any(name in environment for name in (*_NAMES, *_OTHER_CHOICES)):
         return {}
     return dict(zip(_NAMES, (str(mapped_bytes), str(mapped_bytes), "glibc.malloc.hugetlb=1"), strict=True))
 
 
-def allocator_advice(level: int, environment: Mapping[str, str] = os.environ) -> str:
+def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:
     """What to say in a CPU rank that another launcher has started without these variables; or nothing."""
-    missing = allocator_environment(level, environment)
+    missing = allocator_environment(plan, environment)
     if not missing:
         return ""
     words = " ".join(f"{name}={value}" for name, value in missing.items())
