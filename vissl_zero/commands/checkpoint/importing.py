@@ -22,8 +22,8 @@ Read weights of VISSL (consolidated, or the file that lists shards or slices), a
 VISSL's, classy-vision's, torchvision's, timm's or our names, and write them under ours. Nothing in a file is run: one
 that holds more than data is refused.
 
-  vissl-zero checkpoint import swav_in1k.torch --to swav.safetensors
-  vissl-zero config=benchmark/linear config.MODEL.WEIGHTS_INIT.PARAMS_FILE=swav.safetensors config.MODEL.TRUNK.NAME=resnet
+  vissl-zero checkpoint import swav_in1k.torch --to s.safetensors
+  vissl-zero config=benchmark/linear config.MODEL.WEIGHTS_INIT.PARAMS_FILE=s.safetensors config.MODEL.TRUNK.NAME=resnet
 
 With a recipe (or --like) names and shapes are compared with that model's; what does not match is listed, and nothing is
 written if the trunk is not complete (exit code 1), unless --partial is given:
