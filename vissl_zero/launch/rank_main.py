@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -40,12 +41,13 @@ def _end_with_the_launcher() -> None:
 
 
 if __name__ == "__main__":
-    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone.
+    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone. One that is done has
+    # closed its files and left the group; taking down the interpreter under what is left of gloo's threads can only
+    # spoil that (seen once in a finished run on two machines: SIGABRT).
     code = main()
-    try:
+    for child in multiprocessing.active_children():  # workers that load data
+        child.terminate()
+    with suppress(OSError):  # a full disk
         sys.__stdout__.flush()  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]
-    except OSError:  # a full disk; the interpreter would try again, and make another exit code of it
-        os._exit(code)
-    if code:
-        os._exit(code)
+    os._exit(code)
