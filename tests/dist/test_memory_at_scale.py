@@ -51,6 +51,9 @@ class _FakeExchange(Exchange):
 
     def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None: ...
 
+    def _has_come(self, number: int) -> bool:
+        return True
+
     def _received(self, number: int) -> Sequence[Tensor]:
         return [self._slot(number)] * self.num_ranks
 
