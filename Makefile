@@ -18,10 +18,10 @@ quickstart: $(STAMP) ## Train SwAV on real digit scans at ZeRO level 3 in 2 proc
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
 test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The long tests.
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Linter, formatter and type checker over everything.
 	$(BIN)/ruff check .
