@@ -22,6 +22,7 @@ from vissl_zero.reporting.tensorboard import TensorBoard
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:
     plan = make_plan(run.folder)
     options: dict[str, Any] = {
+        "TEST_ONLY": False,
         "HOOKS": {
             "EXTRA": list(extra),
             "TENSORBOARD_SETUP": {"USE_TENSORBOARD": use_tensorboard},
