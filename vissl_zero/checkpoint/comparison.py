@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vissl_zero.checkpoint.config_difference import differing, settings
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.weights import Weights, WeightsFile, weights_of
 
@@ -65,20 +66,7 @@ def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Key path -> values of two configurations, where they differ; "-" for a key that one of them lacks."""
-    before, after = _leaves(a), _leaves(b)
-    keys = sorted({*before, *after})
-    return {key: (before.get(key, "-"), after.get(key, "-")) for key in keys if before.get(key) != after.get(key)}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by key path; a list is one value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+    return dict(sorted(differing(settings(a), settings(b), absent="-").items()))
 
 
 def _everything(store: Checkpoint | WeightsFile) -> Weights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vissl_zero.config.plain_tree import find
 from vissl_zero.errors import ConfigError, Problem
 
 # Keys under ``config`` that decide shapes of tensors, and keys that decide which images come when and how they look.
@@ -31,9 +32,26 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
     Args:
         saved, now: resolved runs as data (``config.saved.as_data``).
     """
-    before, after = dict(_leaves(saved.get("config", {}))), dict(_leaves(now.get("config", {})))
+    before, after = (
+        {key: value for key, value in settings(tree.get("config", {})).items() if value != {}} for tree in (saved, now)
+    )
+    return differing(before, after)
+
+
+def settings(tree: Any, path: str = "") -> dict[str, Any]:
+    """Values by key path. A list is one value, and so is an empty block (``plain_tree.leaves`` takes lists apart)."""
+    if not isinstance(tree, Mapping) or (path and not tree):
+        return {path: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= settings(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
+    """Key -> (value before, value after) where they differ; ``absent`` for one that is not there."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: (before.get(key, absent), after.get(key, absent)) for key in keys}
 
 
 def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> list[Problem]:
@@ -85,18 +103,10 @@ def describe(found: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [f"config.{key}: {before} in the checkpoint, {after} now" for key, (before, after) in sorted(found.items())]
 
 
-def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{path}.{key}" if path else str(key))]
-    return [(path, tree)]
-
-
 def _is_under(key: str, blocks: Sequence[str]) -> bool:
     return any(key == block or key.startswith(f"{block}.") for block in blocks)
 
 
 def _at(data: Mapping[str, Any], place: str) -> Any:
-    value: Any = data
-    for name in place.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    found = find(data, place)
+    return None if found is None else found[0][found[1]]

@@ -23,6 +23,7 @@ from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError
 from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client
+from vissl_zero.reporting.atomic import replacing
 
 FIRST_RANK_VARIABLE = "VISSL_ZERO_FIRST_RANK"
 WORLD_SIZE_VARIABLE = "VISSL_ZERO_WORLD_SIZE"
@@ -93,9 +94,8 @@ class Membership:
                 ) from error
             address = self._server.address
             if announce is not None:
-                temporary = announce.with_name(f".{announce.name}.tmp")
-                temporary.write_text(json.dumps(address))
-                temporary.replace(announce)
+                with replacing(announce) as temporary:
+                    temporary.write_text(json.dumps(address))
         self.address = address
         self._client = Client(address, place.secret, place.start_s)
 
