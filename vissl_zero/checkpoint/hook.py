@@ -26,7 +26,7 @@ class CheckpointHook(Hook):
         epochs, steps: between checkpoints; -1: none by these. The end of the run is saved unless both are -1.
         console: where to say that the run stops.
 
-    Cost: one all-reduce of 4 numbers in each step, beside the saves.
+    Cost: one all-reduce of 3 numbers in each step, beside the saves.
     """
 
     def __init__(self, saver: Saver, hooks: Sequence[Hook], epochs: int, steps: int, console: Console | None = None):
