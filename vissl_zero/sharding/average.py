@@ -52,7 +52,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Take over saved averages: entries as ``sharding/state.py`` has them.
+        """Take over saved averages: entries as ``sharding/rank_state.py`` has them.
 
         Raises:
             CheckpointError: they are of another model.

@@ -24,18 +24,16 @@ from vissl_zero.sharding.memory import (
     peak_bytes,
 )
 from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.rank_state import layout_of, load_rank_state, rank_state
 from vissl_zero.sharding.shard import Shard, shards_of
 from vissl_zero.sharding.state import (
     Part,
     SavedState,
     average_parts,
-    layout_of,
-    load_sharded_state,
     parts_of,
     restore_average,
     restore_state,
     scalars_of,
-    sharded_state,
 )
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
@@ -222,13 +220,13 @@ class ShardedModel(Sharded):
     def state_dict(self) -> dict[str, Any]:
         """See ``Sharded``. Tensors are not copied."""
         buffers = dict(self._saved_buffers())
-        return sharded_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
+        return rank_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
         self._before_shards_change()
         buffers = dict(self._saved_buffers())
-        load_sharded_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
+        load_rank_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
         if (saved := state.get("average")) is None:
             self._average = None
         else:
