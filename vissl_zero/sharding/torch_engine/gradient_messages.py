@@ -12,7 +12,7 @@ from vissl_zero.sharding.exchange.exchange import Exchange, add_in_order
 from vissl_zero.sharding.torch_engine.message_plan import Message, plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard
 
-MAX_BACKLOG_BYTES = 2**25
+MAX_BACKLOG_BYTES = 2**23
 
 
 class GradientMessages:
