@@ -253,7 +253,7 @@ class _AskOnOneRank(Hook):
 
 def _stop(folder: Path) -> tuple[int, Any, list[int]]:
     try:
-        run, saver = _train(folder, True, _AskOnOneRank(1, 3))
+        run, saver = _train(folder, True, _AskOnOneRank(1, 2))
     finally:
         stopping.forget()
     return run.step, run.stop, [saver.latest_step or 0]

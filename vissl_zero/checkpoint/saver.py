@@ -82,18 +82,16 @@ class Saver:
         self._save = _Save(snapshot.manifest, done)
         self.finish()
 
-    @property
-    def flags(self) -> tuple[float, float]:
-        """What ``update`` must know of every rank, as maxima: work is under way; it failed. Not a collective."""
-        if self._save is None:
-            return 0.0, 0.0
-        is_done = self._save.work.done()
-        return float(not is_done), float(is_done and self._save.work.exception() is not None)
-
-    def update(self, is_busy: bool, has_failed: bool) -> None:
-        """Take the next step of a save under way, given the maxima of ``flags`` over all ranks."""
+    def advance(self) -> None:
+        """Take the next step of a save under way. Cost: an all-reduce of 2 numbers; nothing without one."""
         save = self._save
-        if save is None or is_busy:
+        if save is None:
+            return
+        is_done = save.work.done()
+        has_failed = is_done and save.work.exception() is not None
+        flags = collectives.all_reduce_max(torch.tensor([float(not is_done), float(has_failed)]))
+        is_busy, has_failed = map(bool, flags.tolist())
+        if is_busy:
             return
         if has_failed:
             self._give_up(save)
@@ -111,8 +109,7 @@ class Saver:
             begun = time.monotonic()
             while not self._save.work.done() and time.monotonic() - begun < _POLL_S:
                 time.sleep(0.002)
-            flags = collectives.all_reduce_max(torch.tensor(self.flags)).tolist()
-            self.update(*map(bool, flags))
+            self.advance()
 
     def close(self) -> None:
         """End the thread, when what it is writing is written. Not a collective."""

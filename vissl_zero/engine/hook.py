@@ -31,7 +31,7 @@ class StepRecord:
         loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
-        bytes: this rank's memory by kind.
+        bytes: this rank's memory by kind, as it was last measured.
         skipped: the loss scaler skipped the update.
         grad_norm: global L2 norm before clipping; None if the step was skipped.
         loss_scale: 1.0 without loss scaling.
@@ -66,6 +66,8 @@ class Run:
         epoch_samples: source images of that epoch consumed, over all ranks.
         records: every step so far, those before a resume as ``metrics.jsonl`` has them.
         first_step: optimizer steps done when this process began; not 0 where it goes on from a checkpoint.
+        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``) before the end of the last step;
+            alike on every rank.
         stop: set by a hook, alike on every rank: leave the loop after this step, without ``on_end``.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
@@ -84,6 +86,7 @@ class Run:
     position: int = 0
     epoch_samples: int = 0
     first_step: int = 0
+    is_asked_to_stop: bool = False
     stop: Stop | None = None
     records: list[StepRecord] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)

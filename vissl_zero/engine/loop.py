@@ -11,10 +11,12 @@ import torch
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.data.batch import Batch
+from vissl_zero.engine import stopping
 from vissl_zero.engine.divergence import diverged
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.sharding.strategy import Bytes
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -81,11 +83,14 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         criterion.after_micro_batch(outputs, batch)
         loss_sum += loss.detach() * (batch.num_local / num_samples)
-    memory = sharded.ledger()  # before the step: gradients are still there
+    memory = _memory(run)  # before the step: gradients are still there
     result = sharded.step()
     sharded.zero_grad()
     sharded.normalize_rows(criterion.normalized_rows())
-    loss_value = float(all_reduce_sum(loss_sum))
+    # All that ranks must agree on travels as one message.
+    asked = torch.full_like(loss_sum, stopping.asked() is not None)
+    loss_value, num_asked = all_reduce_sum(torch.stack((loss_sum, asked))).tolist()
+    run.is_asked_to_stop = num_asked > 0
     run.step += 1
     run.position += num_samples
     run.epoch_samples += num_samples
@@ -103,3 +108,15 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
         loss_scale=result.loss_scale,
         watch=criterion.health(),
     )
+
+
+def _memory(run: Run) -> Bytes:
+    """Measured in the first two steps (the optimizer has its state in the second), every LOG_FREQUENCY-th and the last.
+
+    It changes at few steps, and walking over all tensors takes as long as a tenth of a small model's step.
+    """
+    step = run.step + 1
+    is_new = step - run.first_step <= 2
+    if is_new or step % run.plan.config["LOG_FREQUENCY"] == 0 or step >= run.num_steps:
+        return run.sharded.ledger()
+    return run.records[-1].bytes
