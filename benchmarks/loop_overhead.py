@@ -6,8 +6,8 @@ Both train the same model on the same micro-batch, with the collectives that the
 left out of both. The loop has what a user's run has: metrics, display, watch on collapse, agreement on stopping.
 
 A round is loop, bare, bare, loop, a few steps each, so that a machine that slows down in it slows both. Prints median
-and quartiles of the rounds' ratios, of wall time and of rank 0's processor time; the latter says what the loop computes,
-whatever else runs on the machine.
+and quartiles of the rounds' ratios, of wall time and of rank 0's processor time; the latter says what the loop
+computes, whatever else runs on the machine.
 """
 
 from __future__ import annotations

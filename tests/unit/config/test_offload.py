@@ -15,6 +15,7 @@ def test_the_blocks_arrive_in_the_plan():
     assert (of_optimizer.device, of_optimizer.nvme_path) == ("nvme", "/disk")
     assert of_optimizer.fast_init and of_optimizer.keep_files
     assert (of_params.device, of_params.pin_memory, of_params.max_in_cpu) == ("cpu", False, None)
+    assert of_optimizer.pin_memory, "not given"
     assert offload_problems(optimizer, params, 3, "config.ZERO") == []
 
 
@@ -54,15 +55,16 @@ def test_what_cannot_be_done_is_refused_with_the_reason(optimizer, params, level
         ({}, {}, False, ()),
         ({"nvme_path": "/x"}, {}, False, ("z.offload_optimizer_config has no effect: its device is none.",)),
         (
-            {"device": "nvme", "nvme_path": "/x"},
+            {"device": "nvme", "nvme_path": "/x", "pin_memory": True},
             {},
             False,
             ("z.offload_optimizer_config.pin_memory has no effect without an accelerator.",),
         ),
-        ({"device": "nvme", "nvme_path": "/x"}, {}, True, ()),
+        ({"device": "nvme", "nvme_path": "/x"}, {}, False, ()),  # nobody asked for pin_memory
+        ({"device": "nvme", "nvme_path": "/x", "pin_memory": True}, {}, True, ()),
         (
-            {"device": "cpu"},
-            {"device": "nvme", "nvme_path": "/x"},
+            {"device": "cpu", "pin_memory": True},
+            {"device": "nvme", "nvme_path": "/x", "pin_memory": True},
             True,
             (
                 "z.offload_optimizer_config.pin_memory has no effect: "

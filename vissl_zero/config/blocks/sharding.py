@@ -51,8 +51,8 @@ class OffloadOptimizer:
 
     device: str = "none"
     """none (with the parameters), cpu or nvme."""
-    pin_memory: bool = True
-    """Page-locked host memory."""
+    pin_memory: bool | None = None
+    """Page-locked host memory; null: wherever that has an effect."""
     fast_init: bool = False
     """Touch state only when it is first used."""
     nvme_path: str | None = None
@@ -67,8 +67,8 @@ class OffloadParam:
 
     device: str = "none"
     """none (on the training device), cpu or nvme."""
-    pin_memory: bool = True
-    """Page-locked host memory."""
+    pin_memory: bool | None = None
+    """Page-locked host memory; null: wherever that has an effect."""
     fast_init: bool | float = False
     """Touch memory only when it is first used; a number is read as max_in_cpu."""
     max_in_cpu: float | None = None

@@ -15,14 +15,14 @@ def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[Of
         OffloadPlan(
             device=optimizer.device,
             nvme_path=optimizer.nvme_path,
-            pin_memory=optimizer.pin_memory,
+            pin_memory=optimizer.pin_memory is not False,
             fast_init=optimizer.fast_init,
             keep_files=optimizer.keep_files,
         ),
         OffloadPlan(
             device=params.device,
             nvme_path=params.nvme_path,
-            pin_memory=params.pin_memory,
+            pin_memory=params.pin_memory is not False,
             fast_init=params.fast_init is True,
             max_in_cpu=max_in_cpu(params),
         ),
