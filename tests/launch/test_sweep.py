@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.config.host import Host
+from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.launch.side_by_side import divide
 from vissl_zero.launch.sweep_job import claim
@@ -72,6 +73,20 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
     assert other.returncode == 2 and "holds another job than this one" in out and "Traceback" not in out
 
 
+@pytest.mark.timeout(120)
+def test_a_sweep_that_is_asked_to_stop_begins_no_other_job(tmp_path):
+    """Also where the job in progress comes to its end all the same: there is one step left when the signal comes."""
+    asked = sweep(tmp_path, "config.TRAINER.MAX_STEPS=2", "config.ZERO.LEVEL=0,3")
+    metrics = tmp_path / "sweep/0/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    asked.send_signal(signal.SIGTERM)
+    out, _ = asked.communicate(timeout=60)
+    assert asked.returncode == stopping.STOPPED and "The same command with hydra.sweep.dir=" in out, out
+    assert (tmp_path / "sweep/0/job.json").exists() and not (tmp_path / "sweep/1").exists()
+
+
 def no_process_mentions(text: str) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -105,9 +120,9 @@ def test_sixteen_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_pa
     done = tmp_path / "cut/sweep"
     while len(list(done.glob("*/summary.json"))) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.kill(cut.pid, signal.SIGINT)
+    os.kill(cut.pid, signal.SIGTERM)
     out, _ = cut.communicate(timeout=120)
-    assert cut.returncode == 130, out
+    assert cut.returncode == stopping.STOPPED, out
     assert no_process_mentions(str(tmp_path / "cut"))
     assert 5 <= len(list(done.glob("*/summary.json"))) < 16
     again = sweep(tmp_path / "cut", *grid)

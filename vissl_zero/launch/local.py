@@ -84,6 +84,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 
 def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
     """A run that was asked to stop: done all the same, stopped, or (by a second Ctrl-C, or too early) not saved."""
+    stopping.ask(asked.reason, asked.exit_code)  # it means this process too, which may have other runs to start
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
     print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)

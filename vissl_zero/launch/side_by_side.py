@@ -24,12 +24,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.host import Host, this_host
+from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.launch.sweep_job import claim
 from vissl_zero.reporting.sweep_note import JobNote
 
 OUTPUT = "output.log"
-_FAREWELL_S = 60.0  # to save and stop, after Ctrl-C
+_FAREWELL_S = 60.0  # to save and stop
 
 
 @dataclass
@@ -95,7 +96,7 @@ class SideBySide(Launcher):
 
         Raises:
             ConfigError, LaunchError: wrong keys of the launcher, or a folder that holds something else.
-            KeyboardInterrupt: Ctrl-C, after the jobs have ended.
+            KeyboardInterrupt, SystemExit: Ctrl-C, or another request to stop, after the jobs have saved and ended.
         """
         if self._most is not None and self._most < 1:
             raise ConfigError([Problem("hydra.launcher.jobs", str(self._most), "must be at least 1", "Leave it out.")])
@@ -113,11 +114,10 @@ class SideBySide(Launcher):
         slots = divide(this_host(), self._procs(jobs[0]), self._uses_gpus(jobs[0]), self._most, len(waiting))
         done = f", {len(jobs) - len(waiting)} of them done before" if len(waiting) < len(jobs) else ""
         print(f"{len(jobs)} jobs{done}, {len(slots)} at a time, in {sweep_dir}", flush=True)
-        try:
-            self._run(waiting, slots, len(jobs))
-        except KeyboardInterrupt:
-            _end(jobs)
-            raise
+        stopping.listen()
+        self._run(waiting, slots, len(jobs))
+        if (asked := stopping.asked()) is not None:
+            raise KeyboardInterrupt if asked.exit_code == stopping.INTERRUPTED else SystemExit(asked.exit_code)
         return [_answer(job) for job in jobs]
 
     def _job(self, sweep_dir: Path, number: int, overrides: list[str]) -> _Job:
@@ -147,6 +147,9 @@ class SideBySide(Launcher):
         free, queue = list(range(len(slots))), list(waiting)
         running: list[_Job] = []
         while queue or running:
+            if stopping.asked() is not None:
+                _end([job.process for job in running if job.process is not None])
+                return
             while queue and free:
                 job = queue.pop(0)
                 job.slot = free.pop(0)
@@ -229,11 +232,10 @@ def _finish(job: _Job, total: int) -> None:
     print(f"[{job.number + 1}/{total}] {how} after {time.monotonic() - job.started:.0f} s: {values}", flush=True)
 
 
-def _end(jobs: list[_Job]) -> None:
-    """Ctrl-C: every running job is asked to stop, waited for, and killed if it does not."""
-    running = [job.process for job in jobs if job.process is not None and job.process.poll() is None]
+def _end(running: list[subprocess.Popen[bytes]]) -> None:
+    """Every running job is asked to save and stop, waited for, and killed if it does not."""
     for process in running:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
     deadline = time.monotonic() + _FAREWELL_S
     for process in running:
         try:

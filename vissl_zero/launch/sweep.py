@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.plain_tree import leaves
 from vissl_zero.config.rules.slurm import is_unsafe
+from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.launch.submission import private_folder
 from vissl_zero.reporting.sweep_note import is_done, read_note
@@ -71,8 +72,9 @@ def finish_sweep() -> int | None:
     print_sweep(rows)
     print(f"\nsweep folder  {folder}  ({CSV_NAME}, {PLOT_NAME})")
     missing = sum(not is_done(path) for path, _ in notes)
-    if missing:
-        print(
-            f"{missing} of {len(notes)} jobs are not done. The same command with hydra.sweep.dir={folder} does those."
-        )
+    again = f"The same command with hydra.sweep.dir={folder} does those."
+    if stopping.asked() is not None:
+        print(f"Stopped: some jobs are not done or have not begun. {again}")
+    elif missing:
+        print(f"{missing} of {len(notes)} jobs are not done. {again}")
     return max((note.code or 0 for _, note in notes), default=0)

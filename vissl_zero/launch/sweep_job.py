@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vissl_zero.engine.stopping import STOPPED
+from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError, VisslZeroError
 from vissl_zero.launch.slurm_task import requeue
 from vissl_zero.reporting.sweep_note import JobNote, is_done, read_note
@@ -47,13 +47,16 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], int], max_requeues: int) -> int:
-    """Run a job in this process unless it was done before; its exit code, which its note keeps. No error ends a sweep.
+    """Run a job in this process unless it was done before. No error ends a sweep.
 
     Args:
         folder: of the job.
         overrides: as Hydra gives them.
         run: does the job; its exit code.
         max_requeues: of a SLURM job that saved and stopped.
+    Returns:
+        Its exit code, which its note keeps; where the sweep was asked to stop while a job came to its end, that of
+        stopping.
     """
     try:
         if any(word.lstrip("+").startswith("config.CHECKPOINT.DIR=") for word in overrides):
@@ -72,7 +75,9 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     except Exception:  # noqa: BLE001 - a defect in one job; the others are run all the same
         traceback.print_exc()
         code = 1
-    if code == STOPPED and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+    executor = os.environ.get("SUBMITIT_EXECUTOR")
+    if code == stopping.STOPPED and executor == "slurm":
         code = requeue(max_requeues)
     JobNote(list(overrides), code).write(folder)
-    return code
+    asked = stopping.asked()
+    return asked.exit_code if code == 0 and asked is not None and executor is None else code
