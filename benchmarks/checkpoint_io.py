@@ -1,23 +1,27 @@
 """Saving and loading sharded training state: this package's checkpoints against torch.distributed.checkpoint by hand.
 
-    python benchmarks/checkpoint_io.py [--params 500] [--rounds 3] [--folder F]
+    python benchmarks/checkpoint_io.py [--params 500] [--rounds 5] [--folder F]
 
 Two ranks (gloo) hold a model of so many million parameters at level 3 in float32, with momentum. In each round both
-save (synced to the disk, by default of both) and load what they have saved, one after the other, and ours saves once
-more asynchronously. Prints per quantity the medians and the ratio ours / torch's of each round: time is the slower
-rank's, peak memory the larger rank's growth over what it held before.
+save (synced to the disk, by default of both) and load what they have saved, one after the other, in turns first; what
+is loaded has just been written, and is read from the page cache as far as that holds it. Then ours saves twice more,
+asynchronously: once with a training step after it, once with an update at once, which is the worst there is.
+The stall is the time for which training waits: in the call that saves, and before the update. Prints medians and
+quartiles per quantity and of the ratio ours / torch's of each round: time is the slower rank's, peak memory the larger
+rank's growth over what it held before.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +35,15 @@ from torch.distributed.tensor import DTensor
 from vissl_zero.checkpoint.manifest import Manifest
 from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.restore import StoredState
-from vissl_zero.checkpoint.snapshot import HostMemory
-from vissl_zero.checkpoint.writer import commit, write_rank
+from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.checkpoint.snapshot import Snapshot
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 
-NUM_RANKS, WIDTH = 2, 4096
+NUM_RANKS, WIDTH, NUM_SAMPLES = 2, 4096, 4
 
 
 def _sharded(num_params: int) -> Any:
@@ -66,17 +70,15 @@ def _dtensors(sharded: Any) -> dict[str, Any]:
     return found
 
 
-def _manifest() -> Manifest:
-    return Manifest(1, 0, 0, 0, NUM_RANKS, 3, "torch", 1, "", "", "", "", {})
-
-
 class _Clock:
     """Seconds and peak growth of memory of what is called, the larger of all ranks."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[float, float]]] = {}
 
-    def run(self, name: str, work: Callable[[], None]) -> None:
+    def run(self, name: str, work: Callable[[], float | None]) -> None:
+        """Call ``work``; its seconds are those it takes, or those it returns."""
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed is not to hide what this one takes
         dist.barrier()
         ended, peak, before = threading.Event(), [0.0], _resident_mib()
 
@@ -84,11 +86,12 @@ class _Clock:
             while not ended.wait(0.005):
                 peak[0] = max(peak[0], _resident_mib() - before)
 
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         begun = time.perf_counter()
-        work()
-        seconds = time.perf_counter() - begun
+        seconds = work()
+        if seconds is None:
+            seconds = time.perf_counter() - begun
         ended.set()
         watcher.join()
         own = torch.tensor([seconds, peak[0]], dtype=torch.float64)
@@ -96,71 +99,130 @@ class _Clock:
         self.found.setdefault(name, []).append((float(own[0]), float(own[1])))
 
 
+class _Stall:
+    """Stands before a sharded model and notes for how long its next change waits."""
+
+    def __init__(self, sharded: Any):
+        self._sharded = sharded
+        self.seconds = 0.0
+
+    def before_next_change(self, wait: Callable[[], object]) -> None:
+        def timed() -> None:
+            begun = time.perf_counter()
+            wait()
+            self.seconds += time.perf_counter() - begun
+
+        self._sharded.before_next_change(timed)
+
+
 def _resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class _Work:
+    """What is timed, on one rank."""
+
+    def __init__(self, num_params: int, rank: int, folder: Path):
+        self.sharded, self._rank, self._folder = _sharded(num_params), rank, folder
+        self._savers = {is_async: Saver(folder, is_async, keep_last=-1, keep_every=-1) for is_async in (False, True)}
+        self._batch = [torch.randn(NUM_SAMPLES, WIDTH)]
+
+    def step(self) -> None:
+        with self.sharded.micro_batch(is_last=True):
+            self.sharded.backward(self.sharded.model(self._batch)[0].square().mean())
+        self.sharded.step()
+        self.sharded.zero_grad()
+
+    def save(self) -> None:
+        self._store(False, self.sharded)
+
+    def _store(self, is_async: bool, sharded: Any) -> Saver:
+        manifest = Manifest(1, 0, 0, 0, NUM_RANKS, 3, "torch", 1, "", "", "", "", {})
+        snapshot = Snapshot(list(self.sharded.parts()), [], self.sharded.scalars(), {}, manifest)
+        self._savers[is_async].store(snapshot, sharded)
+        return self._savers[is_async]
+
+    def stall(self, work: Callable[[], object]) -> float:
+        """Seconds that training waits for an asynchronous save with ``work``, an update in the end, after it."""
+        begun, stall = time.perf_counter(), _Stall(self.sharded)
+        saver = self._store(True, stall)
+        stall.seconds += time.perf_counter() - begun
+        work()
+        saver.finish()
+        self.remove("checkpoints")
+        return stall.seconds
+
+    def save_torch(self) -> None:
+        dcp.save(_dtensors(self.sharded), checkpoint_id=self._folder / "dcp", no_dist=False)
+
+    def load(self, is_verified: bool) -> None:
+        with open_checkpoint(self._folder / "checkpoints" / "step_000000001") as checkpoint:
+            if is_verified:
+                assert list(checkpoint.verify([f"rank{self._rank:05d}"])) == []
+                dist.barrier()
+            self.sharded.restore(StoredState(checkpoint))
+
+    def load_torch(self) -> None:
+        dcp.load(_dtensors(self.sharded), checkpoint_id=self._folder / "dcp")
+
+    def remove(self, name: str) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(self._folder / name)
+        dist.barrier()
 
 
 def _rank(rank: int, num_params: int, num_rounds: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    sharded, clock, memory = _sharded(num_params), _Clock(), HostMemory(is_pinned=False)
-
-    def save() -> None:
-        write_rank(folder, 1, rank, list(sharded.parts()), {}, {})
-        dist.barrier()
-        if rank == 0:
-            commit(folder, _manifest())
-        dist.barrier()
-
-    def load(is_verified: bool) -> None:
-        with open_checkpoint(folder / "checkpoints" / "step_000000001") as checkpoint:
-            if is_verified:
-                assert list(checkpoint.verify([f"rank{rank:05d}"])) == []
-                dist.barrier()
-            sharded.restore(StoredState(checkpoint))
-
-    def copy() -> None:
-        for part in sharded.parts():
-            memory.copy(part)
-
+    work, clock = _Work(num_params, rank, folder), _Clock()
     for number in range(num_rounds + 1):  # the first warms up, and makes the buffers of the asynchronous copy
         if number == 1:
             clock = _Clock()
-        clock.run("save", save)
-        clock.run("save, torch", lambda: dcp.save(_dtensors(sharded), checkpoint_id=folder / "dcp", no_dist=False))
-        clock.run("load", lambda: load(False))
-        clock.run("load, torch", lambda: dcp.load(_dtensors(sharded), checkpoint_id=folder / "dcp"))
-        clock.run("load, checked", lambda: load(True))
-        clock.run("stall of an asynchronous save", copy)
-        dist.barrier()
-        if rank == 0:
-            for path in ("dcp", "checkpoints"):
-                shutil.rmtree(folder / path)
-        dist.barrier()
+        pairs = [("save", work.save), ("save, torch", work.save_torch)]
+        pairs += [("load", lambda: work.load(False)), ("load, torch", work.load_torch)]
+        order = (0, 1, 2, 3) if number % 2 else (1, 0, 3, 2)
+        for index in order:
+            clock.run(*pairs[index])
+        work.remove("dcp")
+        clock.run("load, checked", lambda: work.load(True))
+        work.remove("checkpoints")
+        clock.run("a training step", work.step)
+        clock.run("stall, a step after it", lambda: work.stall(work.step))
+        clock.run("stall, an update at once", lambda: work.stall(work.sharded.step))
     if rank == 0:
         _report(clock.found, num_params)
     dist.destroy_process_group()
 
 
 def _report(found: dict[str, list[tuple[float, float]]], num_params: int) -> None:
-    print(f"{num_params / 1e6:.0f} M parameters and momenta in float32, {NUM_RANKS} ranks, {len(found['save'])} rounds")
-    print("| | s | peak MiB |\n| --- | --- | --- |")
+    print(
+        f"{num_params / 1e6:.0f} M parameters and momenta in float32, {NUM_RANKS} ranks, {len(found['save'])} rounds\n"
+    )
+    print("| | s | peak MiB over what was held |\n| --- | --- | --- |")
     for name, rounds in found.items():
-        seconds, mebibytes = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"| {name} | {seconds:.2f} | {mebibytes:.0f} |")
+        seconds, mebibytes = zip(*rounds, strict=True)
+        print(f"| {name} | {_spread(seconds)} | {statistics.median(mebibytes):.0f} |")
+    print("\n| ratio of one round | time |\n| --- | --- |")
     pairs = [("save", "save, torch"), ("load", "load, torch"), ("load, checked", "load, torch")]
-    pairs.append(("stall of an asynchronous save", "save"))
+    pairs += [(name, "save") for name in found if name.startswith("stall")]
     for ours, other in pairs:
-        ratios = sorted(a[0] / b[0] for a, b in zip(found[ours], found[other], strict=True))
-        print(f"{ours} / {other}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        print(
+            f"| {ours} / {other} | {_spread([a[0] / b[0] for a, b in zip(found[ours], found[other], strict=True)])} |"
+        )
+
+
+def _spread(numbers: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else [*numbers] * 3
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=500.0, help="millions")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

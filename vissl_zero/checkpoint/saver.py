@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ from vissl_zero.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
 from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.strategy import Sharded
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -40,7 +43,8 @@ class Saver:
 
     Args:
         run_folder: the same on all ranks, on a file system they share.
-        is_async: write from a copy in host memory while training goes on; the copy is all that training waits for.
+        is_async: copy to host memory, and write from there, while training goes on; only its next update waits, until
+            the copy is made.
         keep_last, keep_every: see ``prune``.
         device: of training.
 
@@ -54,7 +58,7 @@ class Saver:
         self._run_folder = run_folder
         self._is_async = is_async
         self._keep = (keep_last, keep_every)
-        self._memory = HostMemory(is_pinned=device is not None and device.type == "cuda")
+        self._memory = HostMemory(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
         self.latest_step: int | None = None
@@ -65,13 +69,14 @@ class Saver:
         Without ``is_async``, and where state streams from a disk, it is complete when this returns.
         """
         self.finish()
-        if self.latest_step == run.step:
-            return
-        snapshot = take_snapshot(run, hooks, is_epoch_over)
+        if self.latest_step != run.step:
+            self.store(take_snapshot(run, hooks, is_epoch_over), run.sharded)
+
+    def store(self, snapshot: Snapshot, sharded: Sharded) -> None:
+        """Begin a checkpoint with what ``snapshot`` holds; none may be under way. See ``save``."""
         streams = collectives.all_reduce_max(torch.tensor(float(snapshot.is_streamed))).item() > 0
         if self._is_async and not streams:
-            snapshot = snapshot.detached(self._memory)
-            self._save = _Save(snapshot.manifest, self._thread.submit(self._write, snapshot))
+            self._save = _Save(snapshot.manifest, self._begin(snapshot, sharded))
             return
         done: Future[None] = Future()
         try:
@@ -115,9 +120,25 @@ class Saver:
         """End the thread, when what it is writing is written. Not a collective."""
         self._thread.shutdown()
 
+    def _begin(self, snapshot: Snapshot, sharded: Sharded) -> Future[None]:
+        """Copy what a forward pass changes; leave the rest to the thread, and let the next update wait for it."""
+        self._memory.begin()
+        snapshot = dataclasses.replace(snapshot, replicated=self._memory.copy(snapshot.replicated))
+        is_copied = threading.Event()
+        work = self._thread.submit(self._copy_and_write, snapshot, is_copied)
+        sharded.before_next_change(is_copied.wait)
+        return work
+
+    def _copy_and_write(self, snapshot: Snapshot, is_copied: threading.Event) -> None:
+        try:
+            snapshot = dataclasses.replace(snapshot, parts=self._memory.copy(snapshot.parts))
+        finally:
+            is_copied.set()
+        self._write(snapshot)
+
     def _write(self, snapshot: Snapshot) -> None:
-        rank = collectives.rank()
-        write_rank(self._run_folder, snapshot.manifest.step, rank, snapshot.parts, snapshot.scalars, snapshot.rng)
+        parts = [*snapshot.parts, *snapshot.replicated]
+        write_rank(self._run_folder, snapshot.manifest.step, collectives.rank(), parts, snapshot.scalars, snapshot.rng)
 
     def _commit(self, manifest: Manifest) -> None:
         commit(self._run_folder, manifest)
@@ -128,10 +149,11 @@ class Saver:
 
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
-        reasons: list[str | None] = [str(error) if error else None]
+        own = None if error is None else str(error) or type(error).__name__
+        reasons = [own]
         if collectives.world_size() > 1:
             reasons = [None] * collectives.world_size()
-            dist.all_gather_object(reasons, str(error) if error else None)
+            dist.all_gather_object(reasons, own)
         if collectives.rank() == 0:
             discard(self._run_folder, save.manifest.step)
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)

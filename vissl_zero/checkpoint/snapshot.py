@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ class Snapshot:
     """The state of a run after a step.
 
     Attributes:
-        parts: tensors of this rank; they share memory with training until ``detached``.
+        parts: parameters and optimizer state of this rank; memory is shared with training, whose updates change it.
+        replicated: buffers and state of the loss, likewise; the forward pass changes them too.
         scalars: see ``RankManifest``.
         rng: likewise.
         manifest: of the whole.
     """
 
     parts: list[Part]
+    replicated: list[Part]
     scalars: dict[str, dict[str, Any]]
     rng: dict[str, Any]
     manifest: Manifest
@@ -43,27 +46,43 @@ class Snapshot:
         """Some of it rests on a disk and passes through memory only when it is written."""
         return any(part.is_streamed for part in self.parts)
 
-    def detached(self, memory: HostMemory) -> Snapshot:
-        """The same with tensors copied to host memory, so that training may go on."""
-        parts = [dataclasses.replace(part, read=memory.copy(part)) for part in self.parts]
-        return dataclasses.replace(self, parts=parts)
-
 
 class HostMemory:
-    """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself."""
+    """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself.
 
-    def __init__(self, is_pinned: bool):
-        self._is_pinned = is_pinned
+    Args:
+        device: whose memory is copied. From a GPU, copies go through a stream of their own, beside the computation.
+    """
+
+    def __init__(self, device: torch.device | None = None):
+        self._device = device
+        self._is_pinned = device is not None and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_pinned else None
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, part: Part) -> Any:
-        """Copy one part; what it gives reads the copy."""
+    def begin(self) -> None:
+        """Let ``copy`` see what the device has been told to do up to now. The thread that trains calls it."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts, which read copies; these are complete when it returns. Any thread may call it."""
+        with torch.cuda.stream(self._stream):  # without one: nothing
+            copies = [dataclasses.replace(part, read=partial(_itself, self._fill(part))) for part in parts]
+        if self._stream is not None:
+            self._stream.synchronize()
+        return copies
+
+    def _fill(self, part: Part) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or buffer.numel() != part.num_elements or buffer.dtype != part.dtype:
             buffer = torch.empty(part.num_elements, dtype=part.dtype, pin_memory=self._is_pinned)
             self._buffers[part.name] = buffer
-        buffer.copy_(part.read().detach().reshape(-1))
-        return lambda: buffer
+        return buffer.copy_(part.read().detach().reshape(-1), non_blocking=self._is_pinned)
+
+
+def _itself(buffer: Tensor) -> Tensor:
+    return buffer
 
 
 def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snapshot:
@@ -77,8 +96,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
         CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.
     """
     criterion, criterion_numbers = _criterion_state(run)
-    parts = [
-        *run.sharded.parts(),
+    replicated = [
         *replicated_parts("buffer", run.sharded.buffers()),
         *replicated_parts("criterion", criterion),
     ]
@@ -105,7 +123,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
         hooks=_hook_states(hooks),
         results={name: value for name, value in run.results.items() if _is_plain(value)},
     )
-    return Snapshot(parts, run.sharded.scalars(), random_state(run.device), manifest)
+    return Snapshot(list(run.sharded.parts()), replicated, run.sharded.scalars(), random_state(run.device), manifest)
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:

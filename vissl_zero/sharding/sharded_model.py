@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,6 +94,7 @@ class ShardedModel(Sharded):
         self._frozen: frozenset[str] = frozenset()
         self._activation_bytes = 0
         self._whole: dict[str, Tensor] | None = None
+        self._readers: list[Callable[[], object]] = []
 
     def _before_shards_change(self) -> None:
         """Drop whole copies of parameters that a change of the shards would leave behind."""
@@ -129,6 +130,7 @@ class ShardedModel(Sharded):
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
+        self._wait_for_readers()
         result = self._stepper.step(self._frozen)
         if not result.skipped:
             for shard in self._trained:
@@ -147,12 +149,14 @@ class ShardedModel(Sharded):
     def normalize_rows(self, names: Collection[str]) -> None:
         """See ``Sharded``."""
         if names:
+            self._wait_for_readers()
             self._before_shards_change()
         for name in names:
             self._shards[name].normalize_rows()
 
     def average(self, decay: float) -> None:
         """See ``Sharded``."""
+        self._wait_for_readers()
         if self._average is None:
             self._average = WeightAverage(self._shards.values(), dict(self._saved_buffers()))
         self._average.update(decay)
@@ -169,6 +173,7 @@ class ShardedModel(Sharded):
             self._swap_average(self._average)
 
     def _swap_average(self, average: WeightAverage) -> None:
+        self._wait_for_readers()
         self._before_shards_change()
         average.swap()
         self._after_shards_change()
@@ -224,6 +229,7 @@ class ShardedModel(Sharded):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
+        self._wait_for_readers()
         self._before_shards_change()
         buffers = dict(self._saved_buffers())
         load_rank_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
@@ -243,6 +249,10 @@ class ShardedModel(Sharded):
         yield from parts_of(self._shards, self.optimizer)
         if self._average is not None:
             yield from average_parts(self._shards, self._average)
+
+    def before_next_change(self, wait: Callable[[], object]) -> None:
+        """See ``Sharded``."""
+        self._readers.append(wait)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """See ``Sharded``."""
@@ -276,6 +286,7 @@ class ShardedModel(Sharded):
 
     def restore(self, saved: SavedState) -> None:
         """See ``Sharded``."""
+        self._wait_for_readers()
         self._before_shards_change()
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
@@ -307,6 +318,10 @@ class ShardedModel(Sharded):
     def describe(self) -> str:
         """See ``Sharded``."""
         return self._wrap_plan.describe()
+
+    def _wait_for_readers(self) -> None:
+        while self._readers:
+            self._readers.pop()()
 
     def _average_tensors(self) -> Iterable[Tensor]:
         average = self._average

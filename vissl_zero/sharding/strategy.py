@@ -167,7 +167,15 @@ class Sharded(ABC):
     def parts(self) -> Iterator[Part]:
         """What this rank stores of parameters and optimizer state: over all ranks, each element once.
 
-        Not a collective. Memory is shared with training: read it before the next step.
+        Not a collective. Memory is shared with training: read it before the next step (``before_next_change``).
+        """
+
+    @abstractmethod
+    def before_next_change(self, wait: Callable[[], object]) -> None:
+        """Call ``wait`` once, before anything that ``parts`` gave changes: somebody is still reading it.
+
+        Forward and backward passes change none of it, so training goes on meanwhile. ``wait`` must return in the end,
+        and call no collective. Not a collective.
         """
 
     @abstractmethod
