@@ -6,7 +6,8 @@ Two ranks (gloo) hold a model of so many million parameters at level 3 in float3
 save (synced to the disk, by default of both) and load what they have saved, one after the other, in turns first; what
 is loaded has just been written, and is read from the page cache as far as that holds it. Then ours saves twice more,
 asynchronously: once with a training step after it, once with an update at once, which is the worst there is.
-The stall is the time for which training waits: in the call that saves, and before the update. Prints medians and
+The stall is the time for which training waits: in the call that saves, and before the update; beside it stands how long
+that step takes, since copying and writing share the processors with it. Prints medians and
 quartiles per quantity and of the ratio ours / torch's of each round: time is the slower rank's, peak memory the larger
 rank's growth over what it held before.
 """
@@ -94,7 +95,11 @@ class _Clock:
             seconds = time.perf_counter() - begun
         ended.set()
         watcher.join()
-        own = torch.tensor([seconds, peak[0]], dtype=torch.float64)
+        self.note(name, seconds, peak[0])
+
+    def note(self, name: str, seconds: float, peak_mib: float = 0.0) -> None:
+        """Keep what was measured on this rank."""
+        own = torch.tensor([seconds, peak_mib], dtype=torch.float64)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         self.found.setdefault(name, []).append((float(own[0]), float(own[1])))
 
@@ -125,6 +130,7 @@ class _Work:
     def __init__(self, num_params: int, rank: int, folder: Path):
         self.sharded, self._rank, self._folder = _sharded(num_params), rank, folder
         self._savers = {is_async: Saver(folder, is_async, keep_last=-1, keep_every=-1) for is_async in (False, True)}
+        self.seconds_meanwhile = 0.0
         self._batch = [torch.randn(NUM_SAMPLES, WIDTH)]
 
     def step(self) -> None:
@@ -146,8 +152,10 @@ class _Work:
         """Seconds that training waits for an asynchronous save with ``work``, an update in the end, after it."""
         begun, stall = time.perf_counter(), _Stall(self.sharded)
         saver = self._store(True, stall)
-        stall.seconds += time.perf_counter() - begun
+        saved = time.perf_counter()
         work()
+        self.seconds_meanwhile = time.perf_counter() - saved
+        stall.seconds += saved - begun
         saver.finish()
         self.remove("checkpoints")
         return stall.seconds
@@ -190,6 +198,7 @@ def _rank(rank: int, num_params: int, num_rounds: int, folder: Path) -> None:
         work.remove("checkpoints")
         clock.run("a training step", work.step)
         clock.run("stall, a step after it", lambda: work.stall(work.step))
+        clock.note("a training step after it", work.seconds_meanwhile)
         clock.run("stall, an update at once", lambda: work.stall(work.sharded.step))
     if rank == 0:
         _report(clock.found, num_params)
@@ -206,6 +215,7 @@ def _report(found: dict[str, list[tuple[float, float]]], num_params: int) -> Non
         print(f"| {name} | {_spread(seconds)} | {statistics.median(mebibytes):.0f} |")
     print("\n| ratio of one round | time |\n| --- | --- |")
     pairs = [("save", "save, torch"), ("load", "load, torch"), ("load, checked", "load, torch")]
+    pairs.append(("a training step after it", "a training step"))
     pairs += [(name, "save") for name in found if name.startswith("stall")]
     for ours, other in pairs:
         print(

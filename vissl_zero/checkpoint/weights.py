@@ -17,8 +17,9 @@ from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import ShardFile
 from vissl_zero.errors import CheckpointError
 
-WEIGHTS_FILE = "weights.safetensors"
+WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"
 PARAMETERS, BUFFERS = "model/", "buffer/"
+AVERAGED_PARAMETERS, AVERAGED_BUFFERS = "average/", "buffer/average:"  # of the running average of the weights
 
 
 class WeightsFile:
@@ -131,14 +132,35 @@ def open_store(path: str | Path, passed_over: list[str] | None = None) -> Checkp
     return WeightsFile(path)
 
 
-def weights_of(store: Checkpoint | WeightsFile) -> Weights:
-    """The model in a store, without optimizer and other state."""
+def weights_of(store: Checkpoint | WeightsFile, is_averaged: bool = False) -> Weights:
+    """The model in a store, without optimizer and other state.
+
+    Args:
+        store: open.
+        is_averaged: the running average of the weights in place of the weights (``HOOKS.EMA_MODEL``).
+    Raises:
+        CheckpointError: it holds no average.
+    """
     if isinstance(store, WeightsFile):
+        if is_averaged:
+            raise CheckpointError(
+                f"{store.path} holds one set of weights. Where a run has kept an average, it stands beside "
+                f"{WEIGHTS_FILE}, in {AVERAGED_WEIGHTS_FILE}, and in the run's checkpoints: give one of these."
+            )
         return Weights(store, {name: name for name in store.tensors})
-    prefixes = (PARAMETERS, BUFFERS)
-    return Weights(
-        store, {key.removeprefix(prefix): key for prefix in prefixes for key in store.tensors if key.startswith(prefix)}
-    )
+    prefixes = (AVERAGED_PARAMETERS, AVERAGED_BUFFERS) if is_averaged else (PARAMETERS, BUFFERS)
+    others = () if is_averaged else (AVERAGED_BUFFERS,)
+    stored = {
+        key.removeprefix(prefix): key
+        for prefix in prefixes
+        for key in store.tensors
+        if key.startswith(prefix) and not key.startswith(others)
+    }
+    if is_averaged and not stored:
+        raise CheckpointError(
+            f"{store.path} holds no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one in training."
+        )
+    return Weights(store, stored)
 
 
 def open_weights(path: str | Path, passed_over: list[str] | None = None) -> Weights:

@@ -117,6 +117,24 @@ def test_export_gives_the_model_and_no_more(tmp_path, run, model, ending):
     assert sorted(tmp_path.iterdir()) == sorted([run, target])
 
 
+def test_export_takes_the_weights_or_their_running_average(tmp_path, run, model, capsys):
+    average = {name: tensor.detach() / 3 for name, tensor in model.named_parameters()}
+    averaged_buffers = {name: buffer * 2 for name, buffer in model.named_buffers()}
+    stored = {f"average/{name}": tensor for name, tensor in average.items()}
+    stored |= {f"buffer/average:{name}": tensor for name, tensor in averaged_buffers.items()}
+    write_checkpoint(tmp_path / "ema", state_of(model) | stored)
+    for options, expected in (([], model.state_dict()), (["--average"], average | averaged_buffers)):
+        assert call("export", tmp_path / "ema", "--to", tmp_path / "out.safetensors", "--overwrite", *options) == 0
+        found = load_file(tmp_path / "out.safetensors")
+        assert found.keys() == expected.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    capsys.readouterr()
+    assert call("export", run, "--to", tmp_path / "none.pt", "--average") == 2
+    assert "holds no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one" in capsys.readouterr().err
+    assert call("export", tmp_path / "out.safetensors", "--to", tmp_path / "none.pt", "--average") == 2
+    assert "weights_ema.safetensors" in capsys.readouterr().err and not (tmp_path / "none.pt").exists()
+
+
 def test_export_under_torchvisions_names_is_torchvisions_model(tmp_path, run, model):
     blocks = BlockParams([1, 1, 2], [16, 32, 64], [8, 8, 8], [1.0] * 3, [2] * 3, 0.25)
     theirs = RegNet(blocks, num_classes=7, stem_width=16).eval()

@@ -35,9 +35,10 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, metavar="FILE", help="file to write")
     parser.add_argument("--part", choices=PARTS, default="model", help="trunk and heads (model), or one of them")
     parser.add_argument("--names", choices=NAMES, default="own", help="whose names (own)")
+    parser.add_argument("--average", action="store_true", help="the running average of the weights (HOOKS.EMA_MODEL)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(arguments)
-    with weights_of(opened(options.path)) as weights:
+    with weights_of(opened(options.path), options.average) as weights:
         done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
         say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {size(done.num_bytes)}")
     if done.left_out:
