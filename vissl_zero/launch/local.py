@@ -25,13 +25,20 @@ INTERRUPTED = stopping.INTERRUPTED
 _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
 
 
-def launch_local(plan: ResolvedRun, membership: Membership | None = None, plan_folder: Path | None = None) -> int:
+def launch_local(
+    plan: ResolvedRun,
+    membership: Membership | None = None,
+    plan_folder: Path | None = None,
+    began: float | None = None,
+) -> int:
     """Start this machine's ranks and wait for them; up to ``DISTRIBUTED.MAX_RESTARTS`` times again.
 
     Args:
         plan: of the run.
-        membership: joined already, where other machines (or other launchers here) take part; nothing is restarted then.
+        membership: joined already, where other machines (or other launchers here) take part; they are started again
+            all together or not at all, by ``launch_member``.
         plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
+        began: when the time limit began to count, as Unix time; None: now.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
@@ -39,7 +46,7 @@ def launch_local(plan: ResolvedRun, membership: Membership | None = None, plan_f
     most_restarts = 0 if membership else plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
     num_procs = membership.place.procs if membership else plan.procs_per_node
     num_restarts = 0
-    environment = _environment(plan, membership)
+    environment = _environment(plan, membership, began or time.time())
     while True:
         with tempfile.TemporaryDirectory(prefix="vissl_zero_") as private:
             first_rank = membership.first_rank() if membership else 0
@@ -57,7 +64,7 @@ def launch_local(plan: ResolvedRun, membership: Membership | None = None, plan_f
             failure = first_failure(Path(private), bad)
         if membership and (cause := membership.explain(failure)):
             print(f"{cause}\nThe run folder is {plan.run_dir}", file=sys.stderr)
-            return 1
+            return membership.exit_code
         if failure.is_user_error:
             print(failure.text, file=sys.stderr)
             return 2
@@ -101,7 +108,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
     return Path(plan.run_dir) / "logs"
 
 
-def _environment(plan: ResolvedRun, membership: Membership | None) -> dict[str, str]:
+def _environment(plan: ResolvedRun, membership: Membership | None, began: float) -> dict[str, str]:
     """What the ranks inherit."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
@@ -113,7 +120,7 @@ def _environment(plan: ResolvedRun, membership: Membership | None) -> dict[str, 
         environment |= allocator_environment(plan.sharding, environment)
     limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
     if limit is not None:  # of all restarts together
-        stopping.end_at(time.time() + 60 * limit)
+        stopping.end_at(began + 60 * limit)
         environment[stopping.END_AT_VARIABLE] = str(stopping.deadline())
         stopping.forget()
     return environment

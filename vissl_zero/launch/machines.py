@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.local import launch_local
-from vissl_zero.launch.membership import Membership, Place
+from vissl_zero.launch.membership import CRASHED, Membership
+from vissl_zero.launch.place import Place
 from vissl_zero.launch.run import prepare_folder
 from vissl_zero.launch.secret import load_secret
 
@@ -37,15 +39,46 @@ def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
         timeout_s=plan.sharding.timeout_s,
     )
     with prepare_folder(plan, user_yaml) if node_id == 0 else nullcontext():
-        membership = Membership(place)
+        return launch_member(plan, place)
+
+
+def launch_member(plan: ResolvedRun, place: Place, announce: Path | None = None) -> int:
+    """Join, start the ranks and wait for them; again where one was lost, ``DISTRIBUTED.MAX_RESTARTS`` times at most.
+
+    Args:
+        plan: of the run.
+        place: of this launcher.
+        announce: file that launcher 0 writes its address to.
+    Returns:
+        Exit code, as ``launch_local``.
+    Raises:
+        LaunchError: the machines do not find or accept each other.
+    """
+    most, began = plan.config["DISTRIBUTED"]["MAX_RESTARTS"], time.time()
+    before: Membership | None = None
+    while True:
+        membership = Membership(place, announce, before)
+        code: int | None = 2
         try:
-            return launch_member(plan, membership)
+            code = _round(plan, membership, began)
+            if code == CRASHED and membership.may_start_again and membership.num_restarts < most:
+                code = None
+        except LaunchError as error:
+            if before is None:
+                raise
+            print(error, file=sys.stderr)
+            return CRASHED
         finally:
-            membership.leave()
+            membership.leave(code)
+        if code is not None:
+            return code
+        waits = f" Waiting {place.start_s:g} s for its command to be given again." if membership.is_someone_lost else ""
+        count = f"restart {membership.num_restarts + 1} of at most {most}"
+        print(f"Starting again ({count}).{waits}", file=sys.stderr, flush=True)
+        before, place = membership, dataclasses.replace(place, address=membership.address)
 
 
-def launch_member(plan: ResolvedRun, membership: Membership) -> int:
-    """Join, start the ranks and wait for them; returns the exit code."""
+def _round(plan: ResolvedRun, membership: Membership, began: float) -> int:
     place = membership.place
     if place.index == 0:
         print(f"Waiting for {place.count - 1} more at {membership.address[0]}:{membership.address[1]}", flush=True)
@@ -55,7 +88,7 @@ def launch_member(plan: ResolvedRun, membership: Membership) -> int:
         # The run folder may be of another machine's disk, and its name may have the clock in it: machine 0 decides.
         save_resolved(plan, Path(private) / "config.resolved.yaml")
         try:
-            code = launch_local(plan, membership, Path(private))
+            code = launch_local(plan, membership, Path(private), began)
         except OSError as error:
             raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {run_dir} here ({error.strerror}).") from error
     if code == 0 and place.index > 0:

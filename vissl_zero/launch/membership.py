@@ -1,9 +1,12 @@
-"""The launchers of a run on several machines: how they meet, watch each other and end together.
+"""The launchers of a run on several machines: how they meet, watch each other, and end or start again together.
 
 Launcher 0 serves the ``KeyValueServer`` that all ranks and launchers meet through. Each launcher says every second that
 it lives. One that is silent for too long is lost: the others stop their ranks and say which it was. One whose ranks
 failed says why, and the others repeat it. Without this, a cut link shows as a collective that times out and blames
 nobody.
+
+A membership lasts for one round (``round.py``). Where the run may start again (``DISTRIBUTED.MAX_RESTARTS``), every
+launcher leaves it and takes part in another.
 """
 
 from __future__ import annotations
@@ -11,93 +14,88 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError
-from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client
+from vissl_zero.launch.network_store import ADDRESS_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE, Client
+from vissl_zero.launch.place import Place
+from vissl_zero.launch.round import Round, enter, open_round
 from vissl_zero.reporting.atomic import replacing
 
 FIRST_RANK_VARIABLE = "VISSL_ZERO_FIRST_RANK"
 WORLD_SIZE_VARIABLE = "VISSL_ZERO_WORLD_SIZE"
 FIRST_LOCAL_RANK_VARIABLE = "VISSL_ZERO_FIRST_LOCAL_RANK"
+CRASHED = 1  # the exit code after which a run may start again
+_AGAIN = b"again"
 _BEAT_S = 1.0
-_LONGEST_SILENCE_S = 60.0
 _FAREWELL_S = 5.0
 _SIGNS_OF_A_LOST_PEER = ("peer", "Timed out", "timed out", "Timeout", "Broken pipe", "a rank is missing", "unreachable")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one launcher stands among those of its run.
+class Membership:
+    """One launcher's membership; use ``join`` and, whatever happens, ``leave``.
 
     Attributes:
-        index, count: of launchers; 0 serves.
-        procs: ranks that each launcher starts.
-        first_local_rank: number on its machine of this launcher's first rank (one launcher per rank under SLURM).
-        address: where launcher 0 listens (or shall listen; port 0: a free one).
-        secret: of the run.
-        timeout_s: of a collective.
-        start_s: how long launchers wait for each other at the start.
+        place: where this launcher stands; of launcher 0 with the port that it listens on.
+        num_restarts: of the run so far, as all launchers agree after ``join``.
+        cause: why the ranks here were stopped, if not by themselves.
+        exit_code: that goes with it.
+        is_someone_lost: it is that a launcher was silent for too long.
+        may_start_again: all launchers are there, or may come back.
     """
 
-    index: int
-    count: int
-    procs: int
-    address: tuple[str, int]
-    secret: bytes
-    timeout_s: float
-    first_local_rank: int = 0
-    start_s: float = 300.0
-
-    @property
-    def silence_s(self) -> float:
-        """After how long without a sign of life a launcher counts as lost."""
-        return min(_LONGEST_SILENCE_S, self.timeout_s / 2)
-
-
-class Membership:
-    """One launcher's membership; use ``join`` and, whatever happens, ``leave``."""
-
-    def __init__(self, place: Place, announce: Path | None = None):
+    def __init__(self, place: Place, announce: Path | None = None, before: Membership | None = None):
         """Serve, if this is launcher 0.
 
         Args:
             place: where this launcher stands.
             announce: file to write the address to, for launchers that read it from a shared folder.
+            before: this launcher's membership in the round before, which it has left to start again.
         Raises:
             LaunchError: the address cannot be listened on.
         """
         self.place = place
+        self.num_restarts: int = before.num_restarts + 1 if before else 0
         self.cause = ""
-        self._is_someone_lost = False
+        self.exit_code = CRASHED
+        self.is_someone_lost = False
+        self.may_start_again = True
+        self._after = before.round_name if before else ""
         self._server: KeyValueServer | None = None
         self._stopping = threading.Event()
         self._names: list[str] = []
         self._watcher: threading.Thread | None = None
-        address = place.address
+        self._round: Round | None = None
+        self.address = place.address
         if place.index == 0:
             try:
-                self._server = KeyValueServer(address, place.secret)
+                self._server = KeyValueServer(place.address, place.secret)
             except OSError as error:
-                host, port = address
+                host, port = place.address
                 raise LaunchError(
                     f"Cannot listen on {host}:{port} ({error.strerror or error}). Name an address of this machine "
                     "and a free port."
                 ) from error
-            address = self._server.address
-            if announce is not None:
-                with replacing(announce) as temporary:
-                    temporary.write_text(json.dumps(address))
-        self.address = address
-        self._client = Client(address, place.secret, place.start_s)
+            self.address = self._server.address
+        self._client = Client(self.address, place.secret, min(5.0, max(1.0, place.silence_s / 4)))
+        if self._server is not None:
+            open_round(secrets.token_hex(8), self._client)
+        if announce is not None:
+            with replacing(announce) as temporary:
+                temporary.write_text(json.dumps(self.address))
+
+    @property
+    def round_name(self) -> str:
+        """Of the round that this launcher takes part in; nothing before ``join``."""
+        return self._round.name if self._round else ""
 
     def join(self, configuration: str, run_dir: str) -> str:
         """Wait for all launchers; the run folder that launcher 0 decided on.
@@ -109,21 +107,25 @@ class Membership:
             LaunchError: a launcher does not come, holds another secret or another configuration.
         """
         place = self.place
-        hello = {"host": socket.gethostname(), "configuration": configuration, "run_dir": run_dir}
+        hello = {
+            "host": socket.gethostname(),
+            "configuration": configuration,
+            "run_dir": run_dir,
+            "num_restarts": self.num_restarts,
+            "launcher": secrets.token_hex(8),  # no two say the same
+        }
         try:
-            self._client.beat(str(place.index))  # known from here on, and missed if nothing more comes
-            self._client.call(b"set", f"launcher/{place.index}".encode(), json.dumps(hello).encode())
+            self._round = enter(self._client, place, json.dumps(hello).encode(), self._after)
             greetings = []
             deadline = time.monotonic() + place.start_s
             for index in range(place.count):
-                key = f"launcher/{index}".encode()
-                left = max(0.0, deadline - time.monotonic())
-                if self._client.call(b"wait", str(left).encode(), key, answer_within_s=left + 5.0)[0] != b"1":
+                greeting = self._round.wait("hello", index, max(0.0, deadline - time.monotonic()))
+                if greeting is None:
                     raise LaunchError(
                         f"Machine {index} of {place.count} did not come within {place.start_s:g} s. Start the same "
                         "command there, with its own node_id."
                     )
-                greetings.append(json.loads(self._client.call(b"get", key)[0]))
+                greetings.append(json.loads(greeting))
         except RefusedError as error:
             host, port = self.address
             raise LaunchError(
@@ -143,8 +145,8 @@ class Membership:
                     f"Machine {index} was started with another configuration than machine 0. Use the same recipe, "
                     "overrides and version of vissl_zero on all of them."
                 )
-        self._client = Client(self.address, place.secret, min(5.0, max(1.0, place.silence_s / 4)))
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="peers")
+        self.num_restarts = max(int(greeting["num_restarts"]) for greeting in greetings)
+        self._watcher = threading.Thread(target=self._watch, args=(self._round,), daemon=True, name="peers")
         self._watcher.start()
         return str(greetings[0]["run_dir"])
 
@@ -154,6 +156,7 @@ class Membership:
         found = {
             ADDRESS_VARIABLE: f"{host}:{port}",
             SECRET_VARIABLE: place.secret.hex(),
+            ROUND_VARIABLE: self.round_name,
             FIRST_RANK_VARIABLE: str(place.index * place.procs),
             FIRST_LOCAL_RANK_VARIABLE: str(place.first_local_rank),
             WORLD_SIZE_VARIABLE: str(place.count * place.procs),
@@ -167,44 +170,41 @@ class Membership:
         """Global rank of this launcher's rank 0."""
         return self.place.index * self.place.procs
 
-    def _watch(self) -> None:
+    def _watch(self, own: Round) -> None:
         """Runs in a thread: notice who is lost or has failed, and stop this launcher's ranks."""
-        last_answer = time.monotonic()
+        began = last_answer = time.monotonic()
         silence_s = self.place.silence_s
         while not self._stopping.wait(_BEAT_S) and not self.cause:
             try:
-                ages = self._client.beat(str(self.place.index))
+                ages = own.beat()
                 last_answer = time.monotonic()
-                departed = self._departed()
-                self.cause = self._reported()
+                departed = own.said("left")
+                self._repeat(own)
+                if not self.cause and own.is_over():  # launcher 0 was gone, and has been started again
+                    self.cause = self._lost(0, last_answer - began)
             except OSError:
                 if (age_s := time.monotonic() - last_answer) > silence_s and not self._stopping.is_set():
                     self.cause = self._lost(0, age_s)
                 continue
             for index in range(self.place.count):
-                if index not in departed and ages.get(str(index), 0.0) > silence_s:
-                    self.cause = self.cause or self._lost(index, ages[str(index)])
+                # Who had to wait for the others before this began was silent meanwhile.
+                age_s = min(ages.get(index, 0.0), last_answer - began)
+                if index not in departed and age_s > silence_s:
+                    self.cause = self.cause or self._lost(index, age_s)
         if self.cause:
             end_children()  # they wait for a peer that will not answer, and would do so until the timeout
 
-    def _departed(self) -> set[int]:
-        """Launchers that have ended in good order."""
-        keys = [f"left/{index}".encode() for index in range(self.place.count)]
-        return {index for index, key in enumerate(keys) if self._client.call(b"check", key)[0] == b"1"}
-
-    def _reported(self) -> str:
-        """The first failure that another launcher has reported, as a sentence, or nothing."""
-        reports = []
-        for index in range(self.place.count):
-            if index != self.place.index and (found := self._client.call(b"get", f"failed/{index}".encode())):
-                reports.append((json.loads(found[0]), index))
-        if not reports:
-            return ""
-        report, index = min(reports, key=lambda pair: pair[0]["time_ns"])
-        return f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
+    def _repeat(self, own: Round) -> None:
+        """Take over the first failure that another launcher has reported, if there is one."""
+        reports = {index: json.loads(text) for index, text in own.said("failed").items() if index != self.place.index}
+        if reports:
+            index, report = min(reports.items(), key=lambda pair: pair[1]["time_ns"])
+            self.exit_code = 2 if report["is_user_error"] else CRASHED
+            self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
 
     def _lost(self, index: int, age_s: float) -> str:
-        self._is_someone_lost = True
+        self.is_someone_lost = True
+        self.may_start_again = self.place.comes_back
         where = f", {self.address[0]}:{self.address[1]}" if index == 0 else ""
         return (
             f"Lost {self._names[index]}{where}: nothing heard of it for {age_s:.0f} s. The link is down, or the "
@@ -219,25 +219,40 @@ class Membership:
         Args:
             failure: how this launcher's first failed rank ended.
         """
+        assert self._watcher is not None and self._round is not None
         if not self.cause and any(sign in failure.text for sign in _SIGNS_OF_A_LOST_PEER):
-            assert self._watcher is not None
             self._watcher.join(self.place.silence_s + 5.0)
-        if not self.cause:
-            report = {"rank": failure.rank, "time_ns": failure.time_ns or time.time_ns(), "text": failure.text}
-            with contextlib.suppress(OSError):
-                self._client.call(b"set", f"failed/{self.place.index}".encode(), json.dumps(report).encode())
+        with contextlib.suppress(OSError):
+            if not self.cause:
+                self._see_who_has_ended(self._round)
+            if not self.cause:
+                report = failure.__dict__ | {"time_ns": failure.time_ns or time.time_ns()}
+                self._round.say("failed", json.dumps(report).encode())
         return self.cause
 
-    def leave(self) -> None:
-        """Stop watching. Launcher 0 serves for a moment longer, so that the others can leave in good order."""
+    def _see_who_has_ended(self, own: Round) -> None:
+        """Launchers that will not start again: done, or stopped by somebody; those that crashed have said why."""
+        for index, code in own.said("left").items():
+            if code == _AGAIN:
+                continue
+            self.may_start_again = False
+            if int(code) not in (0, CRASHED):
+                self.exit_code = int(code)
+                self.cause = f"{self._names[index]} has ended with exit code {self.exit_code}, before the ranks here."
+
+    def leave(self, exit_code: int | None) -> None:
+        """Stop watching. Launcher 0 serves for a moment longer, so that the others can leave in good order.
+
+        Args:
+            exit_code: of this launcher; None: it will take part in the next round.
+        """
         self._stopping.set()
-        is_out_of_reach = self._is_someone_lost and self._server is None
+        is_out_of_reach = self.is_someone_lost and self._server is None
         with contextlib.suppress(OSError):
-            if not is_out_of_reach:
-                self._client.call(b"set", f"left/{self.place.index}".encode(), b"1")
-            if self._server is not None and self._watcher is not None and not self._is_someone_lost:
-                keys = [f"left/{index}".encode() for index in range(self.place.count)]
-                self._client.call(b"wait", str(_FAREWELL_S).encode(), *keys, answer_within_s=2 * _FAREWELL_S)
+            if self._round is not None and not is_out_of_reach:
+                self._round.say("left", _AGAIN if exit_code is None else str(exit_code).encode())
+                if self._server is not None and self._watcher is not None and not self.is_someone_lost:
+                    self._round.wait_for_all("left", _FAREWELL_S)
         self._client.close()
         if self._server is not None:
             self._server.close()

@@ -15,6 +15,7 @@ from vissl_zero.launch.key_value_server import RefusedError, prove, receive, sen
 # Set for the ranks of a run on several machines.
 ADDRESS_VARIABLE = "VISSL_ZERO_STORE_ADDRESS"
 SECRET_VARIABLE = "VISSL_ZERO_STORE_SECRET"
+ROUND_VARIABLE = "VISSL_ZERO_ROUND"
 _RETRY_S = 0.2
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vissl_zero.launch.interface import interface_towards
-from vissl_zero.launch.network_store import ADDRESS_VARIABLE, SECRET_VARIABLE, Client, NetworkStore
+from vissl_zero.launch.network_store import ADDRESS_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE, Client, NetworkStore
 
 STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"  # set by launch/local.py: a file in a folder only this user can enter
 
@@ -32,7 +32,8 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
     if address := os.environ.get(ADDRESS_VARIABLE):
         host, _, port = address.rpartition(":")
         secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
-        store = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
+        served = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
+        store = dist.PrefixStore(os.environ[ROUND_VARIABLE], served)  # apart from ranks of a start before this one
     elif path := os.environ.get(STORE_PATH_VARIABLE):
         store = dist.FileStore(path, world_size)
     else:

@@ -56,7 +56,7 @@ class SlurmTask:
         from vissl_zero.config.resolve import load_resolved
         from vissl_zero.launch.local import launch_local
         from vissl_zero.launch.machines import launch_member
-        from vissl_zero.launch.membership import Membership, Place
+        from vissl_zero.launch.place import Place
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")
@@ -73,12 +73,9 @@ class SlurmTask:
             timeout_s=plan.sharding.timeout_s,
             first_local_rank=_number("SLURM_LOCALID") * (plan.world_size // count),
             start_s=_MEET_S,
+            comes_back=False,
         )
-        membership = Membership(place, announce=meeting if index == 0 else None)
-        try:
-            return launch_member(plan, membership)
-        finally:
-            membership.leave()
+        return launch_member(plan, place, announce=meeting if index == 0 else None)
 
 
 def requeue(max_requeues: int) -> int:

@@ -178,6 +178,10 @@ REFUSALS = {
         {"DISTRIBUTED__MAX_RESTARTS": 2, "CHECKPOINT__AUTO_RESUME": False},
         "config.DISTRIBUTED.MAX_RESTARTS: needs AUTO_RESUME",
     ),
+    "fewer processes on several machines": (
+        {"DISTRIBUTED__MIN_PROC_PER_NODE": 1, "DISTRIBUTED__NUM_NODES": 2, "DISTRIBUTED__RUN_ID": "10.0.0.1:29500"},
+        "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1 with more than one machine",
+    ),
     "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
     "VISSL's key": (

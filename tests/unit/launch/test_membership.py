@@ -16,8 +16,9 @@ from vissl_zero.launch import membership as membership_module
 from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
-from vissl_zero.launch.membership import Membership, Place
+from vissl_zero.launch.membership import Membership
 from vissl_zero.launch.network_store import Client, NetworkStore
+from vissl_zero.launch.place import Place
 from vissl_zero.launch.secret import load_secret
 
 SECRET = b"s" * 32
@@ -72,7 +73,7 @@ def test_a_server_cannot_be_played_back_at_itself(server):
 
 
 def place(index: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Place:
-    return Place(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=2.0)
+    return Place(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=8.0)
 
 
 def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Membership], list[str]]:
@@ -109,7 +110,7 @@ def test_machine_0_decides_the_run_folder_and_ranks_are_numbered_across(no_killi
     assert variables["VISSL_ZERO_FIRST_RANK"] == "1" and variables["VISSL_ZERO_WORLD_SIZE"] == "2"
     assert variables["GLOO_SOCKET_IFNAME"] == "lo" == interface_towards("127.0.0.1", 1)
     for member in reversed(members):
-        member.leave()
+        member.leave(0)
     assert no_killing == [] and [member.cause for member in members] == ["", ""]
 
 
@@ -117,14 +118,14 @@ def test_another_configuration_is_refused_on_both(no_killing):
     members, results = two(("a", "b"))
     assert all("Machine 1 was started with another configuration" in text for text in results)
     for member in reversed(members):
-        member.leave()
+        member.leave(0)
 
 
 def test_who_does_not_come_and_who_cannot_be_reached_are_named():
     alone = Membership(replace(place(0), start_s=0.3))
     with pytest.raises(LaunchError, match=r"Machine 1 of 2 did not come within 0\.3 s"):
         alone.join("", "")
-    alone.leave()
+    alone.leave(0)
     with pytest.raises(LaunchError, match=r"Machine 0 cannot be reached at 127\.0\.0\.1:1 "):
         Membership(replace(place(1, ("127.0.0.1", 1)), start_s=0.3)).join("", "")
     stranger = KeyValueServer(("127.0.0.1", 0), b"other" * 8)
@@ -144,7 +145,69 @@ def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
         lost
     )
     for member in reversed(members):
-        member.leave()
+        member.leave(0)
+
+
+def joined(member: Membership) -> tuple[threading.Thread, list[str]]:
+    """Join beside this; what it gave, or why it failed, once the thread has ended."""
+    found: list[str] = []
+
+    def join() -> None:
+        try:
+            found.append(member.join("same", "/runs/again"))
+        except LaunchError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return thread, found
+
+
+def test_all_start_again_in_a_round_of_its_own(no_killing):
+    """Also one that comes before the server of the last round has ended, and one that was lost and is a new process."""
+    (first, second), _ = two()
+    assert second.explain(Failure(1, 0, False, "rank 1 was ended by SIGKILL.")) == ""
+    second.leave(None)
+    again = [Membership(place(1, first.address), before=second)]
+    early, found = joined(again[0])
+    assert "rank 1 was ended by SIGKILL" in first.explain(Failure(0, 0, False, "Connection closed by peer"))
+    assert first.exit_code == 1 and first.may_start_again and early.is_alive()
+    first.leave(None)
+    again.insert(0, Membership(replace(place(0), address=first.address), before=first))
+    assert again[0].join("same", "/runs/0") == "/runs/0"
+    early.join()
+    assert found == ["/runs/0"] and [member.num_restarts for member in again] == [1, 1]
+    assert again[0].round_name == again[1].round_name != first.round_name
+
+    twice, refused = joined(Membership(replace(place(1, first.address), start_s=0.3)))
+    twice.join()
+    assert refused[0].startswith("Machine 1 takes part in this run already.")
+    again[1]._stopping.set()  # as if its process had ended
+    newcomer = Membership(place(1, first.address))
+    late, found = joined(newcomer)
+    assert again[0].explain(Failure(0, 0, False, "Connection closed by peer")).startswith("Lost machine 1 ")
+    assert late.is_alive() and again[0].may_start_again
+    again[0].leave(None)
+    third = Membership(replace(place(0), address=first.address), before=again[0])
+    assert third.join("same", "/runs/0") == "/runs/0"
+    late.join()
+    assert found == ["/runs/0"] and newcomer.num_restarts == third.num_restarts == 2
+    for member in (newcomer, third):
+        member.leave(0)
+
+
+def test_nobody_starts_again_after_a_users_error_or_a_stop(no_killing):
+    members, _ = two()
+    members[1].explain(Failure(1, 0, True, "config.X: must be Y"))
+    assert "config.X: must be Y" in members[0].explain(Failure(0, 0, False, "Connection closed by peer"))
+    assert members[0].exit_code == 2
+    for member in reversed(members):
+        member.leave(2)
+    members, _ = two()
+    members[1].leave(130)
+    assert "has ended with exit code 130" in members[0].explain(Failure(0, 0, False, "rank 0 was ended by SIGKILL."))
+    assert members[0].exit_code == 130 and not members[0].may_start_again
+    members[0].leave(130)
 
 
 @pytest.mark.slow
@@ -159,7 +222,7 @@ def test_a_silent_machine_is_lost_by_name(silent, no_killing):
     began = time.monotonic()
     assert other.explain(lost).startswith(f"Lost machine {silent} ")
     assert time.monotonic() - began < place(0).timeout_s + 3 and no_killing == [1]
-    other.leave()
+    other.leave(0)
 
 
 def test_the_secret_file_is_made_private_and_refused_when_open(tmp_path, monkeypatch):

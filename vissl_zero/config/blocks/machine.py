@@ -34,9 +34,9 @@ class Distributed:
     TIMEOUT_S: float = 600.0
     """Seconds after which a rank that waits for others gives up."""
     MAX_RESTARTS: int = 0
-    """How often all processes are started again from the newest checkpoint after one was killed or crashed."""
+    """How often all processes, of all machines, go on from the newest checkpoint after one was killed or crashed."""
     MIN_PROC_PER_NODE: int = -1
-    """After a kill, go on with fewer processes, but not fewer than these, at the same batch; -1: always with all."""
+    """One machine: go on with fewer processes, not fewer than these, at the same batch after a kill; -1: with all."""
 
 
 @dataclass

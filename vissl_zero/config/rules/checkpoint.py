@@ -31,10 +31,6 @@ def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
     if distributed.MAX_RESTARTS < 0:
         must = "must be 0 or more"
         found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, "Write 0."))
-    if distributed.MAX_RESTARTS > 0 and distributed.NUM_NODES > 1:
-        must = "must be 0 with more than one machine: a launcher starts its own machine's processes again, not others'"
-        fix = "Write 0, and have the batch system start the run again."
-        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
     if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
         must = "needs AUTO_RESUME: a restarted run goes on from its newest checkpoint"
         fix = "Write config.CHECKPOINT.AUTO_RESUME=true, or MAX_RESTARTS=0."
@@ -42,6 +38,9 @@ def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
     least = distributed.MIN_PROC_PER_NODE
     if least != -1 and not 1 <= least <= distributed.NUM_PROC_PER_NODE:
         must = f"must be -1, or from 1 to NUM_PROC_PER_NODE ({distributed.NUM_PROC_PER_NODE})"
+        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+    if least != -1 and distributed.NUM_NODES > 1:
+        must = "must be -1 with more than one machine: they start again with all of their processes"
         found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
     return found
 
