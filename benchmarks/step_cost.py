@@ -1,6 +1,7 @@
-"""What a training step costs at each ZeRO level, beside the best that plain torch and fairscale do.
+"""What a training step costs at each ZeRO level, beside the best that plain torch, fairscale and DeepSpeed do.
 
     python benchmarks/step_cost.py --model mlp --optimizer sgd --ranks 2 --levels 1 2 3
+    python benchmarks/step_cost.py --levels offload --optimizer adamw --nvme <folder>
     python benchmarks/step_cost.py --quick
 
 Every way of training has processes of its own. They take turns: in each round each trains a few steps while the others
@@ -15,6 +16,7 @@ memory; peak memory is the resident memory of a rank above what it was after imp
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -31,12 +33,26 @@ BASELINE = "DDP"
 # Each level with its peers, in one interleaved run; DDP is in all of them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "0": ("DDP", "DDP, bucket views", "vissl_zero level 0"),
-    "1": ("DDP", "DDP + ZeroRedundancyOptimizer", "fairscale OSS + DDP", "vissl_zero level 1"),
-    "2": ("DDP", "fairscale ShardedDDP", "fully_shard, no reshard", "vissl_zero level 2"),
-    "3": ("DDP", "fully_shard", "vissl_zero level 3"),
+    "1": ("DDP", "DDP + ZeroRedundancyOptimizer", "fairscale OSS + DDP", "DeepSpeed ZeRO-1", "vissl_zero level 1"),
+    "2": ("DDP", "fairscale ShardedDDP", "fully_shard, no reshard", "DeepSpeed ZeRO-2", "vissl_zero level 2"),
+    "3": ("DDP", "fully_shard", "DeepSpeed ZeRO-3", "vissl_zero level 3"),
     # No peer: a step with LARC beside one with plain SGD.
     "larc": ("DDP", "vissl_zero level 1", "vissl_zero level 1, LARC", "vissl_zero level 3", "vissl_zero level 3, LARC"),
+    # What rests elsewhere; DeepSpeed has it with AdamW alone.
+    "offload": (
+        "DDP",
+        "DeepSpeed ZeRO-3",
+        "DeepSpeed ZeRO-3, optimizer on CPU",
+        "DeepSpeed ZeRO-3, optimizer on NVMe",
+        "DeepSpeed ZeRO-3, optimizer on NVMe, pipelined",
+        "vissl_zero level 3",
+        "vissl_zero level 3, optimizer on CPU",
+        "vissl_zero level 3, optimizer on NVMe",
+        "vissl_zero level 3, parameters on NVMe",
+        "vissl_zero level 3, both on NVMe",
+    ),
 }
+ALLOCATOR_LEVELS = {"larc": 1, "offload": 3}  # of the groups that are none
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     "eager": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
@@ -53,9 +69,14 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
     import torch.distributed as dist
     from step_cost_systems import MODELS, SYSTEMS
 
+    if system_name.startswith("DeepSpeed"):
+        import step_cost_deepspeed  # noqa: F401 - adds its systems
     import vissl_zero.own_loop.initialize
     import vissl_zero.sharding.torch_engine.strategy  # noqa: F401 - imported before memory is measured, like torch
 
+    # Others print on standard output too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of imports
     imported_bytes = _status_bytes("VmRSS:")
@@ -80,7 +101,7 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
     for _ in range(2):
         state_bytes = step()
     measured = True
-    print(json.dumps({"num_params": num_params, "state_bytes": state_bytes}), flush=True)
+    print(json.dumps({"num_params": num_params, "state_bytes": state_bytes}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         step()  # wakes the caches up
@@ -94,7 +115,7 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
             "peak_bytes": _status_bytes("VmHWM:") - imported_bytes,
             "exchanged_bytes": (system.exchanged_bytes() - exchanged) / request["steps"],
         }
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)
 
 
@@ -151,6 +172,7 @@ def start(name: str, level: str, options: argparse.Namespace, folder: str) -> Co
     environment = os.environ | {
         "WORLD_SIZE": str(options.ranks),
         "STORE": f"{folder}/{name.replace(' ', '_')}",
+        "NVME": options.nvme or folder,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "MPLBACKEND": "agg",
@@ -160,7 +182,7 @@ def start(name: str, level: str, options: argparse.Namespace, folder: str) -> Co
     processes = [
         subprocess.Popen(
             command,
-            env=environment | {"RANK": str(rank)},
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if options.verbose else subprocess.DEVNULL,
@@ -178,7 +200,7 @@ def allocator(name: str, level: str) -> dict[str, str]:
     from vissl_zero.config.resolved import ShardingPlan
     from vissl_zero.sharding.allocator import allocator_environment
 
-    return allocator_environment(ShardingPlan(level=int(level) if level.isdigit() else 1), {})
+    return allocator_environment(ShardingPlan(level=int(level) if level.isdigit() else ALLOCATOR_LEVELS[level]), {})
 
 
 def compete(names: Sequence[str], level: str, options: argparse.Namespace) -> list[Contestant]:
@@ -221,7 +243,8 @@ def rows(level: str, contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
         over = {}
         if contestant.name.startswith("vissl_zero"):
             for peer in contestants:
-                if peer is not contestant:
+                is_plainer = contestant.name.startswith(f"{peer.name},")
+                if is_plainer or not peer.name.startswith("vissl_zero"):
                     pairs = zip(contestant.seconds, peer.seconds, strict=True)
                     over[peer.name] = quartiles([own / other for own, other in pairs])
         found.append(
@@ -293,6 +316,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="of each system in each round")
     parser.add_argument("--malloc", default="launcher", choices=["launcher", *ALLOCATORS])
+    parser.add_argument("--nvme", help="folder on a local disk, for offload; a temporary one")
     parser.add_argument("--only", nargs="+", help="systems to run beside DDP")
     parser.add_argument("--quick", action="store_true", help="a small model, 3 rounds: does it run?")
     parser.add_argument("--plot", type=Path, help="also draw a picture")
@@ -307,6 +331,9 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for level in options.levels:
         names = [n for n in GROUPS[level] if n == BASELINE or not options.only or n in options.only]
+        if not importlib.util.find_spec("deepspeed"):
+            print("DeepSpeed is not installed and left out", file=sys.stderr)
+            names = [name for name in names if not name.startswith("DeepSpeed")]
         print(f"level {level}: {options.model}, {options.optimizer}, {options.ranks} ranks", file=sys.stderr)
         found += rows(level, compete(names, level, options))
     title = f"{options.model}, {options.optimizer}, {options.ranks} ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, ClassVar
@@ -94,7 +95,7 @@ class System:
         params = list(self.model.parameters())
         optimizer = getattr(self.optimizer, "optim", self.optimizer)
         state = chain.from_iterable(entry.values() for entry in optimizer.state.values())
-        return _storages([*params, *(param.grad for param in params), *state])
+        return storage_bytes([*params, *(param.grad for param in params), *state])
 
     def exchanged_bytes(self) -> int:
         """Bytes handed to other ranks otherwise than through the network."""
@@ -188,6 +189,7 @@ class Ours(System):
 
     level = 0
     has_larc = False
+    tiers: ClassVar[dict[str, str]] = {}  # where the optimizer and the parameters rest
 
     def build(self, model: nn.Module, optimizer: str) -> None:
         """See ``System``."""
@@ -196,7 +198,9 @@ class Ours(System):
             "larc": {"type": "LARC", "lr": 1e-3, "momentum": 0.9},
             "adamw": {"type": "AdamW", "lr": 1e-4},
         }["larc" if self.has_larc else optimizer]
-        self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero={"level": self.level})
+        blocks = {f"offload_{what}_config": _tier(device) for what, device in self.tiers.items()}
+        zero = {"level": self.level, **blocks}
+        self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero=zero)
 
     def backward(self, loss: Tensor) -> None:
         """See ``System``."""
@@ -220,8 +224,12 @@ def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
     return model_units(model)
 
 
-def _ours(level: int, has_larc: bool = False) -> type[Ours]:
-    return type(f"Level{level}", (Ours,), {"level": level, "has_larc": has_larc})
+def _ours(level: int, has_larc: bool = False, **tiers: str) -> type[Ours]:
+    return type(f"Level{level}", (Ours,), {"level": level, "has_larc": has_larc, "tiers": tiers})
+
+
+def _tier(device: str) -> dict[str, str]:
+    return {"device": device, "nvme_path": os.environ["NVME"]} if device == "nvme" else {"device": device}
 
 
 SYSTEMS: dict[str, type[System]] = {
@@ -234,10 +242,16 @@ SYSTEMS: dict[str, type[System]] = {
     "fully_shard": FullyShard,
     **{f"vissl_zero level {level}": _ours(level) for level in range(4)},
     **{f"vissl_zero level {level}, LARC": _ours(level, True) for level in range(4)},
+    "vissl_zero level 1, optimizer on NVMe": _ours(1, optimizer="nvme"),
+    "vissl_zero level 3, optimizer on CPU": _ours(3, optimizer="cpu"),
+    "vissl_zero level 3, optimizer on NVMe": _ours(3, optimizer="nvme"),
+    "vissl_zero level 3, parameters on NVMe": _ours(3, param="nvme"),
+    "vissl_zero level 3, both on NVMe": _ours(3, optimizer="nvme", param="nvme"),
 }
 
 
-def _storages(tensors: Iterable[Any]) -> int:
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Of unique storages; scalars and what is no tensor left out."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dim():
