@@ -2,7 +2,6 @@
 
     python benchmarks/offload_memory.py bound <folder>              peak memory against units and buffers, in a cgroup
     python benchmarks/offload_memory.py largest <folder> --gib 2    largest model with and without offload
-    python benchmarks/offload_memory.py time <folder> --blocks 8    seconds of a step by what rests on NVMe
 
 Each training runs in a process of its own, in a memory cgroup that kills it when it takes more than it may (version 1
 or 2, whichever can be written to; else the limit is one on its data, by ``prlimit``, and a line says so). The model is
@@ -27,13 +26,12 @@ MIB = 2**20
 STATE_BYTES = 16  # of one parameter: itself, its gradient and Adam's two averages, float32
 
 
-def train(width: int, num_blocks: int, num_steps: int, folder: str | None, what: str = "both") -> dict[str, Any]:
+def train(width: int, num_blocks: int, num_steps: int, folder: str | None) -> dict[str, Any]:
     """Train a chain of blocks of two ``width`` x ``width`` layers; returns bytes and seconds.
 
     Args:
         width, num_blocks, num_steps: sizes.
         folder: on the disk; None: nothing rests there.
-        what: rests there: "optimizer" or "both".
     """
     import torch
     from torch import nn
@@ -53,8 +51,6 @@ def train(width: int, num_blocks: int, num_steps: int, folder: str | None, what:
     tier = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, "fast_init": True}
     tiers = {"offload_param_config": tier, "offload_optimizer_config": tier.copy()} if folder else {}
     tiers.get("offload_optimizer_config", {}).pop("max_in_cpu", None)
-    if what == "optimizer":
-        tiers.pop("offload_param_config", None)
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(num_blocks)))
     model, optimizer = vissl_zero.initialize(model, {"type": "AdamW", "lr": 1e-4}, {"level": 3, **tiers})
@@ -112,11 +108,9 @@ class Limit:
             self._group.rmdir()
 
 
-def run(
-    width: int, num_blocks: int, num_steps: int, folder: str | None, limit: Limit | None, what: str = "both"
-) -> dict[str, Any] | None:
+def run(width: int, num_blocks: int, num_steps: int, folder: str | None, limit: Limit | None) -> dict[str, Any] | None:
     """``train`` in a process under ``limit``; None if it was killed or refused memory."""
-    arguments = [str(width), str(num_blocks), str(num_steps), folder or "", what]
+    arguments = [str(width), str(num_blocks), str(num_steps), folder or ""]
     process = subprocess.run(
         [sys.executable, __file__, "train", *arguments],
         capture_output=True,
@@ -196,26 +190,14 @@ def largest(folder: str, limit_bytes: int, width: int, disk_share: float) -> dic
     }
 
 
-def step_times(folder: str, width: int, num_blocks: int, num_rounds: int = 3) -> dict[str, Any]:
-    """Seconds of a step, the median of ``num_rounds`` processes in turn, by what rests on NVMe."""
-    kinds = {"none": (None, "both"), "optimizer": (folder, "optimizer"), "both": (folder, "both")}
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(num_rounds):
-        for kind, (path, what) in kinds.items():
-            found = run(width, num_blocks, 5, path, None, what)
-            assert found is not None
-            seconds[kind].append(found["step_s"])
-    return {kind: f"{sorted(values)[len(values) // 2]:.3f} s of {values}" for kind, values in seconds.items()}
-
-
 def main() -> None:
     """See the module."""
     if sys.argv[1:2] == ["train"]:
-        width, num_blocks, num_steps, folder, what = sys.argv[2:]
-        print(json.dumps(train(int(width), int(num_blocks), int(num_steps), folder or None, what)))
+        width, num_blocks, num_steps, folder = sys.argv[2:]
+        print(json.dumps(train(int(width), int(num_blocks), int(num_steps), folder or None)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bound", "largest", "time"])
+    parser.add_argument("what", choices=["bound", "largest"])
     parser.add_argument("folder")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=16)
@@ -224,8 +206,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "bound":
         found = bound(args.folder, args.width, args.blocks)
-    elif args.what == "time":
-        found = step_times(args.folder, args.width, args.blocks)
     else:
         found = largest(args.folder, int(args.gib * 2**30), args.width, args.disk_share)
     for key, value in found.items():

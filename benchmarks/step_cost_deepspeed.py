@@ -50,10 +50,11 @@ class DeepSpeed(System):
             assert optimizer == "adamw"
             folder = Path(os.environ["NVME"]) / "deepspeed"
             sharding["offload_optimizer"] = {"nvme_path": str(folder), **self.offload}
+            # Its own for the CPU.
             config["optimizer"] = {
                 "type": "AdamW",
                 "params": {"lr": 1e-4, "weight_decay": 1e-2},
-            }  # its own, for the CPU
+            }
         else:
             kind, options = OPTIMIZERS[optimizer]
             given = kind(model.parameters(), **options)
