@@ -284,23 +284,31 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Time and peak memory of every system."""
+    """Time and peak memory of every system, level by level."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [row for i, row in enumerate(found) if row["system"] != BASELINE or i == 0]
-    names = [row["system"] for row in shown]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.5), sharey=True)
-    colors = ["tab:blue" if name.startswith("vissl_zero") else "tab:gray" for name in names]
-    medians = [row["time"][1] for row in shown]
-    spread = [[row["time"][1] - row["time"][0] for row in shown], [row["time"][2] - row["time"][1] for row in shown]]
-    left.barh(names, medians, xerr=spread, color=colors)
-    left.set_xlabel("time of a step over DDP (median, quartiles)")
-    right.barh(names, [row["peak"] for row in shown], color=colors)
-    right.set_xlabel("peak memory over DDP")
-    left.invert_yaxis()
+    shown = [row for row in found if row["system"] != BASELINE]
+    names = [
+        f"level {row['level']}: {row['system']}".replace(": vissl_zero level " + row["level"], ": vissl_zero")
+        for row in shown
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.5), sharey=True)
+    for axis, key, what in zip(
+        axes, ("time", "peak"), ("time of a step (median, quartiles)", "peak memory"), strict=True
+    ):
+        values = [row[key][1] if key == "time" else row[key] for row in shown]
+        colors = ["tab:blue" if row["system"].startswith("vissl_zero") else "silver" for row in shown]
+        bars = axis.barh(names, values, color=colors)
+        if key == "time":
+            low, high = ([abs(row[key][i] - row[key][1]) for row in shown] for i in (0, 2))
+            axis.errorbar(values, names, xerr=[low, high], fmt="none", ecolor="black", elinewidth=1)
+        axis.bar_label(bars, fmt="%.2f", label_type="center")
+        axis.axvline(1.0, color="black", linewidth=1, linestyle="--")
+        axis.set_xlabel(f"{what} over DDP's")
+    axes[0].invert_yaxis()
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -319,8 +327,9 @@ def main() -> None:
     parser.add_argument("--nvme", help="folder on a local disk, for offload; a temporary one")
     parser.add_argument("--only", nargs="+", help="systems to run beside DDP")
     parser.add_argument("--quick", action="store_true", help="a small model, 3 rounds: does it run?")
-    parser.add_argument("--plot", type=Path, help="also draw a picture")
+    parser.add_argument("--plot", type=Path, help="also draw a picture: .svg, .png, ...")
     parser.add_argument("--json", type=Path, help="also write the figures")
+    parser.add_argument("--read", type=Path, nargs="+", help="run nothing: figures that --json has written")
     parser.add_argument("--verbose", action="store_true", help="show what ranks print")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -329,7 +338,9 @@ def main() -> None:
     if options.quick:
         options.model, options.rounds, options.steps = "tiny", 3, 2
     found: list[dict[str, Any]] = []
-    for level in options.levels:
+    for path in options.read or ():
+        found += json.loads(path.read_text())
+    for level in options.levels if not options.read else ():
         names = [n for n in GROUPS[level] if n == BASELINE or not options.only or n in options.only]
         if not importlib.util.find_spec("deepspeed"):
             print("DeepSpeed is not installed and left out", file=sys.stderr)
