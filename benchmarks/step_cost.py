@@ -291,23 +291,18 @@ def plot(found: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     shown = [row for row in found if row["system"] != BASELINE]
-    names = [
-        f"level {row['level']}: {row['system']}".replace(": vissl_zero level " + row["level"], ": vissl_zero")
-        for row in shown
-    ]
+    names = [f"{row['level']}: {row['system'].removesuffix(' level ' + row['level'])}" for row in shown]
+    colors = ["tab:blue" if row["system"].startswith("vissl_zero") else "silver" for row in shown]
+    low, middle, high = ([row["time"][i] for row in shown] for i in range(3))
+    spread = [[m - q for q, m in zip(low, middle, strict=True)], [q - m for q, m in zip(high, middle, strict=True)]]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.5), sharey=True)
-    for axis, key, what in zip(
-        axes, ("time", "peak"), ("time of a step (median, quartiles)", "peak memory"), strict=True
-    ):
-        values = [row[key][1] if key == "time" else row[key] for row in shown]
-        colors = ["tab:blue" if row["system"].startswith("vissl_zero") else "silver" for row in shown]
-        bars = axis.barh(names, values, color=colors)
-        if key == "time":
-            low, high = ([abs(row[key][i] - row[key][1]) for row in shown] for i in (0, 2))
-            axis.errorbar(values, names, xerr=[low, high], fmt="none", ecolor="black", elinewidth=1)
-        axis.bar_label(bars, fmt="%.2f", label_type="center")
-        axis.axvline(1.0, color="black", linewidth=1, linestyle="--")
-        axis.set_xlabel(f"{what} over DDP's")
+    axes[0].bar_label(axes[0].barh(names, middle, xerr=spread, color=colors), fmt="%.2f", label_type="center")
+    axes[0].set_xlabel("time of a step over DDP's (median, quartiles)")
+    peaks = axes[1].barh(names, [row["peak"] for row in shown], color=colors)
+    axes[1].bar_label(peaks, fmt="%.2f", label_type="center")
+    axes[1].set_xlabel("peak memory over DDP's")
+    for axis in axes:
+        axis.axvline(1.0, color="black", linewidth=1, linestyle="--", zorder=0)
     axes[0].invert_yaxis()
     figure.suptitle(title)
     figure.tight_layout()
