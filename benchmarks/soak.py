@@ -1,11 +1,14 @@
 """Kill a training run again and again, and see that it comes out the same.
 
-    python benchmarks/soak.py --kills 300 [--folder F] [--seed S] [--level L] [--ranks N]
+    python benchmarks/soak.py --kills 300 [--folder F] [--minutes M] [--seed S] [--level L] [--ranks N]
 
-Trains once undisturbed, then again while a random rank is killed (SIGKILL) at a random moment, half of the time in the
-middle of a save, and started again from its newest checkpoint, on and on until all kills are made and it may finish.
+Trains while a random rank is killed (SIGKILL) at a random moment, half of the time in the middle of a save, and started
+again from its newest checkpoint, on and on until all kills are made and it may finish; then once more undisturbed.
 Prints, as one JSON object: kills, how many hit a save, steps and seconds lost, and whether the final checkpoint is that
 of the undisturbed run bit for bit. Exit code 0 if it is and no kill was lost to a bad checkpoint, else 1.
+
+With --folder, what is done is kept there, and the same command goes on with the rest, however it was interrupted;
+--minutes stops it after so long, with exit code 75.
 
 Ranks are forked from a process that has torch imported, so that a start takes a second; what runs in them is what the
 launcher runs (``worker.train_rank``).
@@ -14,14 +17,19 @@ launcher runs (``worker.train_rank``).
 from __future__ import annotations
 
 import argparse
+import ctypes
+import dataclasses
 import json
 import multiprocessing
 import os
 import random
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +39,8 @@ from vissl_zero.config.resolved import ResolvedRun
 
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "vissl_zero.launch.worker"]
 _LONGEST_LIFE_S = 1.8
+_INTERRUPTED = 75
+_PR_SET_PDEATHSIG = 1
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -59,7 +69,8 @@ def make_plan(folder: Path, level: int, num_ranks: int, num_steps: int) -> Resol
 
 
 def _rank(plan: ResolvedRun, rank: int, store: str) -> None:
-    """One rank, as ``worker.work`` has it."""
+    """One rank, as ``worker.work`` has it. It ends with the process that forked it, which ends with this program."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with Path(os.devnull).open("w") as nowhere:
         sys.stdout = nowhere
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.world_size)}
@@ -78,7 +89,7 @@ class Life:
     """The ranks from one start to their end."""
 
     def __init__(self, plan: ResolvedRun, scratch: Path, number: int):
-        self.store = str(scratch / f"store{number}")
+        self.store = str(scratch / f"store{number}.{os.getpid()}")  # never one that an interrupted life has left
         arguments = [(plan, rank, self.store) for rank in range(plan.world_size)]
         self.ranks = [_CONTEXT.Process(target=_rank, args=given, daemon=True) for given in arguments]
         for rank in self.ranks:
@@ -109,46 +120,65 @@ class Life:
         return [text for text in found if text.startswith(("CheckpointError", "ConfigError", "AssertionError"))]
 
 
-def soak(plan: ResolvedRun, scratch: Path, num_kills: int, most_s: float, chance: random.Random) -> dict[str, Any]:
-    """Kill ``num_kills`` times, or as often as ``most_s`` seconds allow, then let the run finish."""
-    folder = Path(plan.run_dir)
-    folder.mkdir(parents=True)
-    num_in_save, lost_steps, lost_s, complaints = 0, [], [], []
+@dataclass
+class Progress:
+    """What was done so far, in a file that is whole at any moment.
+
+    Attributes:
+        settings: of the command; another one cannot go on with it.
+        in_save: of each kill, whether it hit a save.
+        lost_steps: of each kill, steps to do again.
+        complaints: of ranks that were not killed.
+        wall_s: of all lives so far.
+        codes: exit codes of the last life, once it has ended by itself.
+        undisturbed_wall_s: of the undisturbed run, once it was made.
+    """
+
+    settings: dict[str, Any]
+    in_save: list[bool] = field(default_factory=list)
+    lost_steps: list[int] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+    codes: list[int | None] = field(default_factory=list)
+    undisturbed_wall_s: float = 0.0
+
+    def write(self, path: Path) -> None:
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(dataclasses.asdict(self)))
+        temporary.replace(path)
+
+
+def kill_once(plan: ResolvedRun, scratch: Path, progress: Progress, most_steps: int, chance: random.Random) -> None:
+    """Start the run, kill a rank of it, and note what that has cost. It takes ``most_steps`` steps at most."""
+    folder, number, begun = Path(plan.run_dir), len(progress.lost_steps), time.monotonic()
+    life, first = Life(plan, scratch, number), _newest(folder)
+    moment = begun + chance.uniform(0.2, _LONGEST_LIFE_S)
+    wants_save = chance.random() < 0.5
+
+    def may_live() -> bool:
+        return not life.is_over() and _last_step(folder) - first < most_steps
+
+    while time.monotonic() < moment and may_live():
+        time.sleep(0.002)
+    while wants_save and time.monotonic() < moment + 20.0 and may_live() and not _is_saving(folder):
+        time.sleep(0.0005)
+    if wants_save:
+        time.sleep(chance.uniform(0.0, 0.01))
+    progress.in_save.append(_is_saving(folder))
+    chance.choice(life.ranks).kill()
+    progress.lost_steps.append(max(_last_step(folder) - _newest(folder), 0))
+    life.end()
+    progress.complaints += life.complaints()
+    progress.wall_s += time.monotonic() - begun
+
+
+def finish(plan: ResolvedRun, scratch: Path, number: int) -> tuple[list[int | None], list[str], float]:
+    """Let the run end by itself: exit codes, complaints, seconds."""
     begun = time.monotonic()
-    for number in range(num_kills):
-        life, born = Life(plan, scratch, number), time.monotonic()
-        moment = born + chance.uniform(0.2, _LONGEST_LIFE_S)
-        wants_save = chance.random() < 0.5
-        while time.monotonic() < moment and not life.is_over():
-            time.sleep(0.002)
-        while wants_save and time.monotonic() < moment + 2.0 and not life.is_over() and not _is_saving(folder):
-            time.sleep(0.0005)
-        if wants_save:
-            time.sleep(chance.uniform(0.0, 0.01))
-        victim = chance.choice(life.ranks)
-        num_in_save += _is_saving(folder)
-        victim.kill()
-        killed = time.monotonic()
-        reached, saved = _last_step(folder), _newest(folder)
-        lost_steps.append(max(reached - saved, 0))
-        life.end()
-        lost_s.append(time.monotonic() - killed)
-        complaints += life.complaints()
-        if reached >= (plan.max_steps or 0) or time.monotonic() - begun > most_s:
-            num_kills = number + 1
-            break
-    life = Life(plan, scratch, num_kills)
+    life = Life(plan, scratch, number)
     codes = life.wait()
     life.end()
-    return {
-        "kills": num_kills,
-        "kills in a save": num_in_save,
-        "steps lost per kill, median": statistics.median(lost_steps) if lost_steps else 0,
-        "steps lost per kill, most": max(lost_steps, default=0),
-        "wall s": round(time.monotonic() - begun, 1),
-        "exit codes": codes,
-        "complaints": complaints + life.complaints(),
-    }
+    return codes, life.complaints(), time.monotonic() - begun
 
 
 def _is_saving(folder: Path) -> bool:
@@ -188,38 +218,81 @@ def differences(a: Path, b: Path) -> list[str]:
     return wrong
 
 
+def _opened(path: Path, settings: dict[str, Any]) -> Progress:
+    if not path.exists():
+        return Progress(settings)
+    progress = Progress(**json.loads(path.read_text()))
+    if progress.settings != settings:
+        sys.exit(f"{path} is of another command: {progress.settings}. Give the same, or another --folder.")
+    return progress
+
+
+def run(scratch: Path, options: argparse.Namespace) -> int:
+    """All of it, or what is left of it; exit code."""
+    settings = {name: getattr(options, name) for name in ("kills", "seed", "steps_per_kill", "level", "ranks")}
+    path, deadline = scratch / "progress.json", time.monotonic() + 60 * options.minutes
+    progress = _opened(path, settings)
+    num_steps = 60 + options.steps_per_kill * options.kills
+    kinds = ("quiet", "killed")
+    quiet, killed = (make_plan(scratch / kind, options.level, options.ranks, num_steps) for kind in kinds)
+    Path(killed.run_dir).mkdir(parents=True, exist_ok=True)
+    while len(progress.lost_steps) < options.kills:
+        if time.monotonic() > deadline:
+            print(f"{len(progress.lost_steps)} of {options.kills} kills are made; the same command goes on.")
+            return _INTERRUPTED
+        if _newest(Path(killed.run_dir)) >= num_steps:
+            sys.exit(f"The run was over after {len(progress.lost_steps)} kills. Give more --steps-per-kill.")
+        chance = random.Random(f"{options.seed} {len(progress.lost_steps)}")
+        kill_once(killed, scratch, progress, options.steps_per_kill, chance)
+        progress.write(path)
+    if not progress.codes:
+        progress.codes, complaints, seconds = finish(killed, scratch, options.kills)
+        progress.complaints += complaints
+        progress.wall_s += seconds
+        progress.write(path)
+    if not progress.undisturbed_wall_s:
+        shutil.rmtree(quiet.run_dir, ignore_errors=True)
+        Path(quiet.run_dir).mkdir()
+        codes, complaints, seconds = finish(quiet, scratch, -1)
+        if set(codes) != {0}:
+            sys.exit(f"The undisturbed run has failed: {codes} {complaints}")
+        progress.undisturbed_wall_s = seconds
+        progress.write(path)
+    has_ended = set(progress.codes) == {0}
+    found = {
+        "kills": len(progress.lost_steps),
+        "kills in a save": sum(progress.in_save),
+        "steps": num_steps,
+        "steps lost per kill, median": statistics.median(progress.lost_steps),
+        "steps lost per kill, most": max(progress.lost_steps),
+        "wall s": round(progress.wall_s, 1),
+        "undisturbed wall s": round(progress.undisturbed_wall_s, 1),
+        "seconds lost per kill": round((progress.wall_s - progress.undisturbed_wall_s) / options.kills, 2),
+        "exit codes": progress.codes,
+        "complaints": progress.complaints,
+        "differences": differences(Path(killed.run_dir), Path(quiet.run_dir)) if has_ended else ["no end"],
+    }
+    print(json.dumps(found))
+    return 0 if has_ended and not found["differences"] and not found["complaints"] else 1
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="kept, so that the same command can go on; else a temporary one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps-per-kill", type=int, default=10, help="more, where the run ends before its last kill")
+    parser.add_argument("--steps-per-kill", type=int, default=4, help="a rank is killed after so many at the latest")
     parser.add_argument("--minutes", type=float, default=120.0, help="no more kills after this")
     parser.add_argument("--level", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     _CONTEXT.set_forkserver_preload(_PRELOAD)
-    num_steps = 60 + options.steps_per_kill * options.kills
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        scratch = Path(name)
-        kinds = ("quiet", "killed")
-        quiet, killed = (make_plan(scratch / kind, options.level, options.ranks, num_steps) for kind in kinds)
-        found = soak(killed, scratch, options.kills, 60 * options.minutes, random.Random(options.seed))
-        Path(quiet.run_dir).mkdir()
-        begun = time.monotonic()
-        life = Life(quiet, scratch, -1)
-        codes = life.wait()
-        life.end()
-        found["undisturbed wall s"] = round(time.monotonic() - begun, 1)
-        has_ended = codes == found["exit codes"]
-        found["differences"] = differences(Path(killed.run_dir), Path(quiet.run_dir)) if has_ended else ["no end"]
-        found["steps"] = num_steps
-        lost_s = found["wall s"] - found["undisturbed wall s"]
-        found["seconds lost per kill"] = round(lost_s / max(found["kills"], 1), 2)
-        print(json.dumps(found))
-    is_good = not found["differences"] and not found["complaints"] and set(codes) == {0}
-    return 0 if is_good else 1
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        return run(options.folder, options)
+    with tempfile.TemporaryDirectory() as name:
+        return run(Path(name), options)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.checkpoint.foreign_file import read_torch_file
+from vissl_zero.checkpoint.foreign_optimizer import OptimizerState, optimizer_state
 from vissl_zero.checkpoint.fsdp_shards import whole_tensors
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.weights import WeightsFile, is_torch_file, open_weights
@@ -38,6 +39,7 @@ class Foreign:
         entries: tensors under their names there, read one by one.
         no_tensors: names of entries of the state dict that are no tensors.
         iteration, epoch: of the run that wrote it; 0 where it does not say.
+        optimizer: its state, by names as in ``entries``; of checkpoints of training only.
     """
 
     layout: str
@@ -45,6 +47,7 @@ class Foreign:
     no_tensors: list[str] = field(default_factory=list)
     iteration: int = 0
     epoch: int = 0
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
 
 
 def read_foreign(path: Path, key: str = "") -> Foreign:
@@ -87,6 +90,7 @@ def _consolidated(content: Mapping[str, Any], path: Path) -> Foreign:
     _add(found, model.get("trunk", {}), "trunk.")
     for prefix, head in _heads(model.get("heads", {})):
         _add(found, head, prefix)
+    found.optimizer = optimizer_state(content["classy_state_dict"], found.entries)
     return _not_empty(found, path)
 
 
@@ -98,6 +102,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     base = [_mapping(shard, _MODEL[:2], path) for shard in shards]
     models, metas = ([_mapping(entry, (part,), path) for entry in base] for part in ("model", "meta"))
     found = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
+    found.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
     for part, prefix in [("trunk", "trunk.")]:
         _add_entries(found, _whole(models, metas, part), prefix)
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})
@@ -124,6 +129,7 @@ def _whole(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]], part
 
 def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
     found = Foreign("VISSL, sliced", iteration=_count(content, "iteration"), epoch=_epoch(content))
+    found.optimizer = OptimizerState(reason="slices are weights alone")
     if "classy_state_dict" in content:
         model = _mapping(content, _MODEL, path)
         places = [(prefix, part) for prefix, part in (("trunk.", model.get("trunk")), ("heads.", model.get("heads")))]

@@ -13,26 +13,27 @@ import vissl_zero
 from vissl_zero.checkpoint.export import SAFETENSORS, write_aside
 from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.foreign_layouts import Foreign
+from vissl_zero.checkpoint.foreign_optimizer import OptimizerState
 from vissl_zero.checkpoint.manifest import Manifest
 from vissl_zero.checkpoint.matching import COUNTERS, Match
-from vissl_zero.checkpoint.shard_file import write_shard_file
+from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS
 from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
-from vissl_zero.sharding.state import Part
+from vissl_zero.sharding.state import OPTIMIZER, Part
 
 _BUFFER_ENDINGS = ("running_mean", "running_var", COUNTERS)
 
 
 def write_imported(
     found: Match, foreign: Foreign, target: Path, config: Mapping[str, Any] | None = None, overwrite: bool = False
-) -> Path:
-    """Write what matched; gives where it is.
+) -> tuple[Path, str]:
+    """Write what matched; gives where it is, and a sentence on the optimizer's state, if the file may have some.
 
     Args:
         found: what to write.
         foreign: where it is from.
-        target: a .safetensors file; or a run folder to be, for a checkpoint in our format, of weights alone.
+        target: a .safetensors file; or a run folder to be, for a checkpoint in our format, with the optimizer's state.
         config: the resolved run as data that the model is of, for the checkpoint.
         overwrite: replace a file.
     Raises:
@@ -43,24 +44,54 @@ def write_imported(
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
         metadata = {"format": "pt", "vissl_zero": vissl_zero.__version__, "imported": foreign.layout}
         write_aside(target, lambda temporary: _write_file(temporary, found, metadata))
-        return target
+        has_state = bool(foreign.optimizer.of or foreign.optimizer.reason)
+        return target, "Optimizer state is left out: a file of weights has none." if has_state else ""
     if target.suffix or target.is_file():
         raise CheckpointError(f"{target}: must end in .safetensors, or be the folder of a run to be, for a checkpoint.")
     if find_checkpoints(target):
         raise CheckpointError(f"{target} has checkpoints, and nothing is overwritten. Name another folder.")
-    return _write_checkpoint(found, foreign, target, config or {})
+    state, about = _optimizer_state(found, foreign.optimizer, config or {})
+    return _write_checkpoint(found, state, foreign, target, config or {}), about
 
 
 def _write_file(path: Path, found: Match, metadata: Mapping[str, str]) -> None:
     write_shard_file(path, found.entries, metadata)
 
 
-def _write_checkpoint(found: Match, foreign: Foreign, target: Path, config: Mapping[str, Any]) -> Path:
-    parts = []
+def _optimizer_state(
+    found: Match, optimizer: OptimizerState, config: Mapping[str, Any]
+) -> tuple[dict[str, Mapping[str, Any]], str]:
+    """State by our names, all of it or none, and a sentence on it."""
+    name = config.get("optimizer", {}).get("name", "")
+    state = {ours: optimizer.of[theirs] for ours, theirs in found.theirs.items() if theirs in optimizer.of}
+    reason = optimizer.reason
+    if optimizer.of and not name:
+        reason = "without a recipe (config=...) it is not known which optimizer is to have it"
+    elif optimizer.of and not optimizer.fits(name):
+        keys = sorted({key for of_one in optimizer.of.values() for key in of_one})
+        reason = f"it is {', '.join(keys)}, and the recipe's optimizer is {name}"
+    elif len(state) != len(optimizer.of):
+        lost = sorted(optimizer.of.keys() - set(found.theirs.values()))
+        reason = f"{len(lost)} parameters that have some are left out themselves, such as {lost[0]}"
+    if reason:
+        return {}, f"Optimizer state is not taken: {reason}. A run that goes on from here begins with none."
+    kinds = sorted({key for of_one in state.values() for key in of_one})
+    return state, f"Optimizer state is taken: {', '.join(kinds)} of {len(state)} parameters." if state else ""
+
+
+def _write_checkpoint(
+    found: Match, state: Mapping[str, Mapping[str, Any]], foreign: Foreign, target: Path, config: Mapping[str, Any]
+) -> Path:
+    parts, numbers = [], {}
     for entry in found.entries:
         prefix = BUFFERS if entry.key.endswith(_BUFFER_ENDINGS) else PARAMETERS
         shape = torch.Size(entry.shape)
         parts.append(Part(prefix + entry.key, shape, 0, entry.num_elements, entry.dtype, entry.read))
+    for name, values in state.items():
+        tensors = {key: value for key, value in values.items() if key != "step"}
+        entries = [Entry.of(f"{OPTIMIZER}{key}/{name}", tensor) for key, tensor in tensors.items()]
+        parts += [Part(e.key, torch.Size(e.shape), 0, e.num_elements, e.dtype, e.read) for e in entries]
+        numbers[name] = {"step": {"dtype": "float32", "value": values["step"]}} if "step" in values else {}
     manifest = Manifest(
         step=foreign.iteration,
         epoch=foreign.epoch,
@@ -78,7 +109,7 @@ def _write_checkpoint(found: Match, foreign: Foreign, target: Path, config: Mapp
         config=dict(config),
     )
     try:
-        write_rank(target, manifest.step, 0, parts, {}, {})
+        write_rank(target, manifest.step, 0, parts, numbers, {})
         return commit(target, manifest)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error.strerror}).") from error

@@ -76,7 +76,9 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
         if name in manifest.hooks:
             hook.load_state_dict(manifest.hooks[name])
     if manifest.world_size == collectives.world_size():
-        restore_random_state(checkpoint.ranks[stem_of(collectives.rank())].rng, run.device)
+        random_state = checkpoint.ranks[stem_of(collectives.rank())].rng
+        if random_state:  # what was imported has none
+            restore_random_state(random_state, run.device)
 
 
 @torch.no_grad()

@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
-from tests.unit.commands.vissl_files import consolidated, save_sharded, save_sliced, vissl_names
+from tests.unit.commands.vissl_files import (
+    consolidated,
+    optimizer_groups,
+    save_sharded,
+    save_sliced,
+    trained,
+    vissl_names,
+)
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.cli import main
@@ -99,7 +106,7 @@ def test_a_checkpoint_of_ours_comes_out_too(tmp_path, model):
     assert call(tmp_path / "model_phase5.torch", "--to", tmp_path / "run") == 2
 
 
-RECIPE = ["config=supervised/digits"]
+RECIPE, SGD = ["config=supervised/digits"], ["config.OPTIMIZER.name=sgd"]
 
 
 def test_what_does_not_match_is_listed(tmp_path, capsys):
@@ -122,6 +129,75 @@ def test_what_does_not_match_is_listed(tmp_path, capsys):
     assert not target.exists()
     assert call(tmp_path / "their.torch", "--to", target, "--partial", *RECIPE) == 1
     assert "trunk.stages.2.1.0.f.c.weight" not in load_file(target)
+
+
+def _import_with_state(folder, model, state, capsys, *words):
+    content = consolidated(model)
+    content["classy_state_dict"]["optimizer"] = state
+    torch.save(content, folder / "their.torch")
+    assert call(folder / "their.torch", "--to", folder / "run", *RECIPE, *words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "how", ["all decay", "norms do not", "biases do not", "neither", "heads alone", "one group", "adamw"]
+)
+def test_momentum_finds_its_parameters_however_vissl_has_sorted_them(tmp_path, capsys, how):
+    model = tiny_model(num_classes=10)
+    groups = optimizer_groups(model, how not in ("biases do not", "neither"), how in ("all decay", "biases do not"))
+    if how == "heads alone":
+        groups[0]["params"], groups[1]["params"] = [], []
+    if how == "one group":
+        groups = list(model.parameters())
+    is_adamw = how == "adamw"
+    optimizer = torch.optim.AdamW(groups) if is_adamw else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    words = ["config.OPTIMIZER.name=adamw" if is_adamw else "config.OPTIMIZER.name=sgd"]
+    said = _import_with_state(tmp_path, model, trained(optimizer), capsys, *words)
+    names = {param: name for name, param in model.named_parameters()}
+    keys = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
+    expected = {f"optimizer/{key}/{names[p]}": state[key] for p, state in optimizer.state.items() for key in keys}
+    assert f"Optimizer state is taken: {', '.join([*keys, 'step'][: len(keys) + is_adamw])} of " in said
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step_000000420") as checkpoint:
+        found = {name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith("optimizer/")}
+        steps = {"step": {"dtype": "float32", "value": 2.0}} if is_adamw else {}
+        assert all(checkpoint.scalars(names[param]) == steps for param in optimizer.state)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _shuffled(state):
+    """As another sorting would number it: shapes do not fit."""
+    state["optim"]["param_groups"][0]["params"].reverse()
+
+
+def _of_other_kind(state):
+    state["optim"]["state"][0]["mu"] = state["optim"]["state"][0].pop("momentum_buffer")
+
+
+def _hostile(state):
+    state["optim"]["state"][0]["momentum_buffer"] = torch.eye(3).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "says"),
+    [
+        (_shuffled, SGD, "not taken: its numbers, which stand for parameters, fit no order in which VISSL sorts the"),
+        (_of_other_kind, SGD, "not taken: mu: not state of SGD, Adam or AdamW"),
+        (_hostile, SGD, "not taken: the file holds none that torch's optimizers have written"),
+        (
+            None,
+            ("config.OPTIMIZER.name=adamw",),
+            "not taken: it is momentum_buffer, and the recipe's optimizer is adamw",
+        ),
+    ],
+)
+def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(tmp_path, capsys, change, words, says):
+    model = tiny_model(num_classes=10)
+    state = trained(torch.optim.SGD(optimizer_groups(model, True, False), lr=0.1, momentum=0.9))
+    if change is not None:
+        change(state)
+    assert says in _import_with_state(tmp_path, model, state, capsys, *words)
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step_000000420") as checkpoint:
+        assert not any(name.startswith("optimizer/") for name in checkpoint.tensors)
 
 
 class _Payload:

@@ -49,6 +49,33 @@ def consolidated(model: nn.Module) -> dict[str, Any]:
     return {**numbers, "loss": {"queue": torch.zeros(2, 4)}, "classy_state_dict": classy, "type": "consolidated"}
 
 
+def optimizer_groups(model: nn.Module, regularize_bias: bool, regularize_bn: bool) -> list[dict[str, Any]]:
+    """As vissl/optimizers/param_groups/default.py sorts parameters: four groups, and a fifth for what is left."""
+    groups: list[list[nn.Parameter]] = [[], [], [], [], []]
+    for name, module in model.named_modules():
+        first = 2 if "head" in name else 0
+        is_norm = isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm))
+        if isinstance(module, (nn.Linear, nn.Conv2d)) or is_norm:
+            if module.weight is not None:
+                groups[first + (is_norm and not regularize_bn)].append(module.weight)
+            if module.bias is not None:
+                groups[first + (not regularize_bias or (is_norm and not regularize_bn))].append(module.bias)
+        else:
+            groups[4] += module.parameters(recurse=False)
+    return [{"params": group} for group in (groups if groups[4] else groups[:4])]
+
+
+def trained(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer after two steps with gradients of its own for every parameter."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return {"optim": optimizer.state_dict()}
+
+
 def save_sharded(model: nn.Module, path: Path, world_size: int, flatten: bool) -> None:
     """A ``shard_list`` and its shards, one FSDP unit for the stem and one for each block, as fairscale cuts them."""
     trunk, heads = vissl_names(model, is_fsdp=True)

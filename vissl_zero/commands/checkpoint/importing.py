@@ -28,6 +28,9 @@ that holds more than data is refused.
 With a recipe (or --like) names and shapes are compared with that model's; what does not match is listed, and nothing is
 written if the trunk is not complete (exit code 1), unless --partial is given:
   vissl-zero checkpoint import swav_in1k.torch --to swav.safetensors config=pretrain/swav/cifar10 config.MODEL.TRUNK...
+
+A folder as OUT becomes a run that goes on: with the same recipe and config.CHECKPOINT.DIR=OUT, from the file's step and
+with its momentum, as far as the file says whose that is (consolidated checkpoints of training).
 """
 
 
@@ -65,7 +68,9 @@ def import_(arguments: Sequence[str]) -> int:
     if incomplete and not options.partial:
         say(f"Not written: the trunk lacks {len(incomplete)} tensors. --partial writes the rest all the same.")
         return 1
-    path = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
+    path, about_optimizer = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
+    if about_optimizer:
+        say(about_optimizer)
     say(f"-> {path}: {len(found.entries)} tensors, {size(sum(entry.num_bytes for entry in found.entries))}")
     return 1 if incomplete else 0
 
