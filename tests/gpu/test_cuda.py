@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+
+from vissl_zero.checkpoint.snapshot import HostMemory
+from vissl_zero.sharding.state import Part
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,3 +53,22 @@ def test_half_precision_trains(dtype, level, reference, tmp_path):
     amp = ["config.MODEL.AMP_PARAMS.USE_AMP=true", f"config.MODEL.AMP_PARAMS.DTYPE={dtype}"]
     found = losses(tmp_path / "run", f"config.ZERO.LEVEL={level}", *amp)
     assert found[0] == pytest.approx(reference[0], rel=0.05)
+
+
+def test_a_save_copies_what_was_computed_before_it_while_the_next_step_computes():
+    large = torch.randn(4096, 4096, device="cuda")
+    state = torch.zeros(2**24, device="cuda")
+    part = Part("model/a", state.shape, 0, state.numel(), state.dtype, lambda: state)
+    memory = HostMemory(torch.device("cuda"))
+    with ThreadPoolExecutor(1) as thread:
+        for value in (1.0, 2.0):  # the second time into memory that is there
+            for _ in range(20):
+                large = (large @ large).tanh()
+            state.fill_(value)  # queued behind all of that
+            memory.begin()
+            copy = thread.submit(memory.copy, [part])
+            for _ in range(20):
+                large = (large @ large).tanh()
+            (copied,) = copy.result()  # what the next update waits for
+            state.fill_(-1.0)
+            assert bool((copied.read() == value).all())

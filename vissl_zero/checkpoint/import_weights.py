@@ -44,8 +44,10 @@ def write_imported(
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
         metadata = {"format": "pt", "vissl_zero": vissl_zero.__version__, "imported": foreign.layout}
         write_aside(target, lambda temporary: _write_file(temporary, found, metadata))
-        has_state = bool(foreign.optimizer.of or foreign.optimizer.reason)
-        return target, "Optimizer state is left out: a file of weights has none." if has_state else ""
+        reason = foreign.optimizer.reason
+        if foreign.optimizer.of:
+            reason = "a file of weights has no place for it; a folder (--to) has"
+        return target, f"Optimizer state is not taken: {reason}." if reason else ""
     if target.suffix or target.is_file():
         raise CheckpointError(f"{target}: must end in .safetensors, or be the folder of a run to be, for a checkpoint.")
     if find_checkpoints(target):

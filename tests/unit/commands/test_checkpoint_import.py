@@ -139,12 +139,10 @@ def _import_with_state(folder, model, state, capsys, *words):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "how", ["all decay", "norms do not", "biases do not", "neither", "heads alone", "one group", "adamw"]
-)
+@pytest.mark.parametrize("how", ["norms do not", "neither", "heads alone", "one group", "adamw"])
 def test_momentum_finds_its_parameters_however_vissl_has_sorted_them(tmp_path, capsys, how):
     model = tiny_model(num_classes=10)
-    groups = optimizer_groups(model, how not in ("biases do not", "neither"), how in ("all decay", "biases do not"))
+    groups = optimizer_groups(model, regularize_bias=how != "neither", regularize_bn=how == "heads alone")
     if how == "heads alone":
         groups[0]["params"], groups[1]["params"] = [], []
     if how == "one group":
