@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vissl_zero.config.derive.whole_parameters import keeps_parameters_whole
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.batch_norm import convert_batch_norms
 from vissl_zero.sharding.memory import ActivationCounter, Storages
-from vissl_zero.sharding.plan import WrapPlan, keeps_parameters_whole, plan_wrap
+from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory
 

@@ -130,29 +130,6 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     return WrapPlan(plan.level, num_ranks, plan.precision.compute, tuple(units), tuple(checkpointed), whole_bytes)
 
 
-def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
-    """Whether the torch engine leaves parameters whole on every rank between steps, instead of gathering them.
-
-    So at levels 1 and 2 on the CPU, in one number format and with one copy of the state: ``fully_shard`` would copy all
-    of them in and out of buffers, which costs as much there as the communication.
-
-    Args:
-        plan: level, engine, precision, tiers.
-        num_ranks: that share one copy of the state.
-        world_size: all ranks.
-        device_type: "cpu" or "cuda".
-    """
-    precision = plan.precision
-    return (
-        plan.engine == "torch"
-        and plan.level in (1, 2)
-        and device_type == "cpu"
-        and num_ranks == world_size
-        and plan.offload_params.device != "nvme"
-        and {precision.compute, precision.reduce} == {precision.master}
-    )
-
-
 def model_units(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model in forward order: its ``units()``, or the children of its outermost repeated containers.
 

@@ -25,6 +25,7 @@ def test_the_blocks_arrive_in_the_plan():
         (OffloadParam(max_in_cpu=1e9), 10**9),
         (OffloadParam(max_in_cpu=0.0), 0),
         (OffloadParam(fast_init=5e8), 5 * 10**8),
+        (OffloadParam(fast_init=7), 7),
         (OffloadParam(fast_init=True), None),
     ],
 )
@@ -41,6 +42,18 @@ def test_max_in_cpu(block, expected):
         ({}, {"device": "cpu"}, 2, "z.offload_param_config.device: needs ZeRO level 3: at level 2"),
         ({}, {"device": "nvme"}, 3, "z.offload_param_config.nvme_path: must be given with nvme"),
         ({}, {"max_in_cpu": -1.0}, 3, "z.offload_param_config.max_in_cpu: must be at least 0 (got -1)"),
+        (
+            {},
+            {"max_in_cpu": float("inf")},
+            3,
+            "z.offload_param_config.max_in_cpu: must be a number of elements (got inf)",
+        ),
+        (
+            {},
+            {"fast_init": float("nan")},
+            3,
+            "z.offload_param_config.max_in_cpu: must be a number of elements (got nan)",
+        ),
         ({}, {"fast_init": 1.5, "max_in_cpu": 2.0}, 3, "z.offload_param_config.fast_init: is a number"),
     ],
 )

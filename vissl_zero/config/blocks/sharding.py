@@ -69,7 +69,7 @@ class OffloadParam:
     """none (on the training device), cpu or nvme."""
     pin_memory: bool | None = None
     """Page-locked host memory; null: wherever that has an effect."""
-    fast_init: bool | float = False
+    fast_init: bool | int | float = False
     """Touch memory only when it is first used; a number is read as max_in_cpu."""
     max_in_cpu: float | None = None
     """With nvme: most parameters (elements of a rank) that stay in host memory between uses; null: 0."""
@@ -83,6 +83,8 @@ class Zero:
 
     LEVEL: int | str = "auto"
     """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches."""
+    type: str | None = None
+    """ZeroRedundancyOptimizer_Level_1, _2 or _3: the level as ColossalAI writes it. AMP says what is float16."""
     ENGINE: str = "auto"
     """Implementation: torch (auto is torch) or fairscale (levels 1 and 2, and 3 on CUDA)."""
     SHARD_GROUP_SIZE: int = -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import Problem, did_you_mean
@@ -71,9 +73,16 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
         found.append(
             Problem(f"{key}.fast_init", str(params.fast_init), "is a number, and max_in_cpu is given too", fix)
         )
-    number = max_in_cpu(params)
-    if number is not None and number < 0:
-        found.append(Problem(f"{key}.max_in_cpu", str(number), "must be at least 0", "Write 0 to keep none there."))
+    given = (
+        params.fast_init if params.max_in_cpu is None and not isinstance(params.fast_init, bool) else params.max_in_cpu
+    )
+    if given is not None and not math.isfinite(given):
+        must = "must be a number of elements"
+        found.append(
+            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, say, or device: cpu to keep all there.")
+        )
+    elif given is not None and given < 0:
+        found.append(Problem(f"{key}.max_in_cpu", f"{given:g}", "must be at least 0", "Write 0 to keep none there."))
     return found
 
 

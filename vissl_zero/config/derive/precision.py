@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vissl_zero.config.blocks.precision import AmpParams
 from vissl_zero.config.resolved import Precision
 from vissl_zero.config.run import RunConfig
 
@@ -23,14 +24,14 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
     """
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     if cfg.TRAINER.DTYPE == "float64":
-        return Precision("float64", None, "float64", "float64", False), ()
+        return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
     by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
     half = None
     if level == 3 and by_hand:
         half = fsdp.compute_dtype
     elif level == 3 and amp.USE_AMP and amp_type(cfg) == "O2":
         half = amp.DTYPE
-    notes = _overridden(cfg, level, half)
+    notes = (*_overridden(cfg, level, half), *_in_vain(cfg, level, _why_not_read(cfg, level, by_hand)))
     if half:
         reduce = "float32" if fsdp.fp32_reduce_scatter else half
         scale = half == "float16" and cfg.ZERO.dynamic_loss_scale
@@ -53,3 +54,29 @@ def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]
         return () if fsdp.compute_dtype == "float32" else (f"{key} gives way to AMP_PARAMS.DTYPE={half}.",)
     reason = "AUTO_SETUP_FSDP derives it from AMP" if fsdp.AUTO_SETUP_FSDP else "mixed_precision is off"
     return (f"{key} has no effect: {reason}; parameters are computed in float32.",)
+
+
+def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
+    """Why AMP_TYPE decides nothing; empty if it does."""
+    if level < 3:
+        return "parameters are computed in half precision at level 3 only"
+    if by_hand:
+        return "compute_dtype is written by hand"
+    return "" if cfg.MODEL.AMP_PARAMS.USE_AMP else "AMP_PARAMS.USE_AMP is off"
+
+
+def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
+    """Notes on switches that were set and decide nothing."""
+    fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
+    key, notes = "config.MODEL.FSDP_CONFIG", []
+    if why_no_type and amp_type(cfg) == "O2":
+        notes.append(f"{key}.AMP_TYPE={fsdp.AMP_TYPE} has no effect: {why_no_type}.")
+    if not fsdp.mixed_precision and fsdp.AUTO_SETUP_FSDP:
+        notes.append(f"{key}.mixed_precision=False has no effect: AUTO_SETUP_FSDP derives it from AMP.")
+    elif not fsdp.mixed_precision and level < 3:
+        notes.append(f"{key}.mixed_precision=False has no effect below level 3.")
+    elif not fsdp.mixed_precision and fsdp.compute_dtype not in HALF:
+        notes.append(f"{key}.mixed_precision=False has no effect: compute_dtype is not in half precision.")
+    if amp.DTYPE != AmpParams().DTYPE and not amp.USE_AMP:
+        notes.append("config.MODEL.AMP_PARAMS.DTYPE has no effect: USE_AMP is off.")
+    return tuple(notes)

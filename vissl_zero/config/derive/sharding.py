@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from vissl_zero.config.blocks.model import ActivationCheckpointing, GradClip
 from vissl_zero.config.derive.level import level
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.derive.optimizer import base_name, uses_larc
 from vissl_zero.config.derive.placement import Placement
 from vissl_zero.config.derive.precision import precision
+from vissl_zero.config.derive.whole_parameters import NO_UNITS, keeps_parameters_whole
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.config.run import RunConfig
 
@@ -50,7 +52,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
     )
-    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place.device == "cuda"))
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -71,14 +73,18 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
     """Block ends per stage, every n-th block (0: off), notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
     ends = tuple(tuple(stage) for stage in stages) if cfg.MODEL.TRUNK.NAME == "regnet" else ()
+    keys = ["config.MODEL.TRUNK.REGNET.stage_checkpoints"] if any(ends) else []
+    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
+        keys.append("config.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS")
     if not recompute.USE_ACTIVATION_CHECKPOINTING:
         switch = "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING is off"
-        notes = (f"config.MODEL.TRUNK.REGNET.stage_checkpoints has no effect: {switch}.",) if any(ends) else ()
-        return (), 0, notes
-    return (ends, 0, ()) if any(ends) else ((), recompute.EVERY_N_BLOCKS, ())
+        return (), 0, tuple(f"{key} has no effect: {switch}." for key in keys)
+    if any(ends):
+        return ends, 0, tuple(f"{key} has no effect: stage_checkpoints says which blocks." for key in keys[1:])
+    return (), recompute.EVERY_N_BLOCKS, ()
 
 
-def _no_effect(cfg: RunConfig, plan: ShardingPlan, has_gpu: bool) -> list[str]:
+def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
     """Notes on keys that were set away from their defaults and do nothing in this plan."""
     notes = []
     zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
@@ -99,11 +105,20 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, has_gpu: bool) -> list[str]:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
     elif plan.wrap_threshold and plan.engine == "fairscale" and plan.level < 3:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect below level 3 of fairscale.")
+    elif plan.wrap_threshold and keeps_parameters_whole(plan, plan.shard_group_size, place.world_size, place.device):
+        notes.append(f"config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD{NO_UNITS}")
+    clip, sync = cfg.MODEL.GRAD_CLIP, cfg.MODEL.SYNC_BN_CONFIG
+    if not clip.USE_GRAD_CLIP:
+        keys = [key for key in ("MAX_NORM", "NORM_TYPE") if getattr(clip, key) != getattr(GradClip, key)]
+        notes += [f"config.MODEL.GRAD_CLIP.{key} has no effect: USE_GRAD_CLIP is off." for key in keys]
+    if not sync.CONVERT_BN_TO_SYNC_BN and sync.GROUP_SIZE not in (-1, 0):
+        notes.append("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE has no effect: CONVERT_BN_TO_SYNC_BN is off.")
     if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and plan.precision.compute == plan.precision.master:
         notes.append(
             "config.MODEL.FSDP_CONFIG.fp32_reduce_scatter has no effect: parameters are computed in "
             f"{plan.precision.master}, and gradients reduced in it."
         )
+    has_gpu = place.device == "cuda"
     tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
     notes += offload_notes(*tiers, has_gpu=has_gpu, root="config.ZERO")
     if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vissl_zero.config.derive.level import chosen_level, level
+from vissl_zero.config.derive.level import TYPES, chosen_level, level, typed_level
 from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.derive.placement import placement, ranks
 from vissl_zero.config.host import Host
@@ -15,11 +15,20 @@ _ENGINE = "config.ZERO.ENGINE"
 
 
 def level_value(cfg: RunConfig, host: Host) -> Problem | None:
-    """The level is auto or a number from 0 to 3."""
-    if cfg.ZERO.LEVEL == "auto" or chosen_level(cfg) is not None:
+    """The level is auto or a number from 0 to 3, and ``type`` says nothing else."""
+    zero, chosen = cfg.ZERO, chosen_level(cfg)
+    if zero.LEVEL != "auto" and chosen is None:
+        fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters) or auto."
+        return Problem("config.ZERO.LEVEL", repr(zero.LEVEL), "must be auto, 0, 1, 2 or 3", fix)
+    if zero.type is None:
         return None
-    fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters) or auto."
-    return Problem("config.ZERO.LEVEL", repr(cfg.ZERO.LEVEL), "must be auto, 0, 1, 2 or 3", fix)
+    typed = typed_level(zero.type)
+    if typed is None:
+        return Problem("config.ZERO.type", repr(zero.type), TYPES, "Write config.ZERO.LEVEL=1, 2 or 3 instead.")
+    if typed != chosen:
+        fix = "Leave one of them out."
+        return Problem("config.ZERO.LEVEL", str(zero.LEVEL), f"contradicts config.ZERO.type={zero.type}", fix)
+    return None
 
 
 def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
@@ -52,6 +61,8 @@ def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
     return [
         *at_least("ZERO.gradient_accumulation_steps", cfg.ZERO.gradient_accumulation_steps, 1),
         *above_zero("ZERO.clip_grad", cfg.ZERO.clip_grad),
+        *at_least("MODEL.SHARDED_DDP_SETUP.reduce_buffer_size", cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size, -1),
+        *at_least("MODEL.FSDP_CONFIG.bucket_cap_mb", cfg.MODEL.FSDP_CONFIG.bucket_cap_mb, 0),
         *at_least("MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD", cfg.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD, 0),
         *at_least(
             "MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS", cfg.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS, 1

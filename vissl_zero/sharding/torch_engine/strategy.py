@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
+from vissl_zero.config.derive.whole_parameters import keeps_parameters_whole
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
@@ -17,7 +18,6 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.single_rounding import single_rounded
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import materialize_
-from vissl_zero.sharding.plan import keeps_parameters_whole
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
