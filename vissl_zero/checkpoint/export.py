@@ -65,7 +65,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
         renamed = to_other_names(ours, names)
         pairs, left_out = renamed.names, renamed.unknown
         _require_trunk_names(pairs, left_out, names)
-    _require_whole(weights, list(pairs.values()))
+    weights.require_whole(pairs.values())
     entries = [
         Entry(new, weights.tensors[old].dtype, weights.tensors[old].shape, partial(weights.read, old))
         for new, old in pairs.items()
@@ -122,13 +122,6 @@ def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str)
             f"{names} has no names for this trunk ({_some(lost)}): it has them for ResNet and for RegNet with "
             "bottleneck blocks. Leave out --names to keep ours."
         )
-
-
-def _require_whole(weights: Weights, names: list[str]) -> None:
-    if isinstance(weights.store, Checkpoint):
-        problems = list(weights.store.verify(names={weights.stored_name(name) for name in names}))
-        if problems:
-            raise CheckpointError("\n".join(problems))
 
 
 def _some(names: list[str]) -> str:

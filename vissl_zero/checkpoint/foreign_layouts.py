@@ -58,9 +58,11 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
         key: where a torch file holds the state dict, with dots between ("model.encoder"); empty: found by itself.
     Raises:
         CheckpointError: unreadable, damaged, refused, or without weights.
+    Cost: a checkpoint of ours is read once against its checksums.
     """
     if path.is_dir() or (path.is_file() and not is_torch_file(path)):
         weights = open_weights(path)
+        weights.require_whole()
         layout = "safetensors" if isinstance(weights.store, WeightsFile) else "a checkpoint of vissl_zero"
         entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
         return Foreign(layout, entries)

@@ -121,7 +121,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
         loss_scale=run.sharded.loss_scale_state(),
         criterion=criterion_numbers,
         hooks=_hook_states(hooks),
-        results={name: value for name, value in run.results.items() if _is_plain(value)},
+        results={name: _copy(value) for name, value in run.results.items() if _is_plain(value)},
     )
     return Snapshot(list(run.sharded.parts()), replicated, run.sharded.scalars(), random_state(run.device), manifest)
 
@@ -143,7 +143,7 @@ def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(value, Tensor):
             tensors[name] = value
         elif _is_plain(value):
-            others[name] = value
+            others[name] = _copy(value)
         else:
             raise CheckpointError(
                 f"State {name!r} of the loss is a {type(value).__name__}; a checkpoint holds tensors, numbers, texts, "
@@ -159,8 +159,13 @@ def _hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
         if not _is_plain(state):
             raise CheckpointError(f"state_dict() of the hook {name} holds what JSON cannot (or NaN).")
         if state:
-            states[name] = state
+            states[name] = _copy(state)
     return states
+
+
+def _copy(value: Any) -> Any:
+    """As the file will have it: what a hook gives may change while the checkpoint is being written."""
+    return json.loads(json.dumps(value))
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,9 +85,18 @@ class Weights:
         self.store.read_into(self._stored[name], first_element, flat)
         return flat
 
-    def stored_name(self, name: str) -> str:
-        """What the store calls a tensor."""
-        return self._stored[name]
+    def require_whole(self, names: Iterable[str] | None = None) -> None:
+        """Read the data of a checkpoint against their checksums; other files have none.
+
+        Args:
+            names: plain names; None: all.
+        Raises:
+            CheckpointError: with a sentence for each damaged tensor.
+        """
+        if isinstance(self.store, Checkpoint):
+            wanted = self._stored if names is None else names
+            if problems := list(self.store.verify(names={self._stored[name] for name in wanted})):
+                raise CheckpointError("\n".join(problems))
 
     def close(self) -> None:
         """Close the store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,13 +11,16 @@ import torch
 
 import vissl_zero
 from vissl_zero import collectives
-from vissl_zero.checkpoint.folder import newest_checkpoint
 from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.replicated import replicated_parts
 from vissl_zero.checkpoint.restore import StoredState, restore_buffers
+from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.strategy import Sharded
+
+_KIND = "decoupled_weight_decay"  # what tells AdamW from Adam
 
 
 def save_state(sharded: Sharded, folder: Path, step: int) -> None:
@@ -59,18 +63,27 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
 
 
 def load_state(sharded: Sharded, folder: Path) -> int:
-    """Restore the newest checkpoint under ``folder``, whatever level, tier and number of ranks wrote it. Collective.
+    """Restore the newest whole checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
+
+    Collective; ranks share the reading of checksums.
 
     Returns:
         Optimizer steps that had been done.
     Raises:
         CheckpointError: there is none that is whole, or it is of another model.
     """
-    with newest_checkpoint(folder) as checkpoint:
+    found = find_resumable(folder)
+    if found.path is None:
+        raise CheckpointError(f"{folder} holds no checkpoint. Name the folder that save() was given.")
+    for sentence in found.skipped if collectives.rank() == 0 else ():
+        logging.getLogger(__name__).warning("skipped: %s", sentence)
+    with open_checkpoint(found.path) as checkpoint:
         saved = checkpoint.manifest.groups
         groups = sharded.optimizer.param_groups
         if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
             raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
+        if any(_KIND in a and _KIND in b and a[_KIND] != b[_KIND] for a, b in zip(saved, groups, strict=True)):
+            raise CheckpointError(f"{checkpoint.path} is of another optimizer: AdamW and Adam keep the same state.")
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):

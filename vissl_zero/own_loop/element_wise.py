@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-
 import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.optim.trial import trial
 
 _NUM_STEPS = 2
 _TOLERANCE = 1e-5  # relative to the step; a layer-wise norm or an orthogonalised matrix is off by far more
@@ -45,12 +43,7 @@ def require_element_wise(optimizer: torch.optim.Optimizer) -> None:
 
 def _run(optimizer: torch.optim.Optimizer, pieces: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
     params = [nn.Parameter(piece.clone()) for piece in pieces]
-    copied = object.__new__(type(optimizer))
-    copied.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a scheduler wraps step
-    first = {key: copy.copy(value) for key, value in optimizer.param_groups[0].items() if key != "param_names"}
-    rate = first.get("lr")
-    copied.param_groups = [first | {"params": params} | ({} if rate is None or rate else {"lr": 1e-3})]
-    copied.state = defaultdict(dict)
+    copied = trial(optimizer, params)
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()

@@ -19,7 +19,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.state import check_names
+from vissl_zero.sharding.state import check_names, check_optimizer
 
 
 def rank_state(
@@ -132,3 +132,4 @@ def _check(
         raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")
     if (loss_scale is None) != (state["loss_scale"] is None):
         raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
+    check_optimizer(state["optimizer"]["state"], optimizer)

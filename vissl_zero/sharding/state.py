@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.trial import state_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
@@ -184,6 +185,32 @@ def _check_saved(
             raise CheckpointError(f"{name} has shape {shape} in the checkpoint and {tuple(shard.full_shape)} here.")
     if (loss_scale is None) != (saved.loss_scale is None):
         raise CheckpointError("The checkpoint and this run differ in loss scaling. Use the same AMP settings.")
+    held: dict[str, set[str]] = {name: set(saved.scalars(name)) for name in shards}
+    for stored in saved.names(OPTIMIZER):
+        key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
+        held[name].add(key)
+    check_optimizer(held, optimizer)
+
+
+def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.Optimizer) -> None:
+    """Where there is saved state of a parameter, it has all that ``optimizer`` keeps.
+
+    Raises:
+        CheckpointError: it is another optimizer's.
+    """
+    expected = _state_keys(optimizer)
+    for name, keys in held.items():
+        if keys and (missing := expected - set(keys)):
+            raise CheckpointError(
+                f"The checkpoint is of another optimizer: of {name} it holds {', '.join(sorted(keys))}, and not "
+                f"{', '.join(sorted(missing))}. Use the optimizer, and its options, that trained it."
+            )
+
+
+def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    if isinstance(optimizer, StreamedOptimizer):
+        return frozenset(optimizer.keys)
+    return state_keys(getattr(optimizer, "optim", optimizer))  # fairscale's has the one that runs inside
 
 
 def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
