@@ -18,7 +18,7 @@ _MOST_NAMED = 3
 
 
 class DivergedError(VisslZeroError):
-    """The loss became NaN or infinite; raised on every rank at the same step."""
+    """The loss, or gradients at any scale, became NaN or infinite; raised on every rank at the same step."""
 
 
 def diverged(run: Run, loss: float, local_loss: Tensor, lr: float) -> DivergedError:
@@ -48,8 +48,12 @@ def diverged(run: Run, loss: float, local_loss: Tensor, lr: float) -> DivergedEr
         (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
     named = ", ".join(params[:_MOST_NAMED]) + (f" and {len(params) - _MOST_NAMED} more" * (len(params) > _MOST_NAMED))
     gradients = f"Gradients that are not finite: {named or 'none'}"
+    if ranks:
+        what = f"The loss became {loss} at step {run.step} (learning rate {lr:g}) on rank {', '.join(map(str, ranks))}."
+    else:
+        what = f"The gradients overflow at step {run.step} (learning rate {lr:g}) at a loss scale of 1."
     return DivergedError(
-        f"The loss became {loss} at step {run.step} (learning rate {lr:g}) on rank {', '.join(map(str, ranks))}. "
+        f"{what} "
         f"{gradients}; {FILE_NAME} in the run folder has all. "
         "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
     )

@@ -27,7 +27,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
     Every rank calls this with hooks in the same order (some are collective).
 
     Raises:
-        DivergedError: the loss is not finite (and not skipped by the loss scaler).
+        DivergedError: the loss is not finite, or, under loss scaling, the gradients are not whatever the scale.
     """
     try:
         if not run.is_resumed:
@@ -94,7 +94,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     run.step += 1
     run.position += num_samples
     run.epoch_samples += num_samples
-    if not result.skipped and not math.isfinite(loss_value):
+    if result.is_stuck or (not result.skipped and not math.isfinite(loss_value)):
         raise diverged(run, loss_value, loss_sum, lr)
     return StepRecord(
         step=run.step,

@@ -42,6 +42,11 @@ class StepResult:
     skipped: bool
     loss_scale: float
 
+    @property
+    def is_stuck(self) -> bool:
+        """Skipped with a loss that was not scaled up any more: the next steps would be skipped as well."""
+        return self.skipped and self.loss_scale <= 1.0
+
 
 @dataclass(frozen=True)
 class Bytes:
