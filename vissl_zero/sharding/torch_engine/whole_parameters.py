@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
@@ -79,6 +79,10 @@ class WholeParameters(ShardedModel):
         """See ``Sharded``."""
         super().zero_grad()
         self._gradients.forget()
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``Sharded``. All parameters are whole on every rank."""
+        return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
 
     def _after_shards_change(self) -> None:
         """A rank's state has the rows it updates."""
