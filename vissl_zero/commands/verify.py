@@ -18,7 +18,8 @@ from rich.table import Table
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
-from vissl_zero.errors import ConfigError
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import ConfigError, Problem
 
 DEFAULT_STEPS = 5
 DEFAULT_TOLERANCE = 1e-10
@@ -38,9 +39,12 @@ _COMMON = (
     "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
     "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",
+    "config.SLURM.USE_SLURM=false",
+    "config.DRY_RUN=false",
 )
 _UNSHARDED = (
     "config.ZERO.LEVEL=0",
+    "config.ZERO.type=null",
     "config.ZERO.ENGINE=torch",
     "config.ZERO.SHARD_GROUP_SIZE=-1",
     "config.ZERO.offload_optimizer_config.device=none",
@@ -79,6 +83,7 @@ def verify(arguments: Sequence[str]) -> int:
     if recipe is None:
         raise ConfigError(f"vissl-zero verify: must name a recipe. Write config=<recipe>.\n{USAGE}")
     overrides = [word for word in words if not word.startswith("config=")]
+    _require_trainable(compose(recipe, overrides).run)
     with tempfile.TemporaryDirectory(prefix="vissl_zero_verify_") as scratch:
         folders = [Path(scratch) / "unsharded", Path(scratch) / "sharded"]
         print("Training unsharded, in float64 ...", flush=True)
@@ -90,6 +95,21 @@ def verify(arguments: Sequence[str]) -> int:
             return code
         differences = compare(*folders)
     return _report(differences, tolerance)
+
+
+def _require_trainable(cfg: RunConfig) -> None:
+    """There are steps to compare, and this machine can take them."""
+    found = []
+    if cfg.TEST_ONLY:
+        found.append(
+            Problem("config.TEST_ONLY", "True", "must be false to verify", "A run without steps proves nothing.")
+        )
+    if cfg.DISTRIBUTED.NUM_NODES > 1:
+        key, number = "config.DISTRIBUTED.NUM_NODES", str(cfg.DISTRIBUTED.NUM_NODES)
+        fix = f"Write {key}=1, with config.DISTRIBUTED.NUM_PROC_PER_NODE processes in all."
+        found.append(Problem(key, number, "must be 1 to verify, which runs on this machine", fix))
+    if found:
+        raise ConfigError(found)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:

@@ -54,6 +54,8 @@ def test_a_missing_parameter_is_a_difference(tmp_path):
         (["config=quickstart/swav_digits", "--steps", "few"], "--steps takes a whole number"),
         (["config=quickstart/swav_digits", "--steps", "0"], "must be positive"),
         (["config=no/such"], "must name a recipe"),
+        (["config=quickstart/swav_digits", "config.TEST_ONLY=true"], "A run without steps proves nothing"),
+        (["config=quickstart/swav_digits", "config.DISTRIBUTED.NUM_NODES=2"], "NUM_NODES: must be 1 to verify"),
     ],
 )
 def test_bad_arguments_are_a_sentence(arguments, message):
