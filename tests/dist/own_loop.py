@@ -158,3 +158,53 @@ def run_steps(model: nn.Module, optimizer: Any, loop: Loop, steps: range) -> Non
             optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
+
+
+class Normed(nn.Module):
+    """Batch norm that its user wants synchronised, between layers of the same type."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = norm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.norm(self.layers[0](x)).tanh())
+
+
+def normed(norm: type[nn.Module]) -> Normed:
+    torch.manual_seed(4)
+    return Normed(norm).double()
+
+
+def rows_of(step: int) -> Tensor:
+    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def train_normed_plainly(num_steps: int, change_at: int) -> dict[str, Tensor]:
+    """One process, whole batches; the learning rate changes once, by hand."""
+    model = normed(nn.BatchNorm1d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = 0.03 if step >= change_at else 0.1
+        model(rows_of(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train_normed(zero: dict[str, Any], folder: str, steps: range, change_at: int) -> dict[str, Any]:
+    """The same on this rank's rows, from ``folder`` unless it is the beginning, and saved there."""
+    model, optimizer = vissl_zero.initialize(
+        normed(nn.SyncBatchNorm), {"type": "SGD", "lr": 0.1, "momentum": 0.9}, zero
+    )
+    if steps.start:
+        optimizer.load(folder)
+    for step in steps:
+        if step == change_at:
+            optimizer.param_groups[0]["lr"] = 0.03
+        optimizer.backward(model(rows_of(step).chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.save(folder)
+    return {"state": optimizer.full_state(), "optimizer": optimizer.ledger().optimizer}

@@ -25,6 +25,7 @@ from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
@@ -239,6 +240,47 @@ def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unl
     assert "Going on from step_000000008" in allowed_optimizer
 
 
+class _Draws(Hook):
+    """Has state of its own, draws a random number each step, and finds a figure."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        self.drawn.append(float(torch.rand(())))
+        run.results["largest"] = max(self.drawn)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = list(state["drawn"])
+
+
+def _draw(folder: Path) -> list[float]:
+    hook = _Draws()
+    _train(folder, True, hook)
+    return hook.drawn
+
+
+def _go_back(folder: Path) -> tuple[str, list[float], float, float]:
+    plan = _plan(folder, checkpoint={"LATEST_CHECKPOINT_RESUME_FILE_NUM": 2})
+    run, _, _ = build_run(plan, torch.device("cpu"))
+    hook = _Draws()
+    found = resume(run, [MetricsFile(), hook], plan)
+    assert found.path is not None
+    return found.path.name, hook.drawn, run.results["largest"], float(torch.rand(()))
+
+
+def test_hooks_figures_and_random_numbers_come_back_from_the_checkpoint_before_the_newest(tmp_path: Path) -> None:
+    drawn = run_on_ranks(2, _draw, tmp_path)
+    assert drawn[0] != drawn[1]
+    for own, (name, before, largest, following) in zip(drawn, run_on_ranks(2, _go_back, tmp_path), strict=True):
+        assert name == f"step_{NUM_STEPS - 2:09d}"
+        assert before == drawn[0][:-2] and largest == max(before), "rank 0's are stored"
+        assert following == own[-2], "each rank's generator goes on by itself"
+
+
 # --- save and stop --------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +309,27 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step_with_a_checkpoint(
     assert first == 3 and len(losses) == NUM_STEPS and "epoch 0" in lines[0]
 
 
+# --- a loss that is never a number, under loss scaling ---------------------------------------------------------------
+
+
+def _never_finite(folder: Path) -> tuple[str, int]:
+    plan = _plan(folder, num_epochs=6)
+    scaled = dataclasses.replace(plan.sharding.precision, use_loss_scale=True)
+    plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, precision=scaled))
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    forward = run.criterion.forward
+    run.criterion.forward = lambda outputs, batch: forward(outputs, batch) * float("nan" if run.rank else 1)
+    with pytest.raises(DivergedError) as caught:
+        train(run, schedules, frozen, [])
+    return str(caught.value), run.step
+
+
+def test_a_loss_that_is_never_a_number_is_not_skipped_for_ever(tmp_path: Path) -> None:
+    for message, step in run_on_ranks(2, _never_finite, tmp_path):
+        assert step == 17, "from 65,536 down to 1"
+        assert "The loss became nan at step 17" in message and "on rank 1. Gradients that are not finite" in message
+
+
 # --- ranks that drift apart -----------------------------------------------------------------------------------------
 
 
@@ -288,7 +351,7 @@ def _drift(level: int, engine: str) -> tuple[str, int]:
     return str(caught.value), run.step
 
 
-@pytest.mark.parametrize(("level", "engine"), [(0, "torch"), (1, "fairscale")])
+@pytest.mark.parametrize(("level", "engine"), [(0, "torch"), (2, "torch"), (1, "fairscale")])
 def test_a_flipped_bit_on_one_rank_is_found_and_named(level: int, engine: str) -> None:
     for message, step in run_on_ranks(2, _drift, level, engine):
         assert step == 4 and "drifted apart by step 4: " in message and "weight of rank 1" in message

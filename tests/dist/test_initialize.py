@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import vissl_zero
-from tests.dist.own_loop import Loop, Text, given_optimizer, loss_of, run_steps, text, tokens_of, train, train_plainly
-from tests.ranks import run_on_ranks
-from vissl_zero.errors import VisslZeroError
+from tests.dist.own_loop import (
+    Loop,
+    Text,
+    given_optimizer,
+    loss_of,
+    run_steps,
+    text,
+    tokens_of,
+    train,
+    train_normed,
+    train_normed_plainly,
+    train_plainly,
+)
+from tests.ranks import RankError, run_on_ranks
+from vissl_zero.checkpoint.foreign_layouts import read_foreign
+from vissl_zero.errors import CheckpointError, ConfigError, VisslZeroError
 
 TOLERANCE = 1e-10
 LOOPS = {
@@ -85,6 +100,73 @@ def test_resumes_in_the_middle(level: int) -> None:
     assert run_on_ranks(2, _resume, level)[0] < TOLERANCE
 
 
+@pytest.mark.timeout(60)
+def test_groups_synchronised_norm_buffers_and_rates_go_through_a_checkpoint(tmp_path: Path) -> None:
+    """In shard groups on 4 ranks, then on 2 without; what was set by hand before the checkpoint holds after it."""
+    expected = train_normed_plainly(num_steps=6, change_at=2)
+    groups = {"level": 3, "shard_group_size": 2}
+    first = run_on_ranks(4, train_normed, groups, str(tmp_path), range(3), 2)[0]
+    second = run_on_ranks(2, train_normed, {"level": 1}, str(tmp_path), range(3, 6), 2)[0]
+    assert first["optimizer"] == second["optimizer"], "a half on each of 2 + 2 ranks, as on 2"
+    assert _distance(second["state"], expected) < TOLERANCE
+
+
+def _save(folder: str) -> None:
+    model, optimizer = vissl_zero.initialize(text(), {"type": "Adam", "lr": 0.1}, {"level": 1})
+    loss_of(model, tokens_of(0, 0), 1).backward()
+    optimizer.step()
+    optimizer.save(folder)
+
+
+def _load(folder: str) -> int:
+    _, optimizer = vissl_zero.initialize(text(), {"type": "Adam", "lr": 0.1}, {"level": 3})
+    optimizer.load(folder)
+    return optimizer.num_updates
+
+
+@pytest.mark.timeout(60)
+def test_a_flipped_bit_is_not_loaded(tmp_path: Path) -> None:
+    run_on_ranks(1, _save, str(tmp_path))
+    (file,) = tmp_path.glob("checkpoints/step_*/rank00000.safetensors")
+    data = bytearray(file.read_bytes())
+    place = 8 + int.from_bytes(data[:8], "little") + 3  # of the first parameter
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RankError, match=r"No checkpoint in .* is whole.*(?s:.*)do not fit their checksum"):
+        run_on_ranks(2, _load, str(tmp_path))
+    with pytest.raises(CheckpointError, match="do not fit their checksum"):
+        read_foreign(tmp_path)
+    with pytest.raises(RankError, match="holds no checkpoint. Name the folder"):
+        run_on_ranks(1, _load, str(tmp_path / "elsewhere"))
+    data[place] ^= 1
+    file.write_bytes(data)
+    assert run_on_ranks(2, _load, str(tmp_path)) == [1, 1]
+
+
+def _load_elsewhere(given: dict, folder: str, level: int) -> str:
+    _, optimizer = vissl_zero.initialize(text(), given, {"level": level})
+    before = optimizer.full_state()
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load(folder)
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.full_state().items()), "nothing was changed"
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"type": "SGD", "momentum": 0.9}, "it holds exp_avg, exp_avg_sq, step, and not momentum_buffer"),
+        ({"type": "Adam", "amsgrad": True}, "and not max_exp_avg_sq"),
+        ({"type": "AdamW"}, "is of another optimizer: AdamW and Adam"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused(given: dict, sentence: str, tmp_path: Path) -> None:
+    run_on_ranks(1, _save, str(tmp_path))
+    for level in (0, 3):
+        assert sentence in run_on_ranks(1, _load_elsewhere, given, str(tmp_path), level)[0]
+
+
 def _user_surface(level: int) -> None:
     model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, {"level": level})
     assert isinstance(model, Text) and isinstance(optimizer, torch.optim.Optimizer)
@@ -103,6 +185,11 @@ def _user_surface(level: int) -> None:
     with pytest.raises(VisslZeroError, match="cannot be added"):
         optimizer.add_param_group({"params": []})
     assert optimizer.ledger().params > 0 and "level" in optimizer.describe()
+    with pytest.raises(ConfigError, match="has been given to initialize"):
+        vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": level})
+    if level:
+        with pytest.raises(ConfigError, match=r"zero.shard_group_size: must divide the number of ranks, 2 \(got 3\)"):
+            vissl_zero.initialize(text(), {"type": "SGD"}, {"level": level, "shard_group_size": 3})
 
 
 @pytest.mark.timeout(60)
@@ -176,6 +263,22 @@ def _half(zero: dict) -> tuple[str, float, float]:
 def test_number_formats(zero: dict, dtype: str, is_scaled: bool) -> None:
     seen, scale, _ = run_on_ranks(2, _half, zero)[0]
     assert (seen, scale != 1.0) == (dtype, is_scaled)
+
+
+def _never_finite() -> tuple[int, str]:
+    model, optimizer = vissl_zero.initialize(text(torch.float32), {"type": "SGD"}, {"level": 2, "fp16": True})
+    with pytest.raises(VisslZeroError) as caught:
+        for _ in range(40):
+            optimizer.backward(loss_of(model, tokens_of(0, 0), 1) * (float("nan") if dist.get_rank() else 1.0))
+            optimizer.step()
+    return optimizer.num_updates, str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_loss_that_is_never_finite_ends_all_ranks_under_loss_scaling_too() -> None:
+    for num_updates, sentence in run_on_ranks(2, _never_finite):
+        assert num_updates == 17, "from 65,536 down to 1"
+        assert "at a loss scale of 1 too (embedding.weight" in sentence
 
 
 class WithScalar(nn.Module):

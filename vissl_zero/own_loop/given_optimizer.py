@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
+from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.optim.elementwise import sgd
@@ -24,6 +25,31 @@ from vissl_zero.sharding.strategy import OptimizerFactory
 Groups = list[dict[str, Any]]
 Built = tuple[torch.optim.Optimizer, Adaptation | None]
 
+
+@dataclass
+class _SGDOptions(SGDConfig):
+    """Keys of SGD where ours runs: torch's own, and torch's defaults."""
+
+    momentum: float = 0.0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass
+class _LARCOptions(_SGDOptions):
+    trust_coefficient: float = Larc.trust_coefficient
+    clip: bool = Larc.clip
+    eps: float = Larc.eps
+
+
+@dataclass
+class _LARSOptions(LARSConfig):
+    momentum: float = 0.0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+_OWN = {"SGD": _SGDOptions, "LARC": _LARCOptions, "LARS": _LARSOptions}
 _TORCH = ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 _FUSED = ("Adam", "AdamW")
 _LARC_KEYS = ("trust_coefficient", "clip", "eps")
@@ -135,14 +161,17 @@ def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
 
 
 def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
-    if name in ("LARC", "LARS") or (name == "SGD" and set(options) <= {"lr", "weight_decay", "momentum", "nesterov"}):
+    if name in _OWN and set(options) <= set(_names(_OWN[name])):
+        rest = typed_options(_OWN[name], options, "optimizer")
+        # torch checks what it is given as a default, not what a group has.
+        torch.optim.SGD([torch.empty(0)], **{key: rest[key] for key in _names(_SGDOptions)})
+        rates = {key: rest.pop(key) for key in _STRATEGY_KEYS}
         for group in groups:
-            group |= {"lr": options.get("lr", 1e-3), "weight_decay": options.get("weight_decay", 0.0)}
-        rest = {key: value for key, value in options.items() if key not in _STRATEGY_KEYS}
+            group |= rates
         if name == "LARS":
-            return lars(groups, **({"momentum": 0.0} | rest))
-        larc = Larc(**{key: rest.pop(key) for key in _LARC_KEYS if key in rest}) if name == "LARC" else None
-        return sgd(groups, **({"momentum": 0.0} | rest)), larc
+            return lars(groups, **rest)
+        larc = Larc(**{key: rest.pop(key) for key in _LARC_KEYS}) if name == "LARC" else None
+        return sgd(groups, **rest), larc
     is_fused = name in _FUSED and not {"foreach", "fused", "capturable", "differentiable"} & set(options)
     built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)
     assert isinstance(built, torch.optim.Optimizer)
@@ -150,9 +179,8 @@ def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
 
 
 def _option_names(name: str) -> tuple[str, ...]:
-    own = {"LARC": (*_names(SGDConfig), *_LARC_KEYS), "LARS": _names(LARSConfig)}.get(name)
-    if own is not None:
-        return ("lr", "weight_decay", *own)
+    if name != "SGD" and name in _OWN:
+        return _names(_OWN[name])
     signature = inspect.signature(getattr(torch.optim, name))
     return tuple(key for key in signature.parameters if key != "params")
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
+from vissl_zero.config.derive.whole_parameters import NO_UNITS, keeps_parameters_whole
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.given_optimizer import read_optimizer
@@ -21,6 +22,7 @@ from vissl_zero.own_loop.settings import read_settings
 from vissl_zero.registry import STRATEGIES
 
 M = TypeVar("M", bound=nn.Module)
+_MARK = "_vissl_zero_is_sharded"
 
 
 def initialize(
@@ -57,10 +59,14 @@ def initialize(
     if not isinstance(model, nn.Module):
         fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
         raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
+    if getattr(model, _MARK, False):
+        fix = "Build the model anew, or go on with the optimizer it has."
+        raise ConfigError([Problem("model", type(model).__name__, "has been given to initialize() before", fix)])
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model, is_sharded=settings.level > 0)
     where = training_device(model) if device is None else torch.device(device)
     join_ranks(where, timeout_s)
+    _check_groups(settings.shard_group_size, settings.level)
     tiers = settings.offload_optimizer, settings.offload_params
     optimizer_tier, param_tier = offload_plans(*tiers)
     plan = ShardingPlan(
@@ -76,11 +82,23 @@ def initialize(
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
-    _say((*offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero"), *notes))
+    num_ranks = plan.shard_group_size if plan.shard_group_size > 1 else collectives.world_size()
+    if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
+        notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
+    _say((*settings.notes, *offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero"), *notes))
     sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
+    setattr(model, _MARK, True)
     k = settings.gradient_accumulation_steps
     return model, ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+
+
+def _check_groups(size: int, level: int) -> None:
+    """Shard groups leave no rank over."""
+    world_size = collectives.world_size()
+    if level and size != -1 and world_size % size:
+        must = f"must divide the number of ranks, {world_size}"
+        raise ConfigError([Problem("zero.shard_group_size", str(size), must, "Leave it out to share among all ranks.")])
 
 
 def _say(notes: tuple[str, ...]) -> None:

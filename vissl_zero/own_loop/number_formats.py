@@ -27,11 +27,19 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
         key = "zero.fp16" if settings.fp16 else "zero.bf16"
         fix = "Build the model in float32, or leave the key out."
         raise ConfigError([Problem(key, "True", "cannot go with a float64 model, which is trained as it is", fix)])
+    refused = {"float16": settings.fp16, "bfloat16": settings.bf16}.get(own) is False
+    if refused and half == own:
+        key = "zero.fp16" if own == "float16" else "zero.bf16"
+        fix = "Cast it with model.float() for float32, or leave the key out."
+        raise ConfigError([Problem(key, "False", f"contradicts the model, which is in {own}", fix)])
     master = "float64" if own == "float64" else "float32"
     half = None if own == "float64" else half
     use_scale = half == "float16" and settings.dynamic_loss_scale is not False
     notes = []
-    if settings.dynamic_loss_scale and not use_scale:
+    if half == "float16" and settings.is_typed and settings.fp16 is None and own != half:
+        scaling = "scaling the loss" if use_scale else "without scaling the loss"
+        notes.append(f"zero.type computes in float16, {scaling}, over float32 parameters; fp16=False keeps to float32.")
+    if settings.dynamic_loss_scale is not None and half != "float16":
         notes.append("zero.dynamic_loss_scale has no effect: nothing is computed in float16.")
     if half is None:
         return Precision(master, None, master, master, False), tuple(notes)

@@ -73,6 +73,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients first, as in torch.
         Returns:
             What ``closure`` returned, or None.
+        Raises:
+            VisslZeroError: on every rank, where steps are skipped although the loss is not scaled up any more.
         """
         loss = None
         if closure is not None:
@@ -86,6 +88,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.zero_grad()
             self._num_micro_batches = 0
         self._open_micro_batch()
+        if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
+            names = ", ".join(self._sharded.nonfinite_gradients()[:3])
+            raise VisslZeroError(
+                f"Gradients hold an inf or NaN at a loss scale of 1 too ({names}): every step would be skipped. "
+                "Look at the loss and the data; lower the learning rate, or compute in bf16."
+            )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -147,7 +155,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         save_state(self._sharded, Path(folder), self.num_updates)
 
     def load(self, folder: str | Path) -> None:
-        """Restore the newest checkpoint under ``folder``: parameters, optimizer state, buffers, loss scale, groups.
+        """Restore parameters, optimizer state, buffers, loss scale and groups from the newest whole checkpoint.
+
+        Args:
+            folder: that ``save`` was given; all data are read against their checksums first.
 
         Raises:
             CheckpointError: there is none, it is damaged or of another model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.derive.level import IMPLIED, TYPES, implied_level, typed_level
 from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
 
-_TYPE = re.compile(r"ZeroRedundancyOptimizer_Level_([123])")
 _RECIPE_KEYS = {
     "LEVEL": "level",
     "ENGINE": "engine",
@@ -57,6 +56,7 @@ class ZeroSettings:
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
         offload_optimizer, offload_params: where optimizer state and parameters live.
+        notes: sentences to say once.
     """
 
     level: int
@@ -71,6 +71,7 @@ class ZeroSettings:
     shard_group_size: int = -1
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
+    notes: tuple[str, ...] = ()
 
 
 def read_settings(zero: Any) -> ZeroSettings:
@@ -87,9 +88,10 @@ def read_settings(zero: Any) -> ZeroSettings:
     if unknown := [key for key in given if key not in _names()]:
         typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
     keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
-    level, problems = _level(keys)
     optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
     params = OffloadParam(**blocks["offload_param_config"])
+    implied = implied_level(params.device) if keys.level is None and keys.type is None else None
+    level, problems = _level(keys) if implied is None else (implied, [])
     problems += _range_problems(keys)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
@@ -108,6 +110,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         shard_group_size=keys.shard_group_size,
         offload_optimizer=optimizer,
         offload_params=params,
+        notes=(*([] if implied is None else [IMPLIED.format(key="zero.level")]), *_no_effect(keys, level)),
     )
 
 
@@ -167,12 +170,9 @@ def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _level(keys: _Keys) -> tuple[int, list[Problem]]:
     typed = None
     if keys.type is not None:
-        found = _TYPE.fullmatch(keys.type)
-        if found is None:
-            fix = "Write level=1, 2 or 3 instead."
-            must = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
-            return 0, [Problem("zero.type", repr(keys.type), must, fix)]
-        typed = int(found[1])
+        typed = typed_level(keys.type)
+        if typed is None:
+            return 0, [Problem("zero.type", repr(keys.type), TYPES, "Write level=1, 2 or 3 instead.")]
     if keys.level is None:
         if typed is None:
             fix = "Write zero=dict(level=3)."
@@ -204,3 +204,11 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
+
+
+def _no_effect(keys: _Keys, level: int) -> list[str]:
+    """Sentences on keys that do nothing at this level."""
+    if level:
+        return []
+    in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
+    return [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]

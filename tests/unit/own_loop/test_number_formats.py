@@ -18,10 +18,10 @@ SCALED = Precision("float32", None, "float16", "float32", True)
 @pytest.mark.parametrize(
     ("dtype", "zero", "expected"),
     [
-        (torch.float32, TYPED, SCALED),
+        (torch.float32, TYPED | {"fp16": True}, SCALED),
         (torch.float32, {"level": 2, "fp16": True}, SCALED),
         (torch.float16, {"level": 3}, SCALED),
-        (torch.float32, TYPED | {"dynamic_loss_scale": False}, Precision("float32", None, "float16", "float32", False)),
+        (torch.float16, TYPED | {"dynamic_loss_scale": False}, Precision("float32", None, "float16", "float32", False)),
         (torch.bfloat16, {"level": 1}, Precision("float32", None, "bfloat16", "float32", False)),
         (torch.float32, {"level": 0, "fp16": True}, Precision("float32", "float16", "float32", "float32", True)),
         (torch.float64, TYPED, Precision("float64", None, "float64", "float64", False)),
@@ -32,9 +32,21 @@ def test_formats(dtype, zero, expected):
     assert choose_precision(nn.Linear(2, 2, dtype=dtype), read_settings(zero)) == (expected, ())
 
 
-def test_loss_scaling_without_float16_is_said_to_have_no_effect():
-    _, notes = choose_precision(nn.Linear(2, 2), read_settings({"level": 3, "dynamic_loss_scale": True}))
+@pytest.mark.parametrize("value", [True, False])
+def test_loss_scaling_without_float16_is_said_to_have_no_effect(value):
+    _, notes = choose_precision(nn.Linear(2, 2), read_settings({"level": 3, "dynamic_loss_scale": value}))
     assert notes == ("zero.dynamic_loss_scale has no effect: nothing is computed in float16.",)
+
+
+def test_the_type_that_turns_float16_on_says_so():
+    found, (note,) = choose_precision(nn.Linear(2, 2), read_settings(TYPED))
+    assert found == SCALED and note.startswith("zero.type computes in float16, scaling the loss")
+
+
+@pytest.mark.parametrize(("dtype", "key"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_a_half_precision_model_without_half_precision_is_refused(dtype, key):
+    with pytest.raises(ConfigError, match=rf"zero\.{key}: contradicts the model, which is in b?float16"):
+        choose_precision(nn.Linear(2, 2, dtype=dtype), read_settings({"level": 3, key: False}))
 
 
 def test_float64_is_never_touched():

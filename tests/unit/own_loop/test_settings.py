@@ -34,6 +34,25 @@ def test_a_number_under_fast_init_is_max_in_cpu():
     assert notes[0] == "zero.offload_param_config.fast_init=1e+09 is a number and is read as max_in_cpu."
 
 
+def test_a_block_with_parameters_off_the_device_and_no_level_is_level_3():
+    """The last dictionary of ColossalAI's page, which names none; a whole number, as a constant may be."""
+    nvme = {"device": "nvme", "nvme_path": "/nvme_data", "pin_memory": True}
+    zero = {"offload_optimizer_config": nvme, "offload_param_config": nvme | {"fast_init": 10**9}}
+    settings = read_settings(zero)
+    assert (settings.level, settings.is_typed) == (3, False)
+    assert offload_plans(settings.offload_optimizer, settings.offload_params)[1].max_in_cpu == 10**9
+    assert settings.notes == ("zero.level is not given: 3, the one level whose parameters can be offloaded.",)
+    assert read_settings(zero | {"level": 3}).notes == ()
+
+
+def test_what_has_no_effect_at_level_0_is_said():
+    keys = {"wrap_threshold": 5, "shard_group_size": 2}
+    assert read_settings({"level": 0, **keys}).notes == tuple(
+        f"zero.{key} has no effect at level 0: nothing is sharded." for key in keys
+    )
+    assert read_settings({"level": 1, **keys}).notes == ()
+
+
 def test_max_in_cpu_as_yaml_writes_it(tmp_path):
     path = tmp_path / "zero.yaml"
     path.write_text("level: 3\noffload_param_config: {device: cpu, pin_memory: true, max_in_cpu: 1e9}\n")
