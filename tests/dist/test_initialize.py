@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 
@@ -196,6 +197,30 @@ def _user_surface(level: int) -> None:
 @pytest.mark.parametrize("level", range(4))
 def test_the_model_stays_the_users(level: int) -> None:
     run_on_ranks(2, _user_surface, level)
+
+
+def _said(zero: dict) -> tuple[list[str], str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vissl_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        _, optimizer = vissl_zero.initialize(text(), {"type": "SGD"}, zero)
+    finally:
+        logger.removeHandler(handler)
+    return messages, optimizer.describe()
+
+
+@pytest.mark.timeout(60)
+def test_verbose_prints_the_units_and_wrap_threshold_makes_more_of_them() -> None:
+    quiet, few = run_on_ranks(2, _said, {"level": 3})[0]
+    said, many = run_on_ranks(2, _said, {"level": 3, "verbose": True, "wrap_threshold": 100})[0]
+    assert quiet == [] and said == [many]
+    assert many.count("\n  layer") > few.count("\n  layer") == 0
+    ((note,), _) = run_on_ranks(2, _said, {"level": 1, "wrap_threshold": 100})[0]
+    assert note.endswith("at levels 1 and 2 on the CPU, where parameters stay whole.")
 
 
 def _plain_backward(zero: dict) -> str:
