@@ -140,6 +140,40 @@ def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
     assert found == [[0.0] * 6] * 2
 
 
+def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tuple[int, int, int]:
+    """Elements that rest in memory and in all, and bytes that the start has written."""
+
+    def written() -> int:
+        return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if "wchar" in line)
+
+    before = written()
+    tiers = {"offload_optimizer_config": _tier("nvme", Path(folder), **optimizer)}
+    _, trained = _build("adamw", 3, tiers | {"offload_param_config": _tier("nvme", Path(folder), **params)}, torch.float64)
+    after = written()
+    shards = trained._sharded._shards.values()
+    resting = sum(shard.local.numel() for shard in shards if not shard.is_stored)
+    trained.close()
+    return resting, sum(shard.local.numel() for shard in shards), after - before
+
+
+@pytest.mark.timeout(60)
+def test_max_in_cpu_bounds_what_stays_in_memory_and_fast_init_what_is_written_at_the_start(tmp_path: Path) -> None:
+    def start(optimizer: dict[str, Any], params: dict[str, Any]) -> tuple[int, int, int]:
+        return run_on_ranks(2, _start, str(tmp_path), optimizer, params)[0]
+
+    none, everything, written = start({}, {})
+    assert none == 0
+    some, _, _ = start({}, {"max_in_cpu": 1600})
+    assert 1000 < some <= 1600 < everything, "the first layer's shard, and whatever else there is room for"
+    assert start({}, {"max_in_cpu": 1e9})[0] == everything
+    of_optimizer, of_params = start({"fast_init": True}, {})[2], start({}, {"fast_init": True})[2]
+    assert written - of_optimizer >= 2 * 8 * everything, "Adam's two averages are not touched"
+    assert written - of_params >= 8 * everything, "nor are the gradients"
+    assert list(tmp_path.iterdir()) == []
+    start({"keep_files": True}, {})
+    assert [path.name for path in tmp_path.glob("*/rank*/*")] == ["optimizer.state"] * 2
+
+
 def _folder_per_rank(folders: list[str]) -> str:
     """What each rank is told when its own ``nvme_path`` is given."""
     tier = {"device": "nvme", "nvme_path": folders[torch.distributed.get_rank()]}

@@ -24,7 +24,7 @@ from vissl_zero.data.transforms.evaluation import build_eval_pipeline
 from vissl_zero.data.transforms.pipeline import Pipeline
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
-from vissl_zero.registry import load_plugins
+from vissl_zero.registry import TRUNKS, load_plugins
 
 _PREFIX = "trunk."
 
@@ -55,13 +55,14 @@ class LoadedTrunk(nn.Module):
         return crop
 
 
-def load_trunk(run_folder: str | Path) -> LoadedTrunk:
+def load_trunk(run_folder: str | Path, *, imports: bool = False) -> LoadedTrunk:
     """The trunk of a finished run with its trained weights, in float32 on the CPU.
 
-    The modules that the run's ``config.IMPORTS`` names are imported, as they were when it was trained.
+    Nothing that the folder names is run. A trunk of your own is known once the module that registers it is imported.
 
     Args:
         run_folder: ``config.CHECKPOINT.DIR`` of the run.
+        imports: import the modules that the run's ``config.IMPORTS`` names; for a folder that you trust.
     Raises:
         CheckpointError: the folder is not one of a finished run, or its files are damaged or do not fit each other.
     """
@@ -69,12 +70,24 @@ def load_trunk(run_folder: str | Path) -> LoadedTrunk:
     config_file, weights_file = folder / "config.resolved.yaml", folder / "weights.safetensors"
     _check_files(folder, config_file, weights_file)
     config = _read_config(config_file)
-    load_plugins(list(config["IMPORTS"]))
-    trunk = build_model(config["MODEL"]).trunk
+    load_plugins(list(config["IMPORTS"]) if imports else [])
+    _require_known(config, folder)
+    no_heads = {**config["MODEL"]["HEAD"], "PARAMS": []}
+    trunk = build_model({**config["MODEL"], "HEAD": no_heads}).trunk
     weights = _read(weights_file)
     _check_fit(weights, trunk.state_dict(), weights_file)
     trunk.load_state_dict(weights)
     return LoadedTrunk(trunk, build_eval_pipeline(config["DATA"]))
+
+
+def _require_known(config: dict[str, Any], folder: Path) -> None:
+    name, modules = config["MODEL"]["TRUNK"]["NAME"], ", ".join(map(str, config["IMPORTS"]))
+    if name not in TRUNKS:
+        trusting = f" It says that {modules} did; load_trunk(..., imports=True) imports that." if modules else ""
+        raise CheckpointError(
+            f"{folder} is of a run with a trunk of its own, {name!r}. Import the module that registers it first."
+            f"{trusting}"
+        )
 
 
 def _check_files(folder: Path, config_file: Path, weights_file: Path) -> None:

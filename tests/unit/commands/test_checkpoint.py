@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -55,6 +56,37 @@ def test_what_a_file_says_cannot_reach_the_terminal_as_a_command(tmp_path, capsy
     assert "\x1b" not in text and "\x07" not in text and "[bold]" in text
 
 
+def test_what_a_saved_configuration_says_is_shown_and_compared_and_never_run(tmp_path, model, capsys, monkeypatch):
+    canary = tmp_path / "canary"
+    (tmp_path / "planted.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SECRET", "hunter2")
+    trunk = {"NAME": "regnet", "REGNET": {"name": "${oc.env:SECRET}"}, "_target_": "planted.run"}
+    config = {
+        "IMPORTS": ["planted"],
+        "SLURM": {"SETUP": [f"touch {canary}"]},
+        "MODEL": {"TRUNK": trunk},
+        "LOSS": {"_target_": "os.system", "_args_": [f"touch {canary}"]},
+    }
+    run = tmp_path / "run"
+    write_checkpoint(run, state_of(model), config=config)
+    write_checkpoint(tmp_path / "other", state_of(model), config={"SEED_VALUE": 3})
+    assert call("inspect", run) == 0
+    assert call("diff", run, tmp_path / "other") == 0, "tensors count, settings are listed"
+    assert call("verify", run) == 0
+    assert call("export", run, "--to", tmp_path / "w.safetensors") == 0
+    assert call("import", run, "--to", tmp_path / "again.safetensors") == 0
+    begin = [
+        "config=quickstart/swav_digits",
+        "config.MODEL.TRUNK.NAME=auto",
+        f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={run}",
+    ]
+    main([*begin, "--dry-run"])
+    said = "".join(capsys.readouterr())
+    assert "${oc.env:SECRET}" in said and "hunter2" not in said and "planted" in said
+    assert not canary.exists() and "planted" not in sys.modules
+
+
 def test_verify_names_what_is_torn(run, model, capsys):
     write_checkpoint(run, state_of(model), step=8)
     assert call("verify", run) == 0
@@ -90,7 +122,7 @@ def test_diff_finds_settings_and_the_largest_difference(tmp_path, run, model, ca
     write_checkpoint(tmp_path / "other", changed, step=6, config={"SEED_VALUE": 4, "IMPORTS": ["os"]})
     assert call("diff", run, run) == 0
     capsys.readouterr()
-    assert call("diff", run, tmp_path / "other") == 1
+    assert call("diff", run, tmp_path / "other") == 0, "tensors count, settings are listed"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if line}
     assert rows["step"] == "4 6" and rows["config.SEED_VALUE"] == "3 4"
     assert rows["model/trunk.stem.0.weight"] == "values 1 of 432 elements 0.25"

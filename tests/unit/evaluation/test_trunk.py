@@ -61,6 +61,23 @@ def test_a_folder_that_is_not_of_a_run(tmp_path):
         vissl_zero.load_trunk(tmp_path)
 
 
+def test_nothing_that_the_folder_names_is_run(folder, tmp_path, monkeypatch):
+    canary = tmp_path / "canary"
+    (tmp_path / "planted_trunk.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = folder / "config.resolved.yaml"
+    file.write_text(file.read_text().replace("IMPORTS: []", "IMPORTS: [planted_trunk]"))
+    assert "planted_trunk" in file.read_text()
+    vissl_zero.load_trunk(folder)
+    file.write_text(file.read_text().replace("NAME: regnet", "NAME: planted"))
+    with pytest.raises(CheckpointError, match=r"trunk of its own, 'planted'\. Import the module .* planted_trunk did"):
+        vissl_zero.load_trunk(folder)
+    assert not canary.exists()
+    with pytest.raises(CheckpointError, match=r"trunk of its own"):
+        vissl_zero.load_trunk(folder, imports=True)
+    assert canary.exists(), "on request"
+
+
 def test_a_run_that_has_not_ended(folder):
     (folder / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"has no weights\.safetensors: that is written when a run ends"):
