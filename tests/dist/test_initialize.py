@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -58,22 +59,32 @@ def test_equals_plain_torch(name: str, world_size: int, level: int) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [1, 2])
+def test_fairscale_equals_plain_torch(level: int) -> None:
+    loop = Loop("adamw_ready", clip=0.5, accumulation=2)
+    on_fairscale = replace(loop, zero={"engine": "fairscale"})
+    assert _distance(run_on_ranks(2, train, on_fairscale, level)[0], train_plainly(loop)) < TOLERANCE
+
+
+@pytest.mark.timeout(60)
 def test_larc_is_the_same_at_every_level() -> None:
     loop = Loop("larc_dict", clip=0.5, accumulation=2)
-    states = [run_on_ranks(world, train, loop, level)[0] for world, level in ((1, 0), (3, 1), (2, 3))]
+    on_fairscale = replace(loop, zero={"engine": "fairscale"})
+    cases = (1, loop, 0), (3, loop, 1), (2, loop, 3), (2, on_fairscale, 2)
+    states = [run_on_ranks(world, train, case, level)[0] for world, case, level in cases]
     start = {name: param.detach() for name, param in text().named_parameters()}
     assert _distance(states[0], start) > 1e-3
     assert max(_distance(state, states[0]) for state in states[1:]) < TOLERANCE
 
 
-def _resume(level: int) -> tuple[float, bool]:
+def _resume(level: int, engine: str) -> tuple[float, bool]:
     """Distance of 2 + 4 steps with a restart in between from 6 steps, and whether the state came through a file."""
-    loop = Loop("adamw_ready", clip=0.5, accumulation=2)
+    loop = Loop("adamw_ready", clip=0.5, accumulation=2, zero={"engine": engine})
     whole = train(loop, level)
 
     def fresh() -> tuple[nn.Module, object]:
         model = text()
-        zero = {"level": level, "clip_grad": 0.5, "gradient_accumulation_steps": 2}
+        zero = {"level": level, "clip_grad": 0.5, "gradient_accumulation_steps": 2, "engine": engine}
         return vissl_zero.initialize(model, optimizer=given_optimizer("adamw_ready", model), zero=zero)
 
     model, optimizer = fresh()
@@ -96,9 +107,9 @@ def _cloned(tree):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_resumes_in_the_middle(level: int) -> None:
-    assert run_on_ranks(2, _resume, level)[0] < TOLERANCE
+@pytest.mark.parametrize(("level", "engine"), [(0, "torch"), (2, "torch"), (3, "torch"), (2, "fairscale")])
+def test_resumes_in_the_middle(level: int, engine: str) -> None:
+    assert run_on_ranks(2, _resume, level, engine)[0] < TOLERANCE
 
 
 @pytest.mark.timeout(60)
@@ -168,8 +179,9 @@ def test_state_of_another_optimizer_is_refused(given: dict, sentence: str, tmp_p
         assert sentence in run_on_ranks(1, _load_elsewhere, given, str(tmp_path), level)[0]
 
 
-def _user_surface(level: int) -> None:
-    model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, {"level": level})
+def _user_surface(level: int, engine: str) -> None:
+    zero = {"level": level, "engine": engine}
+    model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, zero)
     assert isinstance(model, Text) and isinstance(optimizer, torch.optim.Optimizer)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in text().named_parameters()]
     with torch.no_grad():
@@ -194,9 +206,9 @@ def _user_surface(level: int) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("level", range(4))
-def test_the_model_stays_the_users(level: int) -> None:
-    run_on_ranks(2, _user_surface, level)
+@pytest.mark.parametrize(("level", "engine"), [*((n, "torch") for n in range(4)), (1, "fairscale"), (2, "fairscale")])
+def test_the_model_stays_the_users(level: int, engine: str) -> None:
+    run_on_ranks(2, _user_surface, level, engine)
 
 
 def _said(zero: dict) -> tuple[list[str], str]:

@@ -71,6 +71,7 @@ def initialize(
     optimizer_tier, param_tier = offload_plans(*tiers)
     plan = ShardingPlan(
         level=settings.level,
+        engine=settings.engine,
         shard_group_size=settings.shard_group_size,
         wrap_threshold=settings.wrap_threshold,
         clip_grad=settings.clip_grad,

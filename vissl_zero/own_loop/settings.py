@@ -55,6 +55,7 @@ class ZeroSettings:
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
+        engine: torch, or fairscale at levels 1 and 2.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -69,6 +70,7 @@ class ZeroSettings:
     wrap_threshold: int = 0
     verbose: bool = False
     shard_group_size: int = -1
+    engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
     notes: tuple[str, ...] = ()
@@ -95,6 +97,7 @@ def read_settings(zero: Any) -> ZeroSettings:
     problems += _range_problems(keys)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
+        problems += _engine_problems(keys, level, {optimizer.device, params.device} != {"none"})
     if problems:
         raise ConfigError(problems)
     return ZeroSettings(
@@ -108,6 +111,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
+        engine="torch" if keys.engine == "auto" else keys.engine,
         offload_optimizer=optimizer,
         offload_params=params,
         notes=(*([] if implied is None else [IMPLIED.format(key="zero.level")]), *_no_effect(keys, level)),
@@ -167,6 +171,22 @@ def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return block
 
 
+def _engine_problems(keys: _Keys, level: int, is_offloaded: bool) -> list[Problem]:
+    if keys.engine != "fairscale":
+        return []
+    is_automatic = keys.type is not None and level == 2 and keys.fp16 is None
+    cannot = {
+        "at levels 0 and 3, which fairscale does not have in loops of one's own": level not in (1, 2),
+        "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": keys.fp16
+        or keys.bf16
+        or is_automatic,
+        "with offload, which fairscale does not have": is_offloaded,
+        "with shard_group_size, since fairscale shares one copy among all ranks": keys.shard_group_size != -1,
+    }
+    fix = "Leave it out, or the other."
+    return [Problem("zero.engine", "'fairscale'", f"must be torch {words}", fix) for words in cannot if cannot[words]]
+
+
 def _level(keys: _Keys) -> tuple[int, list[Problem]]:
     typed = None
     if keys.type is not None:
@@ -195,9 +215,8 @@ def _range_problems(keys: _Keys) -> list[Problem]:
         found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
     if keys.fp16 and keys.bf16:
         found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
-    if keys.engine not in ("auto", "torch"):
-        must = "must be torch or auto: other engines run under recipes, which know the model"
-        found.append(Problem("zero.engine", repr(keys.engine), must, "Leave it out."))
+    if keys.engine not in ("auto", "torch", "fairscale"):
+        found.append(Problem("zero.engine", repr(keys.engine), "must be torch or fairscale", "Leave it out."))
     if keys.shard_group_size != -1 and keys.shard_group_size < 2:
         must = "must be -1 for all ranks, or at least 2"
         found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))

@@ -78,7 +78,8 @@ def test_max_in_cpu_as_yaml_writes_it(tmp_path):
             {"level": 1, "gradient_accumulation_steps": 0},
             "zero.gradient_accumulation_steps: must be at least 1",
         ),
-        ({"LEVEL": 1, "ENGINE": "fairscale"}, "zero.engine: must be torch or auto: other engines run under recipes"),
+        ({"LEVEL": 1, "ENGINE": "fairscal"}, "zero.engine: must be torch or fairscale (got 'fairscal')"),
+        ({"LEVEL": 3, "ENGINE": "fairscale"}, "zero.engine: must be torch at levels 0 and 3, which fairscale"),
         ({"level": 1, "shard_group_size": 0}, "zero.shard_group_size: must be -1 for all ranks"),
         ({"level": 1, "clip_grad": 0.0}, "zero.clip_grad: must be above 0 (got 0.0)"),
         (
