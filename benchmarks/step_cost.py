@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "DeepSpeed ZeRO-3, optimizer on CPU",
         "DeepSpeed ZeRO-3, optimizer on NVMe",
         "DeepSpeed ZeRO-3, optimizer on NVMe, pipelined",
+        "vissl_zero level 2, optimizer on NVMe",
         "vissl_zero level 3",
         "vissl_zero level 3, optimizer on CPU",
         "vissl_zero level 3, optimizer on NVMe",

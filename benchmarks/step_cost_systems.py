@@ -242,7 +242,7 @@ SYSTEMS: dict[str, type[System]] = {
     "fully_shard": FullyShard,
     **{f"vissl_zero level {level}": _ours(level) for level in range(4)},
     **{f"vissl_zero level {level}, LARC": _ours(level, True) for level in range(4)},
-    "vissl_zero level 1, optimizer on NVMe": _ours(1, optimizer="nvme"),
+    "vissl_zero level 2, optimizer on NVMe": _ours(2, optimizer="nvme"),
     "vissl_zero level 3, optimizer on CPU": _ours(3, optimizer="cpu"),
     "vissl_zero level 3, optimizer on NVMe": _ours(3, optimizer="nvme"),
     "vissl_zero level 3, parameters on NVMe": _ours(3, param="nvme"),
