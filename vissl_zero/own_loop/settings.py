@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.derive.level import IMPLIED, TYPES, implied_level, typed_level
 from vissl_zero.config.derive.offload import offload_problems
+from vissl_zero.config.derive.own_loop_engine import engine_of, engine_problems
 from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
@@ -55,7 +56,7 @@ class ZeroSettings:
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
-        engine: torch, or fairscale at levels 1 and 2.
+        engine: a name of the STRATEGIES registry.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -97,7 +98,13 @@ def read_settings(zero: Any) -> ZeroSettings:
     problems += _range_problems(keys)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
-        problems += _engine_problems(keys, level, {optimizer.device, params.device} != {"none"})
+        problems += engine_problems(
+            keys.engine,
+            level,
+            is_half=bool(keys.fp16 or keys.bf16 or (keys.type is not None and level == 2 and keys.fp16 is None)),
+            is_offloaded={optimizer.device, params.device} != {"none"},
+            shard_group_size=keys.shard_group_size,
+        )
     if problems:
         raise ConfigError(problems)
     return ZeroSettings(
@@ -111,7 +118,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
-        engine="torch" if keys.engine == "auto" else keys.engine,
+        engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
         notes=(*([] if implied is None else [IMPLIED.format(key="zero.level")]), *_no_effect(keys, level)),
@@ -171,22 +178,6 @@ def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return block
 
 
-def _engine_problems(keys: _Keys, level: int, is_offloaded: bool) -> list[Problem]:
-    if keys.engine != "fairscale":
-        return []
-    is_automatic = keys.type is not None and level == 2 and keys.fp16 is None
-    cannot = {
-        "at levels 0 and 3, which fairscale does not have in loops of one's own": level not in (1, 2),
-        "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": keys.fp16
-        or keys.bf16
-        or is_automatic,
-        "with offload, which fairscale does not have": is_offloaded,
-        "with shard_group_size, since fairscale shares one copy among all ranks": keys.shard_group_size != -1,
-    }
-    fix = "Leave it out, or the other."
-    return [Problem("zero.engine", "'fairscale'", f"must be torch {words}", fix) for words in cannot if cannot[words]]
-
-
 def _level(keys: _Keys) -> tuple[int, list[Problem]]:
     typed = None
     if keys.type is not None:
@@ -215,8 +206,6 @@ def _range_problems(keys: _Keys) -> list[Problem]:
         found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
     if keys.fp16 and keys.bf16:
         found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
-    if keys.engine not in ("auto", "torch", "fairscale"):
-        found.append(Problem("zero.engine", repr(keys.engine), "must be torch or fairscale", "Leave it out."))
     if keys.shard_group_size != -1 and keys.shard_group_size < 2:
         must = "must be -1 for all ranks, or at least 2"
         found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
