@@ -16,6 +16,7 @@ An installed plugin that cannot be imported is named and left out.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -146,38 +147,54 @@ def load_plugins(imports: list[str]) -> list[Problem]:
     Returns:
         A problem for each installed plugin that cannot be loaded and is left out.
     Raises:
-        RegistryError: a module cannot be found.
+        RegistryError: a module cannot be found or imported, or takes a name that is taken.
     """
     for name in imports:
         try:
             import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise
-            problem = Problem(
-                "config.IMPORTS",
-                repr(name),
-                "must name importable Python modules",
-                f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name.",
-            )
-            raise RegistryError([problem]) from error
+        except RegistryError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever a user's module does: a sentence, not our stack
+            raise RegistryError([_broken_import(name, error)]) from error
     broken = []
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
-        except Exception as error:  # noqa: BLE001 - whatever an installed package does, runs that do not need it go on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - runs that do not need the package go on
             broken.append(broken_plugin(entry_point, error))
     return broken
+
+
+def _broken_import(name: str, error: BaseException) -> Problem:
+    """What to say of a module of ``config.IMPORTS`` that cannot be imported."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not all(part.isidentifier() for part in name.split(".")):
+        fix = "Write a module as an import statement does: my_package.my_module."
+    elif missing and (name == missing or name.startswith(missing + ".")):
+        fix = f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name."
+    else:
+        fix = f"It ends with {_said(error)}{_where(error)}. Correct the module."
+    return Problem("config.IMPORTS", repr(name), "must name importable Python modules", fix)
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{f': {text}' if text else ''}"
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the error's innermost frame; a SyntaxError says it itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {frames[-1].filename}, line {frames[-1].lineno}" if not isinstance(error, SyntaxError) else ""
 
 
 def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
     """What to say of an installed plugin that is left out."""
     package = entry_point.dist.name if entry_point.dist else "unknown"
-    text = " ".join(str(error).split())
     return Problem(
         f"plugin {entry_point.name!r}",
         entry_point.value,
-        f"cannot be loaded and is left out ({type(error).__name__}{f': {text}' if text else ''})",
+        f"cannot be loaded and is left out ({_said(error)})",
         f"Correct or uninstall the package {package!r}.",
     )
 

@@ -25,7 +25,7 @@ ALLOWED = {
     "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
     "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},
     "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
-    "commands": {"config", "checkpoint", "launch"},
+    "commands": {"config", "engine", "checkpoint", "launch"},
 }
 
 

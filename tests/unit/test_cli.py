@@ -21,6 +21,11 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vissl-zero"])
     monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "file").touch()
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    (tmp_path / "fails.py").write_text("\nraise OSError('a defect')")
+    (tmp_path / "configs" / "config").mkdir(parents=True)
+    (tmp_path / "configs" / "config" / "binary.yaml").write_bytes(b"\xff\xfe")
 
     def run(*words: str) -> tuple[int, str, str]:
         code = cli.main(words)
@@ -39,6 +44,27 @@ def command(tmp_path, monkeypatch, capsys):
         ([QUICKSTART, "config.ZERO.LEVEL=4"], "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 4)."),
         ([QUICKSTART, "config.OPTIMIZER.name=zero"], "must name the optimizer that zero shards."),
         (["list", "recipe"], "must be one of recipes,"),
+        (["list", "trunks", "more"], "vissl-zero list: takes no 'more'."),
+        (["doktor"], "must be config=<recipe> or one of list, doctor, verify, checkpoint. Did you mean 'doctor'?"),
+        ([QUICKSTART, "--dry-rum"], "--dry-rum is not a flag. Did you mean '--dry-run'"),
+        ([QUICKSTART, "--cfg", "job", "-m"], "Only one of --run, --multirun, --cfg"),
+        ([QUICKSTART, "--cfg", "job", "--package", "config.ZEROO"], "package 'config.ZEROO' not found"),
+        ([QUICKSTART, "--config-path", "elsewhere"], "Use --config-dir instead."),
+        (["-sc", "install=tcsh"], "No completion plugin for 'tcsh'"),
+        (["config=binary"], "config: must be UTF-8 text (invalid start byte at byte 0)."),
+        (["config=/tmp/recipe.yaml"], "A recipe is named by its path under a folder config/"),
+        ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
+        ([QUICKSTART, "config.CHECKPOINT.DIR=file/run"], "file/run: cannot be used (Not a directory). Name another"),
+        ([QUICKSTART, "config.CHECKPOINT.DIR=file"], "file: cannot be used (File exists)."),
+        ([QUICKSTART, "config.CHECKPOINT.DIR="], "config.CHECKPOINT.DIR: must name a folder (got '')."),
+        ([QUICKSTART, "config.CHECKPOINT.ALLOW_CHANGED=[LOS]"], "must name keys or blocks (got 'LOS'). Did you mean"),
+        (
+            [QUICKSTART, "config.SEED_VALUE=${oc.env:NOT_SET_HERE}"],
+            "needs the environment variable NOT_SET_HERE, which",
+        ),
+        ([QUICKSTART, "config.IMPORTS=[leaves]"], "It ends with SystemExit: 0 at "),
+        ([QUICKSTART, "config.IMPORTS=[fails]"], "/fails.py, line 2. Correct the module."),
+        ([QUICKSTART, "config.IMPORTS=['../x']"], "Write a module as an import statement does"),
         ([QUICKSTART, "hydra/launcher=nope"], "must name a configuration file that exists"),
     ],
 )
@@ -63,7 +89,7 @@ def test_all_problems_at_once(command):
 
 def test_a_mistake_leaves_no_folder_behind(command, tmp_path):
     assert command(QUICKSTART, "config.ZERO.LEVEL=4")[0] == 2
-    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 def test_one_bad_job_of_a_sweep_hides_no_other(command):
@@ -84,6 +110,25 @@ def test_composed_configuration_is_shown(command):
     code, out, err = command(QUICKSTART, "config.SEED_VALUE=41", "--cfg", "job")
     assert (code, err) == (0, "")
     assert "SEED_VALUE: 41" in out
+
+
+def test_flags_may_stand_anywhere(command):
+    code, out, err = command("--cfg", "job", QUICKSTART, "--package", "config.ZERO", "config.ZERO.LEVEL=1")
+    assert (code, err) == (0, "")
+    assert "LEVEL: 1" in out
+
+
+def test_a_dry_sweep_starts_and_leaves_nothing(command, tmp_path):
+    words = ("-m", QUICKSTART, "config.ZERO.LEVEL=8,9", "hydra/launcher=submitit_slurm", "--dry-run")
+    code, _, err = command(*words)
+    assert code == 2 and "(got 8)" in err and "(got 9)" in err
+    assert list(tmp_path.glob("runs/*")) == []
+
+
+def test_a_home_folder_is_not_made_here(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert command(QUICKSTART, "config.CHECKPOINT.DIR='~/run'", "config.ZERO.LEVEL=4")[0] == 2
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize(("word", "text"), [("--help", "Train:"), ("--version", __version__), ("-h", "Exit codes:")])
@@ -107,6 +152,7 @@ def test_lists(command, kind, name):
     code, out, _ = command("list", kind)
     assert code == 0
     assert name in out
+    assert any(line.startswith(name) and line.rstrip().endswith(".") for line in out.splitlines())  # one line each
 
 
 def run_python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

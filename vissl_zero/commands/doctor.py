@@ -96,9 +96,12 @@ def _fairscale(num_gpus: int) -> Finding:
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return Finding("SLURM", None, "not here: sbatch is not on the PATH")
-    answer = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=False, timeout=30)
-    partitions = sorted(set(answer.stdout.split()))
-    if answer.returncode or not partitions:
+    try:
+        answer = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=False, timeout=30)
+        partitions = sorted(set(answer.stdout.split())) if answer.returncode == 0 else []
+    except subprocess.TimeoutExpired:
+        partitions = []
+    if not partitions:
         return Finding("SLURM", False, "installed, but its controller does not answer")
     return Finding("SLURM", True, f"partitions {', '.join(partitions)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -10,13 +11,13 @@ from rich.text import Text
 
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.errors import ConfigError, did_you_mean
-from vissl_zero.registry import REGISTRIES
+from vissl_zero.registry import REGISTRIES, load_plugins
 
 KINDS = ("recipes", *REGISTRIES)
 
 
-def list_kind(kind: str) -> int:
-    """Print everything of one kind by name.
+def list_kind(kind: str = "") -> int:
+    """Print everything of one kind by name, installed plugins' components too.
 
     Args:
         kind: one of ``KINDS``.
@@ -24,10 +25,13 @@ def list_kind(kind: str) -> int:
         ConfigError: another word.
     """
     if kind not in KINDS:
-        raise ConfigError(f"vissl-zero list {kind}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        asked = f"vissl-zero list {kind}".rstrip()
+        raise ConfigError(f"{asked}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     if kind == "recipes":
         _print((recipe.argument, recipe.summary) for recipe in list_recipes())
     else:
+        for broken in load_plugins([]):
+            print(broken, file=sys.stderr)
         registry = REGISTRIES[kind]
         _print((name, registry.summary(name)) for name in registry)
     return 0
@@ -39,4 +43,5 @@ def _print(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column()
     for row in rows:
         table.add_row(*map(Text, row))  # Text: brackets in a sentence are no markup
-    Console().print(table)
+    # Where nobody looks at it, a sentence stays on its line: `vissl-zero list recipes | grep photos`.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -24,10 +25,14 @@ from vissl_zero.errors import ConfigError, Problem
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
+# The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
+BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
 
 def explain(error: BaseException) -> ConfigError:
-    """The same error as a ``ConfigError`` with one sentence; ``error`` is one of ``EXPLAINABLE``."""
+    """The same error as a ``ConfigError`` with one sentence; ``error`` is of ``EXPLAINABLE`` or ``BEFORE_A_JOB``."""
+    if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
+        return ConfigError([_around_a_job(error)])
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
@@ -55,15 +60,33 @@ def no_recipe() -> Problem:
     return Problem("config", "", "must name a recipe", f"Write config=<recipe>. Recipes: {', '.join(recipe_names())}.")
 
 
+def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
+    if isinstance(error, OSError) and error.filename is not None:
+        fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
+        return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)
+    if isinstance(error, UnicodeDecodeError):
+        must = f"must be UTF-8 text ({error.reason} at byte {error.start})"
+        return Problem("config", "", must, "Correct the file that config= or a +config/ part names.")
+    text = " ".join(str(error).split())
+    if isinstance(error, UserWarning):
+        path = text.partition("path=")[2].removesuffix(" is not available.")
+        return Problem("hydra.searchpath", repr(path), "must name folders that exist", "Write [file:///a/folder].")
+    return Problem("command line", "", text.rstrip("."), "See vissl-zero --help and --hydra-help.")
+
+
 def _missing_file(error: MissingConfigException) -> Problem:
     name = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, _, option = name.partition("/")
+    if not name:
+        return Problem("--config-path", "", "must be left out: it hides our defaults", "Use --config-dir instead.")
     if group != "config":
         options = error.options or []
         hint = f"Known: {', '.join(options)}." if options else "See vissl-zero --help."
         return Problem("command line", repr(name), "must name a configuration file that exists", hint)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes()}
-    if near := get_close_matches(option, arguments, cutoff=0.5):
+    if Path(option).is_absolute() or option.startswith("."):
+        fix = "A recipe is named by its path under a folder config/, which --config-dir or ./configs holds."
+    elif near := get_close_matches(option, arguments, cutoff=0.5):
         fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
     else:
         fix = f"Recipes: {', '.join(recipe_names())}."
@@ -92,7 +115,10 @@ def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictCon
     if isinstance(error, MissingMandatoryValue):
         return Problem(key, "", "must be given", f"Write {key}=<value>.")
     if isinstance(error, InterpolationResolutionError):
-        fix = "Set the environment variable, or give a default as in ${oc.env:NAME,default}."
+        fix = "Correct what stands in ${...}."
+        if missing := re.search(r"Environment variable '(\w+)' not found", first_line):
+            first_line = f"needs the environment variable {missing.group(1)}, which is not set"
+            fix = "Set it, or give a default as in ${oc.env:NAME,default}."
         return Problem(key, "", first_line.rstrip("."), fix)
     if isinstance(error, ValidationError):
         return _wrong_type(key, first_line)

@@ -11,6 +11,7 @@ from vissl_zero.config.derive.components import head_options, inferred_notes, lo
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import global_batch, placement
 from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.switched_off import switched_off
 from vissl_zero.config.derive.weights import with_trunk_of_weights
 from vissl_zero.config.host import Host, cluster_host, this_host
 from vissl_zero.config.plain_tree import find, leaves, without_vissl_keys
@@ -75,7 +76,7 @@ def resolve(
         max_steps=cfg.TRAINER.MAX_STEPS,
         sharding=sharding,
         optimizer=optimizer,
-        notes=(*notes, *inferred_notes(cfg), *no_effect(cfg)),
+        notes=(*notes, *inferred_notes(cfg), *switched_off(cfg), *no_effect(cfg)),
         interpolations=_interpolations(written or {}, config),
     )
 

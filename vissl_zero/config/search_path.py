@@ -59,7 +59,7 @@ def recipe_packages() -> tuple[list[Path], list[Problem]]:
             if not places:
                 raise ModuleNotFoundError(f"there is no package {entry_point.value}")
             folders += [Path(place) for place in places]
-        except Exception as error:  # noqa: BLE001 - finding a package runs the one above it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - finding a package runs the one above it
             broken.append(broken_plugin(entry_point, error))
     return folders, broken
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -22,8 +23,8 @@ def register() -> None:
 
 def _run_dir(chosen: str | None, recipe: str) -> str:
     """The folder Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
-    if chosen is not None:
-        return chosen
+    if chosen:
+        return str(Path(chosen).expanduser())
     # To the millisecond: runs that a script starts side by side must not share a folder.
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
     return f"runs/{stamp}_{recipe.replace('/', '-')}"

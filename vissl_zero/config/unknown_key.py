@@ -37,6 +37,8 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
     siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
     elsewhere = [prefix + path for path in _paths(root) if path.rsplit(".", 1)[-1] == wrong][:3]
     fix = did_you_mean(wrong, siblings).strip()
+    if full.startswith("config.config"):
+        fix = "Head the recipe's file with the line '# @package _global_'."
     if not fix and elsewhere:
         fix = f"A key of that name stands at {', '.join(elsewhere)}."
     return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:_MOST_LISTED])}.")

@@ -43,6 +43,13 @@ class SweepFolder(Callback):
             raise SystemExit(2) from error
 
 
+def _remove_if_unused(folder: Path) -> None:
+    """Take back what Hydra leaves of a sweep whose jobs were looked at only, or refused."""
+    if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
+        (folder / "multirun.yaml").unlink()
+        folder.rmdir()
+
+
 def _check(launcher: Any) -> None:
     """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
     texts = [(key, value) for key, value in leaves(launcher) if not key.startswith("setup")]
@@ -63,6 +70,7 @@ def finish_sweep() -> int | None:
         return None
     notes = [(path, note) for path in folder.iterdir() if path.is_dir() and (note := read_note(path)) is not None]
     if not notes:
+        _remove_if_unused(folder)
         return None
     from vissl_zero.reporting.sweep_summary import CSV_NAME, PLOT_NAME, collect, print_sweep, write_sweep
 

@@ -36,7 +36,10 @@ MISTYPED = {
     "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),
     "part": (["+config/zeroo=fsdp"], "+config/zeroo: must name a folder of recipes and a file in it. Parts: "),
     "file of a part": (["+config/zero=fsdpp"], "Did you mean +config/zero=fsdp"),
-    "environment": (["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"], "'NOT_SET_ANYWHERE' not found"),
+    "environment": (
+        ["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"],
+        "needs the environment variable NOT_SET_ANYWHERE, which is not set",
+    ),
     "engine": (["engine_name=extract_features"], "engine_name: must be train (got 'extract_features')"),
 }
 

@@ -44,8 +44,6 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
         notes.append(f"config.DISTRIBUTED.NUM_PROC_PER_NODE has no effect: torchrun started {procs} processes.")
     if host.torchrun and distributed.MAX_RESTARTS:
         notes.append("config.DISTRIBUTED.MAX_RESTARTS has no effect under torchrun, whose own --max-restarts does it.")
-    if distributed.NUM_NODES == 1 and distributed.RUN_ID != "auto":
-        notes.append("config.DISTRIBUTED.RUN_ID has no effect: one machine has nobody to meet.")
     return Placement(
         device=device,
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from vissl_zero.config.host import Host
 from vissl_zero.config.run import RunConfig
-from vissl_zero.errors import Problem
+from vissl_zero.errors import Problem, did_you_mean
+
+
+def folder(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The run folder has a name."""
+    if cfg.CHECKPOINT.DIR != "":
+        return []
+    fix = "Write config.CHECKPOINT.DIR=runs/mine, or leave it out for a new folder under runs/."
+    return [Problem("config.CHECKPOINT.DIR", "''", "must name a folder", fix)]
 
 
 def frequencies(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -21,6 +31,16 @@ def frequencies(cfg: RunConfig, host: Host) -> list[Problem]:
     limit = cfg.CHECKPOINT.TIME_LIMIT_MIN
     if limit is not None and not limit > 0:
         found.append(Problem("config.CHECKPOINT.TIME_LIMIT_MIN", str(limit), "must be positive", "Write null."))
+    return found
+
+
+def allowed(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What may change is a key or a block that there is."""
+    found, known = [], [field.name for field in fields(cfg)]
+    for key in cfg.CHECKPOINT.ALLOW_CHANGED:
+        if key.removeprefix("config.").split(".")[0] not in known:
+            fix = did_you_mean(key, known).strip() or "Write it as the refusal of a resume does, such as LOSS.name."
+            found.append(Problem("config.CHECKPOINT.ALLOW_CHANGED", repr(key), "must name keys or blocks", fix))
     return found
 
 
@@ -45,4 +65,4 @@ def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-RULES = (frequencies, restarts)
+RULES = (folder, frequencies, allowed, restarts)

@@ -1,0 +1,136 @@
+"""``vissl-zero config=<recipe> ...``: one run or a sweep of runs, composed by ``@hydra.main``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
+from vissl_zero.config.store import register
+from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
+from vissl_zero.errors import ConfigError, VisslZeroError, did_you_mean
+from vissl_zero.launch.side_by_side import register_launcher
+from vissl_zero.launch.sweep import finish_sweep
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Compose through ``@hydra.main`` and run every job of it (one, or a sweep); the worst exit code of all jobs.
+
+    Args:
+        arguments: the words of the command line.
+    Raises:
+        VisslZeroError: they are wrong.
+    """
+    codes: list[int] = []
+    in_job = False
+
+    @hydra.main(version_base="1.3", config_path="pkg://vissl_zero.conf", config_name="defaults")
+    def job(cfg: DictConfig) -> int:
+        nonlocal in_job
+        in_job = True
+        code = _run_job(cfg)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt  # ends a sweep
+        if code == STOPPED and "SUBMITIT_EXECUTOR" not in os.environ:
+            raise SystemExit(STOPPED)  # ends a sweep too, but for one whose jobs are queued again one by one
+        codes.append(code)
+        in_job = False
+        return code
+
+    register()
+    register_launcher()
+    sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
+    warnings.filterwarnings("error", message="provider=hydra.searchpath")  # a folder that is not there
+    sys.argv = [sys.argv[0], *_for_hydra(arguments)]
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
+    try:
+        job()
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+    except BEFORE_A_JOB as error:
+        if in_job:
+            raise
+        raise explain(error) from error
+    except SystemExit as end:
+        if end.code != 1 or in_job:
+            raise
+        return 2  # Hydra has said what is wrong with one of its own flags
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        swept = finish_sweep()
+    return max([*codes, swept or 0])
+
+
+def _for_hydra(arguments: Sequence[str]) -> list[str]:
+    """The words as Hydra's parser takes them: flags first, then the overrides in one piece.
+
+    Raises:
+        ConfigError: a flag that there is not.
+    """
+    words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
+    parser = get_args_parser()
+    parsed, rest = parser.parse_known_args(words)
+    for word in rest:
+        if word.startswith("-"):
+            near = did_you_mean(word.split("=")[0], ["--dry-run", *parser._option_string_actions])
+            raise ConfigError(f"command line: {word} is not a flag.{near} See vissl-zero --help and --hydra-help.")
+    overrides = [*parsed.overrides, *rest]
+    flags = [word for word in words if word not in overrides]
+    if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
+        overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
+    if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
+        overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
+    return [*flags, *overrides]
+
+
+def _run_job(cfg: DictConfig) -> int:
+    """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir)
+    if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
+        return _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder)
+    from vissl_zero.launch.sweep_job import run_job_of_sweep
+
+    return run_job_of_sweep(
+        folder,
+        list(hydra_cfg.overrides.task),
+        lambda: _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder),
+        int(cfg.config.SLURM.MAX_REQUEUES),
+    )
+
+
+def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
+    from vissl_zero.config.compose import typed
+    from vissl_zero.config.resolve import resolve
+    from vissl_zero.launch.run import run
+
+    try:
+        composed = typed(cfg, recipe)
+        plan = resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written)
+        code = run(plan, composed.user_yaml(), composed.node_id)
+        if composed.run.DRY_RUN:
+            _remove_if_empty(output_dir)
+        return code
+    except VisslZeroError as error:
+        print(error, file=sys.stderr)
+        _remove_if_empty(output_dir)
+        return 2
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Take back the folder under runs/ that Hydra makes before a run is checked."""
+    if folder.is_relative_to(Path("runs").absolute()):
+        with suppress(OSError):  # not empty
+            folder.rmdir()
