@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tests.dist.training import Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
+from vissl_zero.config.resolved import OffloadPlan
 
 SETTINGS = {"dtype": "float32", "num_steps": 4, "lr": 0.02, "is_shallow": True}
 CASES = {
@@ -18,10 +22,13 @@ CASES = {
 }
 
 
-def _outcomes(case: Case, is_deterministic: bool) -> list[Outcome]:
+def _outcomes(case: Case, is_deterministic: bool, folder: str = "") -> list[Outcome]:
+    """At levels 0 to 3, and, given a folder, at level 3 with all state in it."""
     outcomes = []
-    for level in range(4):
-        sharded, outcome = shard(case, level, deterministic=is_deterministic), Outcome()
+    on_disk = OffloadPlan("nvme", nvme_path=folder)
+    changes: list[dict[str, Any]] = [{}] * 4 + [{"offload_optimizer": on_disk, "offload_params": on_disk}] * bool(folder)
+    for level, change in zip((0, 1, 2, 3, 3), changes, strict=False):
+        sharded, outcome = shard(case, level, deterministic=is_deterministic, **change), Outcome()
         for step in range(case.num_steps):
             train_step(sharded, case, step, outcome)
             sharded.average(0.9)
@@ -29,6 +36,8 @@ def _outcomes(case: Case, is_deterministic: bool) -> list[Outcome]:
         with sharded.averaged():
             outcome.state |= {f"ema:{name}": tensor for name, tensor in sharded.full_state().items()}
         outcomes.append(outcome)
+        if change:
+            sharded.optimizer.close()  # type: ignore[attr-defined]
     return outcomes
 
 
@@ -46,8 +55,8 @@ def _num_differing(outcomes: list[Outcome]) -> int:
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, size) for name in CASES for size in (2, 4) if (name, size) != ("adam", 4)]
 )
-def test_levels_give_the_same_bits(name: str, world_size: int) -> None:
-    outcomes = run_on_ranks(world_size, _outcomes, CASES[name], True)[0]
+def test_levels_give_the_same_bits(name: str, world_size: int, tmp_path: Path) -> None:
+    outcomes = run_on_ranks(world_size, _outcomes, CASES[name], True, str(tmp_path) if world_size == 2 else "")[0]
     assert len(set(outcomes[0].losses)) == CASES[name].num_steps
     assert _num_differing(outcomes) == 0
 
