@@ -114,13 +114,14 @@ def test_resumes_in_the_middle(level: int, engine: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_groups_synchronised_norm_buffers_and_rates_go_through_a_checkpoint(tmp_path: Path) -> None:
-    """In shard groups on 4 ranks, then on 2 without; what was set by hand before the checkpoint holds after it."""
+    """In shard groups on 4 ranks, then on 2 without, then in groups again; what was set by hand before the checkpoint holds after it."""
     expected = train_normed_plainly(num_steps=6, change_at=2)
     groups = {"level": 3, "shard_group_size": 2}
     first = run_on_ranks(4, train_normed, groups, str(tmp_path), range(3), 2)[0]
-    second = run_on_ranks(2, train_normed, {"level": 1}, str(tmp_path), range(3, 6), 2)[0]
-    assert first["optimizer"] == second["optimizer"], "a half on each of 2 + 2 ranks, as on 2"
-    assert _distance(second["state"], expected) < TOLERANCE
+    second = run_on_ranks(2, train_normed, {"level": 1}, str(tmp_path), range(3, 5), 2)[0]
+    third = run_on_ranks(4, train_normed, {"level": 2, "shard_group_size": 2}, str(tmp_path), range(5, 6), 2)[0]
+    assert third["optimizer"] == first["optimizer"] == second["optimizer"], "a half on each of 2 + 2 ranks, as on 2"
+    assert _distance(third["state"], expected) < TOLERANCE
 
 
 def _save(folder: str) -> None:
