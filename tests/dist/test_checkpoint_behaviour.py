@@ -284,6 +284,24 @@ def test_hooks_figures_and_random_numbers_come_back_from_the_checkpoint_before_t
         assert following == own[-2], "each rank's generator goes on by itself"
 
 
+def _save_by(folder: Path, epochs: int, steps: int, keep_last: int, keep_every: int) -> None:
+    run, schedules, frozen = build_run(_plan(folder, num_epochs=3), torch.device("cpu"))
+    saver = Saver(folder, True, keep_last, keep_every)
+    train(run, schedules, frozen, [CheckpointHook(saver, [], epochs, steps)])
+
+
+def test_frequencies_and_retention(tmp_path: Path) -> None:
+    """Three epochs of four steps; the end is saved in any case, unless nothing is to be."""
+    for name, options, expected in (
+        ("epochs", (2, -1, -1, -1), [8, 12]),
+        ("steps", (-1, 5, -1, -1), [5, 10, 12]),
+        ("both", (2, 5, 2, 5), [5, 10, 12]),
+        ("never", (-1, -1, -1, -1), []),
+    ):
+        run_on_ranks(1, _save_by, tmp_path / name, *options)
+        assert _steps(tmp_path / name) == expected, name
+
+
 # --- save and stop --------------------------------------------------------------------------------------------------
 
 
