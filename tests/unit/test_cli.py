@@ -118,6 +118,19 @@ def test_flags_may_stand_anywhere(command):
     assert "LEVEL: 1" in out
 
 
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("vissl-zero config=quick", "config=quickstart/swav_digits"),
+        ("vissl-zero config=quickstart/swav_digits config.ZERO.L", "config.ZERO.LEVEL="),
+        ("vissl-zero +config/zero=f", "+config/zero=fsdp"),
+    ],
+)
+def test_completion(command, monkeypatch, line, choices):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert command("-sc", "query=bash") == (0, f"{choices}\n", "")
+
+
 def test_a_dry_sweep_starts_and_leaves_nothing(command, tmp_path):
     words = ("-m", QUICKSTART, "config.ZERO.LEVEL=8,9", "hydra/launcher=submitit_slurm", "--dry-run")
     code, _, err = command(*words)

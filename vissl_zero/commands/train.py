@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from vissl_zero.commands.completion import completed_recipes
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
 from vissl_zero.config.store import register
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
@@ -31,6 +32,9 @@ def train(arguments: Sequence[str]) -> int:
     Raises:
         VisslZeroError: they are wrong.
     """
+    if recipes := completed_recipes(arguments):
+        print("\n".join(recipes))
+        return 0
     codes: list[int] = []
     in_job = False
 
