@@ -135,6 +135,15 @@ def test_sixteen_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_pa
     }
 
 
+@pytest.mark.timeout(60)
+def test_jobs_of_different_sizes_have_room_for_the_largest(tmp_path):
+    refused = sweep(
+        tmp_path, "config.ZERO.LEVEL=9", "config.DISTRIBUTED.NUM_PROC_PER_NODE=1,999", "hydra/launcher=local"
+    )
+    out, _ = refused.communicate(timeout=50)
+    assert refused.returncode == 2 and "2 jobs, 1 at a time" in out, out
+
+
 def test_the_machine_is_divided_without_overlap():
     host = Host(num_gpus=4, num_cores=4)
     slots = divide(host, procs=2, uses_gpus=True, most=None, num_jobs=16)

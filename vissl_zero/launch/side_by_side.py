@@ -7,6 +7,7 @@ and what it prints in ``output.log`` of its folder.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ class SideBySide(Launcher):
                 waiting.append(job)
             else:
                 job.code = 0
-        slots = divide(this_host(), self._procs(jobs[0]), self._uses_gpus(jobs[0]), self._most, len(waiting))
+        slots = divide(this_host(), *self._needs(waiting or jobs[:1]), self._most, len(waiting))
         done = f", {len(jobs) - len(waiting)} of them done before" if len(waiting) < len(jobs) else ""
         print(f"{len(jobs)} jobs{done}, {len(slots)} at a time, in {sweep_dir}", flush=True)
         stopping.listen()
@@ -133,15 +134,15 @@ class SideBySide(Launcher):
         command += [word for path in folders for word in ("--config-dir", path)]
         return _Job(number, folder, overrides, command)
 
-    def _composed(self, job: _Job) -> DictConfig:
+    def _needs(self, jobs: Sequence[_Job]) -> tuple[int, bool]:
+        """Processes of the largest job, and whether any may run on GPUs."""
         assert self._context is not None and self._config is not None
-        return self._context.config_loader.load_sweep_config(self._config, job.overrides)
-
-    def _procs(self, job: _Job) -> int:
-        return max(1, int(self._composed(job).config.DISTRIBUTED.NUM_PROC_PER_NODE))
-
-    def _uses_gpus(self, job: _Job) -> bool:
-        return str(self._composed(job).config.MACHINE.DEVICE) != "cpu"
+        load = self._context.config_loader.load_sweep_config
+        # Composing takes a fifth of a second: once for all jobs that say the same of recipe, processes and device.
+        unlike = {tuple(word for word in job.overrides if _DECIDES.match(word)): job for job in jobs}
+        trees = [load(self._config, job.overrides).config for job in unlike.values()]
+        procs = max(int(tree.DISTRIBUTED.NUM_PROC_PER_NODE) for tree in trees)
+        return max(1, procs), any(str(tree.MACHINE.DEVICE) != "cpu" for tree in trees)
 
     def _run(self, waiting: list[_Job], slots: Slots, total: int) -> None:
         free, queue = list(range(len(slots))), list(waiting)
@@ -166,6 +167,7 @@ class SideBySide(Launcher):
 # registered by us, under a name that it accepts.
 SideBySide.__module__ = "hydra_plugins.vissl_zero_local"
 sys.modules[SideBySide.__module__] = sys.modules[__name__]
+_DECIDES = re.compile(r"[+~]*(config=|config/|config\.(DISTRIBUTED|MACHINE)\b)")
 _NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "hydra.run.dir", "hydra/sweeper")
 
 
