@@ -3,7 +3,7 @@
 Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``checkpoint``, ``--version``. Everything else
 is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
-Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 130 interrupted.
+Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 75, 130 saved and stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ Sweep:
 Under another launcher:
   torchrun --nproc-per-node 2 tools/run_distributed.py config=<recipe>
 
-Exit codes: 0 done, 2 your input, 1 a crash, 130 interrupted. --hydra-help has Hydra's own flags, --version the version.
+Exit codes: 0 done, 2 your input, 1 a crash, 75 saved and stopped as asked, 130 the same by Ctrl-C.
+--hydra-help has Hydra's own flags, --version the version.
 """
 
 

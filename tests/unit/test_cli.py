@@ -131,6 +131,11 @@ def test_completion(command, monkeypatch, line, choices):
     assert command("-sc", "query=bash") == (0, f"{choices}\n", "")
 
 
+def test_several_recipes_are_one_run(command):
+    code, _, err = command("config=[quickstart/swav_digits,zero/sdp]", "config.ZERO.LEVEL=4")
+    assert code == 2 and "(got 4)" in err
+
+
 def test_a_dry_sweep_starts_and_leaves_nothing(command, tmp_path):
     words = ("-m", QUICKSTART, "config.ZERO.LEVEL=8,9", "hydra/launcher=submitit_slurm", "--dry-run")
     code, _, err = command(*words)

@@ -102,15 +102,15 @@ def _for_hydra(arguments: Sequence[str]) -> list[str]:
 def _run_job(cfg: DictConfig) -> int:
     """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
     hydra_cfg = HydraConfig.get()
-    folder = Path(hydra_cfg.runtime.output_dir)
+    folder, recipe = Path(hydra_cfg.runtime.output_dir), str(hydra_cfg.runtime.choices.get("config") or "several")
     if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
-        return _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder)
+        return _compose_and_run(cfg, recipe, folder)
     from vissl_zero.launch.sweep_job import run_job_of_sweep
 
     return run_job_of_sweep(
         folder,
         list(hydra_cfg.overrides.task),
-        lambda: _compose_and_run(cfg, str(hydra_cfg.runtime.choices["config"]), folder),
+        lambda: _compose_and_run(cfg, recipe, folder),
         int(cfg.config.SLURM.MAX_REQUEUES),
     )
 

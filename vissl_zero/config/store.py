@@ -21,10 +21,10 @@ def register() -> None:
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
 
 
-def _run_dir(chosen: str | None, recipe: str) -> str:
+def _run_dir(chosen: str | None, recipe: str | None) -> str:
     """The folder Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
     if chosen:
         return str(Path(chosen).expanduser())
     # To the millisecond: runs that a script starts side by side must not share a folder.
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
-    return f"runs/{stamp}_{recipe.replace('/', '-')}"
+    return f"runs/{stamp}_{(recipe or 'several').replace('/', '-')}"  # config=[a,b] has no one name
