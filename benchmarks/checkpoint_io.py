@@ -19,6 +19,7 @@ import ctypes
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -200,6 +201,9 @@ def _rank(rank: int, num_params: int, num_rounds: int, folder: Path) -> None:
         clock.run("stall, a step after it", lambda: work.stall(work.step))
         clock.note("a training step after it", work.seconds_meanwhile)
         clock.run("stall, an update at once", lambda: work.stall(work.sharded.step))
+        if rank == 0:  # for whoever has to interrupt it
+            latest = ", ".join(f"{name} {rounds[-1][0]:.3f}" for name, rounds in clock.found.items())
+            print(f"round {number}: {latest}", file=sys.stderr, flush=True)
     if rank == 0:
         _report(clock.found, num_params)
     dist.destroy_process_group()
