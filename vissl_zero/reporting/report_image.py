@@ -76,8 +76,10 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
     if summary["loss_first"] is not None:
         found.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
     if summary["knn_top1_after"] is not None:
-        knn = f"{100 * summary['knn_top1_before']:.1f} → {percent(summary['knn_top1_after'])}"
-        found.append((knn, "kNN top-1, before → after"))
+        before, after = summary["knn_top1_before"], percent(summary["knn_top1_after"])
+        # A run that goes on from an imported checkpoint has not seen its own beginning.
+        knn = (after, "kNN top-1") if before is None else (f"{100 * before:.1f} → {after}", "kNN top-1, before → after")
+        found.append(knn)
     if summary.get("top1") is not None:
         found.append((percent(summary["top1"]), "top-1 of the trained classifier"))
     if summary["images_per_s"] is not None:

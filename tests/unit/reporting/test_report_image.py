@@ -16,7 +16,7 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
 from vissl_zero.reporting.peak_memory import PeakMemory
-from vissl_zero.reporting.report_image import ReportImage, gather_content, neighbour_rows
+from vissl_zero.reporting.report_image import ReportImage, gather_content, headlines, neighbour_rows
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,8 @@ def test_everything_a_run_has_is_gathered(finished: Run, loader: Loader) -> None
     assert [len(content.records), len(content.bytes_per_rank), len(content.neighbours)] == [3, 1, 2]
     assert ("50.0 → 75.0 %", "kNN top-1, before → after") in content.headlines
     assert content.trivial_loss == pytest.approx(np.log(30))
+    finished.results["knn_top1_before"] = None  # it goes on from an imported checkpoint
+    assert ("75.0 %", "kNN top-1") in headlines(finished, [])
 
 
 def test_the_crops_are_those_of_the_first_batch(finished: Run, loader: Loader) -> None:
