@@ -8,7 +8,7 @@ Prints, as one JSON object: kills, how many hit a save, steps and seconds lost, 
 of the undisturbed run bit for bit. Exit code 0 if it is and no kill was lost to a bad checkpoint, else 1.
 
 With --folder, what is done is kept there, and the same command goes on with the rest, however it was interrupted;
---minutes stops it after so long, with exit code 75.
+after so many --minutes nothing new is begun, and the exit code is 75.
 
 Ranks are forked from a process that has torch imported, so that a start takes a second; what runs in them is what the
 launcher runs (``worker.train_rank``).
@@ -236,9 +236,14 @@ def run(scratch: Path, options: argparse.Namespace) -> int:
     kinds = ("quiet", "killed")
     quiet, killed = (make_plan(scratch / kind, options.level, options.ranks, num_steps) for kind in kinds)
     Path(killed.run_dir).mkdir(parents=True, exist_ok=True)
-    while len(progress.lost_steps) < options.kills:
+
+    def is_late() -> bool:
         if time.monotonic() > deadline:
             print(f"{len(progress.lost_steps)} of {options.kills} kills are made; the same command goes on.")
+        return time.monotonic() > deadline
+
+    while len(progress.lost_steps) < options.kills:
+        if is_late():
             return _INTERRUPTED
         if _newest(Path(killed.run_dir)) >= num_steps:
             sys.exit(f"The run was over after {len(progress.lost_steps)} kills. Give more --steps-per-kill.")
@@ -246,11 +251,15 @@ def run(scratch: Path, options: argparse.Namespace) -> int:
         kill_once(killed, scratch, progress, options.steps_per_kill, chance)
         progress.write(path)
     if not progress.codes:
+        if is_late():
+            return _INTERRUPTED
         progress.codes, complaints, seconds = finish(killed, scratch, options.kills)
         progress.complaints += complaints
         progress.wall_s += seconds
         progress.write(path)
     if not progress.undisturbed_wall_s:
+        if is_late():
+            return _INTERRUPTED
         shutil.rmtree(quiet.run_dir, ignore_errors=True)
         Path(quiet.run_dir).mkdir()
         codes, complaints, seconds = finish(quiet, scratch, -1)
@@ -283,7 +292,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept, so that the same command can go on; else a temporary one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-per-kill", type=int, default=4, help="a rank is killed after so many at the latest")
-    parser.add_argument("--minutes", type=float, default=120.0, help="no more kills after this")
+    parser.add_argument("--minutes", type=float, default=120.0, help="nothing new is begun after this")
     parser.add_argument("--level", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
