@@ -227,13 +227,16 @@ def _said(zero: dict) -> tuple[list[str], str]:
 
 
 @pytest.mark.timeout(60)
-def test_verbose_prints_the_units_and_wrap_threshold_makes_more_of_them() -> None:
+def test_verbose_prints_the_units_and_wrap_threshold_makes_more_of_them(tmp_path: Path) -> None:
     quiet, few = run_on_ranks(2, _said, {"level": 3})[0]
     said, many = run_on_ranks(2, _said, {"level": 3, "verbose": True, "wrap_threshold": 100})[0]
     assert quiet == [] and said == [many]
     assert many.count("\n  layer") > few.count("\n  layer") == 0
     ((note,), _) = run_on_ranks(2, _said, {"level": 1, "wrap_threshold": 100})[0]
     assert note.endswith("at levels 1 and 2 on the CPU, where parameters stay whole.")
+    nvme = {"offload_optimizer_config": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    ((note,), _) = run_on_ranks(2, _said, {"level": 1, **nvme})[0]
+    assert note.endswith("device=nvme has no effect: SGD keeps no state as it is set.")
 
 
 def _plain_backward(zero: dict) -> str:

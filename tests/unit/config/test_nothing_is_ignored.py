@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vissl_zero.config.rules import problems
 
 MODEL, FSDP, ZERO = "MODEL__", "MODEL__FSDP_CONFIG__", "ZERO__"
 OPTIMIZER, PARAM = "ZERO__offload_optimizer_config__", "ZERO__offload_param_config__"
-NVME = {"device": "nvme", "nvme_path": "/x"}
+NVME = {"device": "nvme", "nvme_path": str(Path(__file__).parent)}
 AMP = {f"{MODEL}AMP_PARAMS__USE_AMP": True}
 # What surrounds a key may decide what it does.
 SURROUNDINGS: list[dict[str, Any]] = [

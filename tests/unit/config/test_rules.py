@@ -19,6 +19,10 @@ REFUSALS = {
         {"ZERO__LEVEL": "auto", "ZERO__type": "ZeroRedundancyOptimizer"},
         "config.ZERO.type: must be ZeroRedundancyOptimizer_Level_1, _2 or _3",
     ),
+    "nvme_path": (
+        {"ZERO__offload_optimizer_config__device": "nvme", "ZERO__offload_optimizer_config__nvme_path": __file__},
+        "config.ZERO.offload_optimizer_config.nvme_path: must name a folder that exists",
+    ),
     "buffer": ({"MODEL__SHARDED_DDP_SETUP__reduce_buffer_size": -2}, "reduce_buffer_size: must be at least -1"),
     "bucket": ({"MODEL__FSDP_CONFIG__bucket_cap_mb": -1.0}, "bucket_cap_mb: must be at least 0"),
     "level fit is not there": ({"ZERO__LEVEL": "fit"}, "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 'fit')"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vissl_zero.config.derive.level import TYPES, chosen_level, level, typed_level
 from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.derive.placement import placement, ranks
@@ -12,6 +14,7 @@ from vissl_zero.errors import Problem
 from vissl_zero.registry import STRATEGIES
 
 _ENGINE = "config.ZERO.ENGINE"
+_NVME_FIX = "Give a folder of yours on a local disk."
 
 
 def level_value(cfg: RunConfig, host: Host) -> Problem | None:
@@ -121,7 +124,16 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     if cfg.ZERO.ENGINE == "fairscale":
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
-    return []
+    is_here = not cfg.SLURM.USE_SLURM and cfg.DISTRIBUTED.NUM_NODES == 1
+    paths = {
+        "offload_optimizer_config": optimizer.nvme_path if optimizer.device == "nvme" else None,
+        "offload_param_config": params.nvme_path if params.device == "nvme" else None,
+    }
+    return [
+        Problem(f"config.ZERO.{name}.nvme_path", repr(path), "must name a folder that exists", _NVME_FIX)
+        for name, path in paths.items()
+        if is_here and path is not None and not Path(path).is_dir()
+    ]
 
 
 RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group, shard_groups, offload)

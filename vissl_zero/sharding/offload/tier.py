@@ -89,6 +89,9 @@ def offloaded(
                 plan.offload_optimizer,
                 lambda folder: StreamedOptimizer(kernel, params, folder, fast_init, store, stored),
             ), adaptation
+        if where == "nvme" and collectives.rank() == 0:
+            name = type(kernel.optimizer).__name__
+            logging.getLogger(__name__).warning("%s=nvme has no effect: %s keeps no state as it is set.", _KEY, name)
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
         for group, own in zip(optimizer.param_groups, params, strict=True):
