@@ -129,6 +129,9 @@ def _save(folder: str) -> None:
     loss_of(model, tokens_of(0, 0), 1).backward()
     optimizer.step()
     optimizer.save(folder)
+    _, other = vissl_zero.initialize(text(), {"type": "AdamW"}, {"level": 1})
+    with pytest.raises(CheckpointError, match="one of Adam and AdamW"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def _load(folder: str) -> int:
@@ -171,7 +174,7 @@ def _load_elsewhere(given: dict, folder: str, level: int) -> str:
     [
         ({"type": "SGD", "momentum": 0.9}, "it holds exp_avg, exp_avg_sq, step, and not momentum_buffer"),
         ({"type": "Adam", "amsgrad": True}, "and not max_exp_avg_sq"),
-        ({"type": "AdamW"}, "is of another optimizer: AdamW and Adam"),
+        ({"type": "AdamW"}, "is of another optimizer: one of Adam and AdamW"),
     ],
 )
 def test_state_of_another_optimizer_is_refused(given: dict, sentence: str, tmp_path: Path) -> None:

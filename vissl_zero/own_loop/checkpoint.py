@@ -18,9 +18,8 @@ from vissl_zero.checkpoint.restore import StoredState, restore_buffers
 from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.state import check_same_update
 from vissl_zero.sharding.strategy import Sharded
-
-_KIND = "decoupled_weight_decay"  # what tells AdamW from Adam
 
 
 def save_state(sharded: Sharded, folder: Path, step: int) -> None:
@@ -82,8 +81,7 @@ def load_state(sharded: Sharded, folder: Path) -> int:
         groups = sharded.optimizer.param_groups
         if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
             raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
-        if any(_KIND in a and _KIND in b and a[_KIND] != b[_KIND] for a, b in zip(saved, groups, strict=True)):
-            raise CheckpointError(f"{checkpoint.path} is of another optimizer: AdamW and Adam keep the same state.")
+        check_same_update(saved, groups)
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):

@@ -19,7 +19,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.state import check_names, check_optimizer
+from vissl_zero.sharding.state import check_names, check_optimizer, check_same_update
 
 
 def rank_state(
@@ -133,3 +133,4 @@ def _check(
     if (loss_scale is None) != (state["loss_scale"] is None):
         raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
     check_optimizer(state["optimizer"]["state"], optimizer)
+    check_same_update(state["optimizer"]["groups"], optimizer.param_groups)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -205,6 +205,17 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
                 f"The checkpoint is of another optimizer: of {name} it holds {', '.join(sorted(keys))}, and not "
                 f"{', '.join(sorted(missing))}. Use the optimizer, and its options, that trained it."
             )
+
+
+def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Adam and AdamW keep the same state, and an option of their groups tells them apart.
+
+    Raises:
+        CheckpointError: groups that are about to be taken over would make one of the other.
+    """
+    key = "decoupled_weight_decay"
+    if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, groups, strict=True)):
+        raise CheckpointError("The checkpoint is of another optimizer: one of Adam and AdamW, and this is the other.")
 
 
 def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
