@@ -29,6 +29,7 @@ from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.launch.checkpoints import with_checkpoints
 from vissl_zero.reporting.metrics_file import MetricsFile
 
 NUM_STEPS = 8  # four an epoch
@@ -284,22 +285,27 @@ def test_hooks_figures_and_random_numbers_come_back_from_the_checkpoint_before_t
         assert following == own[-2], "each rank's generator goes on by itself"
 
 
-def _save_by(folder: Path, epochs: int, steps: int, keep_last: int, keep_every: int) -> None:
-    run, schedules, frozen = build_run(_plan(folder, num_epochs=3), torch.device("cpu"))
-    saver = Saver(folder, True, keep_last, keep_every)
-    train(run, schedules, frozen, [CheckpointHook(saver, [], epochs, steps)])
+def _save_by(folder: Path, options: dict[str, Any]) -> list[str]:
+    run, schedules, frozen = build_run(_plan(folder, num_epochs=3, checkpoint=options), torch.device("cpu"))
+    hooks = with_checkpoints(run, [])
+    assert hooks is not None
+    train(run, schedules, frozen, hooks)
+    return [type(hook).__name__ for hook in hooks]
 
 
 def test_frequencies_and_retention(tmp_path: Path) -> None:
     """Three epochs of four steps; the end is saved in any case, unless nothing is to be."""
+    every_epoch, every_step = "CHECKPOINT_FREQUENCY", "CHECKPOINT_ITER_FREQUENCY"
     for name, options, expected in (
-        ("epochs", (2, -1, -1, -1), [8, 12]),
-        ("steps", (-1, 5, -1, -1), [5, 10, 12]),
-        ("both", (2, 5, 2, 5), [5, 10, 12]),
-        ("never", (-1, -1, -1, -1), []),
+        ("default", {}, [8, 12]),
+        ("epochs", {every_epoch: 2, "KEEP_LAST": -1, "CHECK_RANKS_EVERY": 3}, [8, 12]),
+        ("steps", {every_epoch: -1, every_step: 5, "KEEP_LAST": -1}, [5, 10, 12]),
+        ("both", {every_epoch: 2, every_step: 5, "KEEP_LAST": 2, "KEEP_EVERY": 5}, [5, 10, 12]),
+        ("never", {every_epoch: -1}, []),
     ):
-        run_on_ranks(1, _save_by, tmp_path / name, *options)
+        (hooks,) = run_on_ranks(1, _save_by, tmp_path / name, options)
         assert _steps(tmp_path / name) == expected, name
+        assert hooks == ["RankCheck"] * ("CHECK_RANKS_EVERY" in options) + ["CheckpointHook"]
 
 
 # --- save and stop --------------------------------------------------------------------------------------------------
