@@ -2,14 +2,7 @@
 
 import sys
 
-from vissl_zero.commands.jobs import jobs
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.cli import main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(jobs(sys.argv[1:]))
-    except VisslZeroError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main(["jobs", *sys.argv[1:]]))

@@ -1,6 +1,6 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list <kind>``, ``doctor``, ``verify``, ``checkpoint``, ``--version``. Everything else
+Other words first: ``vissl-zero list``, ``doctor``, ``verify``, ``checkpoint``, ``jobs``, ``--version``. Everything else
 is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 75, 130 saved and stopped.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from vissl_zero.errors import ConfigError, VisslZeroError, did_you_mean
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "verify", "checkpoint")
+WORDS = ("list", "doctor", "verify", "checkpoint", "jobs")
 HELP = """\
 vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
 
@@ -37,6 +37,9 @@ Look before you train:
 
 Look into what was trained:
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
+
+Runs submitted to SLURM:
+  vissl-zero jobs list|logs|cancel ...              (vissl-zero jobs --help)
 
 Sweep:
   vissl-zero -m config=<recipe> config.ZERO.LEVEL=0,3                    one job after the other
@@ -82,6 +85,10 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.checkpoint import checkpoint
 
         return checkpoint(rest)
+    if word == "jobs":
+        from vissl_zero.commands.jobs import jobs
+
+        return jobs(rest)
     if word == "list":
         from vissl_zero.commands.list import list_kind
 

@@ -45,7 +45,12 @@ def command(tmp_path, monkeypatch, capsys):
         ([QUICKSTART, "config.OPTIMIZER.name=zero"], "must name the optimizer that zero shards."),
         (["list", "recipe"], "must be one of recipes,"),
         (["list", "trunks", "more"], "vissl-zero list: takes no 'more'."),
-        (["doktor"], "must be config=<recipe> or one of list, doctor, verify, checkpoint. Did you mean 'doctor'?"),
+        (
+            ["doktor"],
+            "must be config=<recipe> or one of list, doctor, verify, checkpoint, jobs. Did you mean 'doctor'?",
+        ),
+        (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is no job of vissl-zero."),
+        (["jobs", "list", "more"], "takes no 'more'. Leave it out."),
         ([QUICKSTART, "--dry-rum"], "--dry-rum is not a flag. Did you mean '--dry-run'"),
         ([QUICKSTART, "--cfg", "job", "-m"], "Only one of --run, --multirun, --cfg"),
         ([QUICKSTART, "--cfg", "job", "--package", "config.ZEROO"], "package 'config.ZEROO' not found"),

@@ -1,4 +1,4 @@
-"""``tools/jobs.py list | logs <job> [--follow] | cancel <job>``: the runs this user has submitted to SLURM."""
+"""``vissl-zero jobs list | logs <job> [--follow] | cancel <job>``: the runs this user has submitted to SLURM."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vissl_zero.errors import LaunchError, did_you_mean
 from vissl_zero.launch.slurm_note import Submitted, noted
 
 USAGE = """\
-tools/jobs.py list                   submitted runs: state, progress, run folder
-tools/jobs.py logs <job> [--follow]  what a job printed; all of its tasks' errors at the end
-tools/jobs.py cancel <job> ...       cancel jobs; a run that is under way saves first, if its cluster leaves it the time
+vissl-zero jobs list                   submitted runs: state, progress, run folder
+vissl-zero jobs logs <job> [--follow]  what a job printed; all of its tasks' errors at the end
+vissl-zero jobs cancel <job> ...       cancel jobs; a run that is under way saves first, if the cluster lets it
 """
 _WORDS = ("list", "logs", "cancel")
 _FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "ended")
@@ -37,21 +37,33 @@ def jobs(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if word else 2
     if word not in _WORDS:
-        raise LaunchError(f"tools/jobs.py {word}: must be list, logs or cancel.{did_you_mean(word, _WORDS)}")
+        raise LaunchError(f"vissl-zero jobs {word}: must be list, logs or cancel.{did_you_mean(word, _WORDS)}")
     if word == "list":
+        if rest:
+            raise LaunchError(f"vissl-zero jobs list: takes no {rest[0]!r}. Leave it out.")
         return _list()
     follow = "--follow" in rest or "-f" in rest
     names = [name for name in rest if name not in ("--follow", "-f")]
     if not names:
-        raise LaunchError(f"tools/jobs.py {word}: must name a job. tools/jobs.py list shows them.")
+        raise LaunchError(f"vissl-zero jobs {word}: must name a job. vissl-zero jobs list shows them.")
     known = {job.job_id: job for job in noted()}
     for name in names:
         if name not in known:
             listed = f"Known: {', '.join(list(known)[-8:])}." if known else "None was submitted from this account."
-            raise LaunchError(f"tools/jobs.py {word}: {name} is no job of vissl-zero. {listed}")
+            raise LaunchError(f"vissl-zero jobs {word}: {name} is no job of vissl-zero. {listed}")
     if word == "cancel":
-        return subprocess.run(["scancel", *names], check=False).returncode
+        return _cancel(names)
+    if len(names) > 1:
+        raise LaunchError(f"vissl-zero jobs logs: must name one job (got {' '.join(names)}). Leave the others out.")
     return _logs(known[names[0]], follow)
+
+
+def _cancel(names: Sequence[str]) -> int:
+    try:
+        return subprocess.run(["scancel", *names], check=False).returncode
+    except OSError as error:
+        fix = "Give the command where the job was submitted."
+        raise LaunchError(f"vissl-zero jobs cancel: SLURM's scancel cannot be run ({error.strerror}). {fix}") from error
 
 
 def _list() -> int:

@@ -49,8 +49,8 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
         "run folder": job.run_dir,
         "log": job.stdout,
         "errors": job.stderr,
-        "follow": f"python tools/jobs.py logs {job.job_id} --follow",
-        "cancel": f"python tools/jobs.py cancel {job.job_id}",
+        "follow": f"vissl-zero jobs logs {job.job_id} --follow",
+        "cancel": f"vissl-zero jobs cancel {job.job_id}",
     }.items():
         print(f"{name:12}{text}")
     return 0

@@ -41,7 +41,7 @@ def note(job: Submitted) -> None:
         jobs_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         (jobs_folder() / f"{job.job_id}.json").write_text(text)
     except OSError as error:
-        print(f"tools/jobs.py will not list this job: cannot write to {jobs_folder()} ({error.strerror}).")
+        print(f"vissl-zero jobs will not list this job: cannot write to {jobs_folder()} ({error.strerror}).")
 
 
 def noted() -> list[Submitted]:

@@ -29,12 +29,17 @@ def rehearsal_lines(run: Rehearsal) -> Iterator[str]:
         "memory": f"{bytes_text(total(run.forecast.memory))} a rank at most, of which",
         **{f"  {name}": text for name, text in _memory(run)},
         "writes to": plan.run_dir,
-        "": "config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png logs/",
+        "": f"config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png "
+        f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
     yield from (f"note: {note}" for note in plan.notes)
     yield "wrap plan:"
     yield run.forecast.wrap_plan.describe()
+
+
+def _has_events(plan: ResolvedRun) -> bool:
+    return bool(plan.config["HOOKS"]["TENSORBOARD_SETUP"]["USE_TENSORBOARD"])
 
 
 def _ranks(plan: ResolvedRun) -> str:

@@ -164,6 +164,17 @@ REFUSALS = {
     "head without dims": ({"MODEL__HEAD__PARAMS": [["swav_head", {"num_clusters": [3]}]]}, "dims: must be given"),
     "unknown trunk": ({"MODEL__TRUNK__NAME": "regnt"}, "Did you mean 'regnet'"),
     "regnet by name and numbers": ({"MODEL__TRUNK__REGNET__name": "regnet_y_400mf"}, "not both"),
+    "regnet without blocks": (
+        {"MODEL__TRUNK__REGNET__depth": 0},
+        "config.MODEL.TRUNK.REGNET.depth: must be at least 1",
+    ),
+    "regnet without width": (
+        {"MODEL__TRUNK__REGNET__group_width": 0},
+        "REGNET.group_width: must be at least 1 (got 0)",
+    ),
+    "regnet's ratio": ({"MODEL__TRUNK__REGNET__w_m": 1.0}, "config.MODEL.TRUNK.REGNET.w_m: must be above 1 (got 1.0)"),
+    "frozen": ({"MODEL__TEMP_FROZEN_PARAMS_ITER_MAP": ["nope"]}, "must hold pairs of a parameter's name and a number"),
+    "seed": ({"SEED_VALUE": 2**63}, "config.SEED_VALUE: must be at most 9223372036854775807"),
     "regnet in part": ({"MODEL__TRUNK__REGNET__w_0": None}, "Add w_0, or write name: regnet_y_400mf"),
     "resnet depth": ({"MODEL__TRUNK__NAME": "resnet", "MODEL__TRUNK__RESNETS__DEPTH": 51}, "must be 18 or 34 or 50"),
     "keys for a trunk of one's own": ({"MODEL__TRUNK__PARAMS": {"a": 1}}, "is for trunks of your own"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vissl_zero.errors import Problem
+
 
 @dataclass
 class RegNetConfig:
@@ -73,4 +75,25 @@ class ResNetConfig:
 
 # What makes a RegNet when no name does.
 REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
+# Least value of each, and the least step between values where there is one.
+_REGNET_LEAST = {"depth": 1, "w_0": 8, "w_a": 0, "group_width": 1, "stem_width": 1}
+
+
+def regnet_problems(config: RegNetConfig) -> list[Problem]:
+    """Parameters of a RegNet that make none; those that are null are left to others to miss."""
+    key, found = "config.MODEL.TRUNK.REGNET", []
+    for name, least in _REGNET_LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            found.append(Problem(f"{key}.{name}", str(value), f"must be at least {least}", f"Write {least} or more."))
+    for name in ("bottleneck_multiplier", "se_ratio"):
+        if not getattr(config, name) > 0:
+            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), "must be above 0", "Leave it out."))
+    if config.w_0 is not None and config.w_0 % 8:
+        found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, say."))
+    if config.w_m is not None and not config.w_m > 1:
+        found.append(Problem(f"{key}.w_m", str(config.w_m), "must be above 1", "Write 2.5, say."))
+    return found
+
+
 RESNET_DEPTHS: tuple[int, ...] = (18, 34, 50, 101, 152)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS
+from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS, regnet_problems
 from vissl_zero.config.derive.components import trunk_options
 from vissl_zero.config.derive.weights import missing_weights
 from vissl_zero.config.host import Host
@@ -33,20 +33,31 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
     return []
 
 
-def regnet(cfg: RunConfig, host: Host) -> Problem | None:
-    """A RegNet has a name or all of its parameters."""
+def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A RegNet has a name or all of its parameters, and they make one."""
     if cfg.MODEL.TRUNK.NAME != "regnet":
-        return None
+        return []
     block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
     given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
     if block.name and given:
         fix = f"Leave out the name, or {', '.join(given)}."
-        return Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)
+        return [Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)]
     missing = [name for name in REGNET_PARAMETERS if name not in given]
     if not block.name and missing:
         fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
-        return Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)
-    return None
+        return [Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)]
+    return regnet_problems(block)
+
+
+def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What is frozen for a time has a name and a number of steps."""
+    key, found = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
+    for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
+        pair = list(entry) if isinstance(entry, (list, tuple)) else []
+        if [type(part) for part in pair] != [str, int] or pair[1] < 0:
+            fix = "Write [[heads.0.prototypes0.weight, 313]], say."
+            found.append(Problem(key, str(entry), "must hold pairs of a parameter's name and a number of steps", fix))
+    return found
 
 
 def resnet(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -126,4 +137,4 @@ def weights(cfg: RunConfig, host: Host) -> Problem | None:
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
-RULES = (trunk, regnet, resnet, heads, batch_norm, evaluation, weights)
+RULES = (trunk, regnet, frozen, resnet, heads, batch_norm, evaluation, weights)

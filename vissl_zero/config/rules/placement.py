@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vissl_zero.config.derive.placement import GPU_NAMES, ranks
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import above_zero, at_least, one_of
+from vissl_zero.config.rules.limits import above_zero, at_least, at_most, one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import Problem
 
@@ -42,6 +42,7 @@ def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
         *at_least("TRAINER.THREADS_PER_RANK", cfg.TRAINER.THREADS_PER_RANK, 1),
         *at_least("LOG_FREQUENCY", cfg.LOG_FREQUENCY, 1),
         *at_least("SEED_VALUE", cfg.SEED_VALUE, 0),
+        *at_most("SEED_VALUE", cfg.SEED_VALUE, 2**63 - 1),
         *at_least("NEAREST_NEIGHBOR.TOPK", cfg.NEAREST_NEIGHBOR.TOPK, 1),
         *above_zero("NEAREST_NEIGHBOR.SIGMA", cfg.NEAREST_NEIGHBOR.SIGMA),
         *at_least("NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS", cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, 0),

@@ -14,7 +14,7 @@ from classy_vision.models.anynet import ActivationType, BlockType, StemType
 from classy_vision.models.regnet import RegNet as ClassyRegNet
 from classy_vision.models.regnet import RegNetParams
 
-from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RegNetConfig
+from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RegNetConfig, regnet_problems
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.trunks.staged_trunk import StagedTrunk
 from vissl_zero.models.unit import Unit
@@ -69,10 +69,8 @@ def _from_parameters(config: RegNetConfig) -> ClassyRegNet:
     missing = [key for key in REGNET_PARAMETERS if getattr(config, key) is None]
     if missing:
         raise ConfigError([Problem(_KEY, "", f"lacks {', '.join(missing)}", "Give them, or a name.")])
-    assert config.depth and config.w_0 and config.w_m and config.w_a is not None
-    if config.w_0 <= 0 or config.w_0 % 8 or config.w_a < 0 or config.w_m <= 1:
-        got = f"w_0 {config.w_0}, w_a {config.w_a}, w_m {config.w_m}"
-        raise ConfigError([Problem(_KEY, got, "needs w_0 a multiple of 8, w_a >= 0 and w_m > 1", "Change them.")])
+    if problems := regnet_problems(config):
+        raise ConfigError(problems)
     params = RegNetParams(
         **{key: getattr(config, key) for key in REGNET_PARAMETERS},
         bottleneck_multiplier=config.bottleneck_multiplier,
