@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from PIL import Image
+
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.dataset import MicroBatchDataset
 from vissl_zero.data.order import sequential
@@ -62,6 +64,19 @@ def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImage
     """
     train, test = build_eval_sources(data_cfg, seed)
     return eval_images(train, data_cfg, seed), None if test is None else eval_images(test, data_cfg, seed)
+
+
+def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
+    """Find out before training what would be wrong with the images that are evaluated on after it.
+
+    Cost: indexing the sources; no image is read.
+
+    Raises:
+        ConfigError, DataError: as ``build_eval_images``; also transforms that cannot follow one another.
+    """
+    for images in build_eval_images(data_cfg, seed):
+        if images is not None:
+            images.transform(Image.new("RGB", (256, 256)))
 
 
 def eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:

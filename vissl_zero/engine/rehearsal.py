@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.batch import Batch
+from vissl_zero.data.eval_images import require_evaluation
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.losses.criterion import build_criterion
@@ -55,6 +56,8 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
         HOOKS.get(name)
     loader = _loader(plan)
     batch = next(loader.epoch(0))[0]
+    if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
+        require_evaluation(plan.config["DATA"], plan.seed)
     dtype = getattr(torch, plan.sharding.precision.master)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _default_dtype(dtype):
         model = build_model(plan.config["MODEL"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vissl_zero.collectives import all_reduce_sum
-from vissl_zero.data.eval_images import EvalImages, build_eval_images
+from vissl_zero.data.eval_images import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.inference import evaluating, own_batches
 from vissl_zero.losses.cross_entropy import CrossEntropy
@@ -18,11 +18,22 @@ class AccuracyHook(Hook):
     heads are as new.
     """
 
+    def on_start(self, run: Run) -> None:
+        if _criterion(run) is not None:
+            require_evaluation(run.plan.config["DATA"], run.plan.seed)
+
     def on_end(self, run: Run) -> None:
-        if not isinstance(run.criterion, CrossEntropy) or (run.num_steps == 0 and _heads_are_new(run)):
+        if (criterion := _criterion(run)) is None:
             return
         _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
-        run.results["top1"] = None if images is None else top1(run, images, run.criterion.ignore_index)
+        run.results["top1"] = None if images is None else top1(run, images, criterion.ignore_index)
+
+
+def _criterion(run: Run) -> CrossEntropy | None:
+    """The loss of a run whose top-1 means something."""
+    if run.num_steps == 0 and _heads_are_new(run):
+        return None
+    return run.criterion if isinstance(run.criterion, CrossEntropy) else None
 
 
 def _heads_are_new(run: Run) -> bool:

@@ -52,10 +52,18 @@ class CrossEntropy(Criterion):
         Args:
             outputs: per head, logits (num_crops * B, number of classes).
             batch: with targets.
+        Raises:
+            ConfigError: the images have no labels, or a head has fewer outputs than there are classes.
         Cost: one all-reduce of one number per head.
         """
         targets = _targets_of(batch)
-        total = torch.stack([self._one_head(logits, targets, batch) for logits in outputs]).sum()
+        if targets.is_cuda and self._last is None:  # later, looking would wait for the GPU
+            _require_outputs(outputs, targets)
+        try:
+            total = torch.stack([self._one_head(logits, targets, batch) for logits in outputs]).sum()
+        except IndexError:  # how the CPU says that a label has no output
+            _require_outputs(outputs, targets)
+            raise
         self._last = (outputs[0].detach(), targets)
         return total
 
@@ -93,3 +101,10 @@ def _targets_of(batch: Batch) -> Tensor:
         fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."
         raise ConfigError([Problem("config.LOSS.name", "", "this loss needs labels and the images have none", fix)])
     return batch.targets.repeat(sum(batch.num_crops))
+
+
+def _require_outputs(outputs: list[Any], targets: Tensor) -> None:
+    width, highest = min(logits.shape[1] for logits in outputs), int(targets.max())
+    if highest >= width:
+        must = f"must end in an output per class: there is an image of class {highest}, counted from 0"
+        raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{width} outputs", must, "Widen the last of dims.")])

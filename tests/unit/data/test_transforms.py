@@ -83,6 +83,14 @@ def test_transforms_must_end_in_tensors() -> None:
         build_pipeline([{"name": "CenterCrop", "size": 3}], KEY)(picture())
 
 
+@pytest.mark.parametrize("names", [["ToTensor", "ToTensor"], ["Normalize", "ToTensor"]])
+def test_transforms_in_the_wrong_order_are_named(names: list[str]) -> None:
+    arguments = {"Normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    pipeline = build_pipeline([{"name": name, **arguments.get(name, {})} for name in names], "config.X")
+    with pytest.raises(DataError, match=r"TRANSFORMS: (ToTensor|Normalize) cannot take a (Tensor|Image) .*after it"):
+        pipeline(Image.new("RGB", (8, 8)))
+
+
 def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Path) -> None:
     save_image(tmp_path / "1.png", 1, (16, 16))
     save_image(tmp_path / "2.png", 2, (16, 12))

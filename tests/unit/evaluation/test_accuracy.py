@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.eval_images import build_eval_images
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook, top1
 from vissl_zero.losses.criterion import Criterion
 
@@ -40,3 +43,13 @@ def test_other_losses_have_no_top1():
     run.criterion = Criterion()
     AccuracyHook().on_end(run)
     assert "top1" not in run.results
+
+
+def test_images_that_cannot_be_evaluated_on_are_found_before_training():
+    config = make_config()
+    config["DATA"]["TEST"]["TRANSFORMS"] = [{"name": "Resize", "size": "small"}, {"name": "ToTensor"}]
+    run, _, _ = build_run(make_plan(config), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
+        AccuracyHook().on_start(run)
+    with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
+        rehearse(run.plan)

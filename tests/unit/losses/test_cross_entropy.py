@@ -91,3 +91,9 @@ def test_images_without_labels_are_refused() -> None:
         _loss()([_logits()], _batch([1], None))
     with pytest.raises(ConfigError, match="temperature: must be positive"):
         _loss(temperature=0.0)
+
+
+def test_fewer_outputs_than_classes_are_refused() -> None:
+    narrow = _logits().detach()[:, :2]
+    with pytest.raises(ConfigError, match=r"HEAD.PARAMS: must end in an output per class: .* class 2, .*got 2 outputs"):
+        _loss()([narrow], _batch([1]))

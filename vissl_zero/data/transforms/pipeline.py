@@ -29,17 +29,29 @@ class Pipeline:
         """The crops of an image, float (3, H, W) each, in the order in which they were made.
 
         Raises:
-            DataError: the transforms do not end in tensors.
+            DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.
         """
         crops: list[Any] = [image]
         for transform in self.transforms:
-            crops = [made for crop in crops for made in _as_list(transform(crop))]
+            crops = [made for crop in crops for made in _as_list(_applied(transform, crop))]
         if not all(isinstance(crop, Tensor) and crop.ndim == 3 and torch.is_floating_point(crop) for crop in crops):
             raise DataError(
                 f"TRANSFORMS must turn an image into (3, H, W) float tensors, but end in {type(crops[0]).__name__}. "
                 "Add {name: ToTensor} after the transforms that work on images."
             )
         return crops
+
+
+def _applied(transform: Callable[[Any], Any], crop: Any) -> Any:
+    try:
+        return transform(crop)
+    except (TypeError, ValueError, AttributeError) as error:
+        if type(transform).__module__.split(".")[0] not in ("torchvision", "vissl_zero"):
+            raise  # a defect in a user's own, who wants to see where
+        raise DataError(
+            f"TRANSFORMS: {type(transform).__name__} cannot take a {type(crop).__name__} ({error}). Put transforms of "
+            "images before {name: ToTensor} and those of tensors, such as Normalize, after it."
+        ) from error
 
 
 def _as_list(result: Any) -> Sequence[Any]:
