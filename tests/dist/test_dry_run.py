@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.reporting.hooks import build_hooks
+from vissl_zero.reporting.weight_average import WeightAverageHook
 
 RECIPE = "quickstart/swav_digits"
 CASES = {
@@ -24,6 +26,7 @@ CASES = {
     "level 2, float64": ["config.ZERO.LEVEL=2", "config.TRAINER.DTYPE=float64"],
     "level 3, LARC": ["config.ZERO.LEVEL=3", "config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true"],
     "level 3, recomputed": ["config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true"],
+    "level 1, averaged": ["config.ZERO.LEVEL=1", "config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true"],
 }
 
 
@@ -38,13 +41,13 @@ def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
     """Bytes by kind after two steps, the wrap plan, the length and the learning rates, of a real rank."""
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     num_steps = run.num_steps
-    train(run, schedules, frozen, [])
+    train(run, schedules, frozen, [hook for hook in build_hooks(plan) if type(hook) is WeightAverageHook])
     return asdict(run.records[-1].bytes), run.sharded.describe(), num_steps, [record.lr for record in run.records]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_units_and_rates_are_those_of_a_run(case):
-    plan = planned(*CASES[case])
+def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
+    plan = replace(planned(*CASES[case]), run_dir=str(tmp_path))  # the average is written there
     rehearsed = rehearse(plan)
     per_rank = run_on_ranks(2, measured, plan)
     memory, described, num_steps, rates = per_rank[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import vissl_zero
+from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import can_hold, write_torch_file
@@ -94,17 +93,13 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
 
 
 def write_aside(path: Path, write: Callable[[Path], None]) -> None:
-    """Under another name first: a file called ``path`` is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """``replacing`` for a file that the user names: in a folder made for it, with a sentence where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            write(temporary)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}).") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def _metadata(weights: Weights) -> dict[str, str]:

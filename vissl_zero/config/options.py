@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.config.components import BUILTIN
-from vissl_zero.config.explain import EXPLAINABLE, explain_value
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import Component, Registry
 
@@ -49,7 +48,7 @@ def typed_options(component: Component | type | None, given: Mapping[str, Any], 
         try:
             node = OmegaConf.merge(node, {name: copy.deepcopy(value)})
         except OmegaConfBaseException as error:
-            problems.append(explain_value(error, f"{key_path}.", node))
+            problems.append(_explained(error, key_path, node))
     for name in OmegaConf.missing_keys(node):
         if not any(problem.key == f"{key_path}.{name}" for problem in problems):
             problems.append(Problem(f"{key_path}.{name}", "", "must be given", "Add it to the recipe."))
@@ -62,8 +61,14 @@ def _plain(node: Any, key_path: str) -> dict[str, Any]:
     assert isinstance(node, DictConfig)
     try:
         OmegaConf.to_object(node)  # runs __post_init__, where a dataclass checks its own ranges
-    except EXPLAINABLE as error:
-        raise ConfigError([explain_value(error, f"{key_path}.")]) from error  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise ConfigError([_explained(error, key_path)]) from error
     except ValueError as error:
         raise ConfigError([Problem(key_path, "", str(error).rstrip("."), "Correct the value.")]) from error
     return {str(name): value for name, value in OmegaConf.to_container(node, resolve=True).items()}  # type: ignore[union-attr]
+
+
+def _explained(error: OmegaConfBaseException, key_path: str, node: Any = None) -> Problem:
+    from vissl_zero.config.explain import explain_value  # imports Hydra and the whole tree, for which every rank waits
+
+    return explain_value(error, f"{key_path}.", node)

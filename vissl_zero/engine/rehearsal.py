@@ -74,7 +74,10 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
             return criterion(outputs, fakes)
 
         optimizer = functools.partial(build_optimizer, plan.optimizer)
-        found = forecast(model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward)
+        is_averaged = plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]
+        found = forecast(
+            model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward, is_averaged
+        )
     num_steps = loader.steps_per_epoch * plan.num_epochs
     schedules = Schedules(plan, groups, loader.steps_per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from vissl_zero.config.resolve import load_resolved
+from vissl_zero.config.saved import load_resolved
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline
 from vissl_zero.data.transforms.pipeline import Pipeline
 from vissl_zero.errors import CheckpointError

@@ -21,14 +21,14 @@ import threading
 import time
 from pathlib import Path
 
+from vissl_zero.atomic import replacing
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
+from vissl_zero.launch.key_value_client import ADDRESS_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE, Client
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError
-from vissl_zero.launch.network_store import ADDRESS_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE, Client
 from vissl_zero.launch.place import Place
 from vissl_zero.launch.round import Round, enter, open_round
-from vissl_zero.reporting.atomic import replacing
 
 FIRST_RANK_VARIABLE = "VISSL_ZERO_FIRST_RANK"
 WORLD_SIZE_VARIABLE = "VISSL_ZERO_WORLD_SIZE"

@@ -2,90 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import threading
-import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from vissl_zero.launch.key_value_server import RefusedError, prove, receive, send
-
-# Set for the ranks of a run on several machines.
-ADDRESS_VARIABLE = "VISSL_ZERO_STORE_ADDRESS"
-SECRET_VARIABLE = "VISSL_ZERO_STORE_SECRET"
-ROUND_VARIABLE = "VISSL_ZERO_ROUND"
-_RETRY_S = 0.2
-
-
-class Client:
-    """Talks to the server; safe to use from several threads, each call on a connection of its own.
-
-    Args:
-        address: of the server.
-        secret: of the run.
-        timeout_s: to connect, and to wait for an answer.
-    """
-
-    def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float):
-        self._address = address
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
-
-    def call(self, *fields: bytes, answer_within_s: float | None = None) -> list[bytes]:
-        """One question and its answer.
-
-        Raises:
-            RefusedError: the server has another secret.
-            OSError: the server cannot be reached, or does not answer in time.
-        """
-        with self._lock:
-            sock = self._idle.pop() if self._idle else None
-        sock = sock or self._connect(time.monotonic() + self._timeout_s)
-        try:
-            sock.settimeout(answer_within_s or self._timeout_s)
-            send(sock, fields)
-            answer = receive(sock)
-        except BaseException:
-            sock.close()
-            raise
-        with self._lock:
-            self._idle.append(sock)
-        return answer
-
-    def _connect(self, deadline: float) -> socket.socket:
-        """The server may start later than its clients: tried again until the deadline."""
-        while True:
-            try:
-                sock = socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic()))
-                try:
-                    prove(sock, self._secret, is_server=False)
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    return sock
-                except BaseException:
-                    sock.close()
-                    raise
-            except RefusedError:
-                raise
-            except OSError:
-                if time.monotonic() + _RETRY_S > deadline:
-                    raise
-                time.sleep(_RETRY_S)
-
-    def beat(self, name: str) -> dict[str, float]:
-        """Say that ``name`` lives; seconds since each was last heard of."""
-        ages: dict[str, float] = json.loads(self.call(b"beat", name.encode())[0])
-        return ages
-
-    def close(self) -> None:
-        """Close the connections that are not in use."""
-        with self._lock:
-            for sock in self._idle:
-                sock.close()
-            self._idle.clear()
+from vissl_zero.launch.key_value_client import Client
 
 
 class NetworkStore(dist.Store):

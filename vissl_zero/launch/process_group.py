@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 
 from vissl_zero.launch.interface import interface_towards
-from vissl_zero.launch.network_store import ADDRESS_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE, Client, NetworkStore
-
-STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"  # set by launch/local.py: a file in a folder only this user can enter
+from vissl_zero.launch.key_value_client import (
+    ADDRESS_VARIABLE,
+    ROUND_VARIABLE,
+    SECRET_VARIABLE,
+    STORE_PATH_VARIABLE,
+    Client,
+)
+from vissl_zero.launch.network_store import NetworkStore
 
 
 @contextmanager

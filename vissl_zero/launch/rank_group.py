@@ -15,8 +15,8 @@ from typing import Any
 
 from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
+from vissl_zero.launch.key_value_client import STORE_PATH_VARIABLE
 from vissl_zero.launch.membership import WORLD_SIZE_VARIABLE
-from vissl_zero.launch.process_group import STORE_PATH_VARIABLE
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05

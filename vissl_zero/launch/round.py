@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from vissl_zero.errors import LaunchError
+from vissl_zero.launch.key_value_client import Client
 from vissl_zero.launch.key_value_server import RefusedError
-from vissl_zero.launch.network_store import Client
 from vissl_zero.launch.place import Place
 
 _NAME = b"round"

@@ -77,7 +77,7 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
         from vissl_zero.launch.machines import launch_machine
 
         return launch_machine(plan, user_yaml, node_id)
-    from vissl_zero.launch.local import launch_local  # here, because it imports torch
+    from vissl_zero.launch.local import launch_local
 
     with prepare_folder(plan, user_yaml):
         return launch_local(plan)

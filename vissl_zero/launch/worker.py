@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from vissl_zero.checkpoint.first_weights import load_first_weights
-from vissl_zero.config.resolve import load_resolved
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train

@@ -24,17 +24,7 @@ def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | N
     axes.set_title("Loss")
     _draw(axes, curve, BLUE, is_noisy=True)
     if trivial_loss is not None:
-        axes.axhline(trivial_loss, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
-        axes.annotate(
-            f"guessing: ln(prototypes) = {trivial_loss:.3f}",
-            (1, trivial_loss),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9.5,
-            color=SOFT,
-        )
+        _draw_reference(axes, trivial_loss, f"guessing: ln(prototypes) = {trivial_loss:.3f}")
     skipped = [record.step for record in records if record.skipped]
     if skipped:
         axes.plot(skipped, [0.02] * len(skipped), "x", color=VERMILLION, transform=axes.get_xaxis_transform())
@@ -60,17 +50,7 @@ def draw_knn(axes: Axes, points: Sequence[tuple[int, float]], raw_pixels: float 
             f"{100 * value:.1f} %", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=GREEN
         )
     if raw_pixels is not None:
-        axes.axhline(raw_pixels, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
-        axes.annotate(
-            f"raw pixels {100 * raw_pixels:.1f} %",
-            (1, raw_pixels),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9.5,
-            color=SOFT,
-        )
+        _draw_reference(axes, raw_pixels, f"raw pixels {100 * raw_pixels:.1f} %")
     axes.margins(x=0.12, y=0.18)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
     _label_steps(axes)
@@ -111,6 +91,13 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
         axes.plot(curve.steps, curve.values, color=color)
     axes.margins(x=0.01, y=0.08)
     _label_steps(axes)
+
+
+def _draw_reference(axes: Axes, value: float, text: str) -> None:
+    """What the curve is compared with: a dashed line, its text above the right end."""
+    axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
+    place, style = (1, value), {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
+    axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=9.5, color=SOFT, **style)
 
 
 def _label_steps(axes: Axes) -> None:

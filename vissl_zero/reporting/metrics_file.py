@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import rich
 from rich.console import Console
 
+from vissl_zero.atomic import replacing
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.reporting.atomic import replacing
 from vissl_zero.sharding.strategy import Bytes
 
 FILE_NAME = "metrics.jsonl"

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 
-from vissl_zero.reporting.atomic import replacing
+from vissl_zero.atomic import replacing
 from vissl_zero.reporting.curves import draw_figure, draw_knn, draw_loss, draw_memory
 from vissl_zero.reporting.image_sheets import crops_height, draw_crops, draw_neighbours, neighbours_height
 from vissl_zero.reporting.report_content import ReportContent

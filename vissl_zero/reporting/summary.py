@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 import vissl_zero
+from vissl_zero.atomic import replacing
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.reporting.atomic import replacing
 from vissl_zero.reporting.memory_kinds import KINDS
 from vissl_zero.reporting.quantity import bytes_text, figure_text
 

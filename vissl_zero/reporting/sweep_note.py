@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.atomic import replacing
+
 FILE_NAME = "job.json"
 
 
@@ -25,9 +27,8 @@ class JobNote:
     def write(self, folder: Path) -> None:
         """Replace the note in the job's folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{FILE_NAME}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        temporary.replace(folder / FILE_NAME)
+        with replacing(folder / FILE_NAME) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_note(folder: Path) -> JobNote | None:

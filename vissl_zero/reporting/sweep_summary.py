@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vissl_zero.reporting.atomic import replacing
+from vissl_zero.atomic import replacing
 from vissl_zero.reporting.curves import KIND_COLORS
 from vissl_zero.reporting.memory_kinds import KINDS
 from vissl_zero.reporting.quantity import bytes_text, figure_text

@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import vissl_zero
+from vissl_zero.atomic import replacing
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError
-from vissl_zero.reporting.atomic import replacing
 
 FILE_NAME = "weights.safetensors"
 

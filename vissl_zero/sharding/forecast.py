@@ -21,6 +21,7 @@ from vissl_zero.sharding.batch_norm import convert_batch_norms
 from vissl_zero.sharding.memory import ActivationCounter, Storages
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory
 
 
@@ -48,6 +49,7 @@ def forecast(
     world_size: int,
     device_type: str,
     run_forward: Callable[[], Tensor],
+    is_averaged: bool = False,
 ) -> Forecast:
     """Forecast a rank's memory. Call it in ``FakeTensorMode``; no process group is needed and nothing is communicated.
 
@@ -59,6 +61,7 @@ def forecast(
         world_size: ranks of the run.
         device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch.
+        is_averaged: a running average of the weights is kept (``Sharded.average``).
     Raises:
         ConfigError: what asks for the impossible of this model.
     """
@@ -69,10 +72,13 @@ def forecast(
     reduced = dtype_of(plan.precision.reduce)
     activations, reason = _activations(model, plan, wrap_plan, run_forward)
     trained = [params[name] for group in groups for name in group.params]
+    sharded = sum(_shard(param, num_ranks).nbytes for param in params.values())
+    held = sharded
     if keeps_parameters_whole(plan, num_ranks, world_size, device_type):
         held, wrap_plan = sum(param.nbytes for param in params.values()), replace(wrap_plan, whole_bytes=0)
-    else:
-        held = sum(_shard(param, num_ranks).nbytes for param in params.values())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    if is_averaged:
+        buffers += sharded + sum(buffer.nbytes for _, buffer in saved_buffers(model))
     return Forecast(
         wrap_plan,
         Bytes(
@@ -80,7 +86,7 @@ def forecast(
             grads=sum(_shard(param, num_ranks).numel() * reduced.itemsize for param in trained),
             optimizer=states,
             activations=activations,
-            buffers=sum(buffer.nbytes for buffer in model.buffers()),
+            buffers=buffers,
             params_step_peak=held + wrap_plan.whole_bytes,
         ),
         reason,

@@ -33,6 +33,7 @@ from vissl_zero.sharding.state import (
     parts_of,
     restore_average,
     restore_state,
+    saved_buffers,
     scalars_of,
 )
 from vissl_zero.sharding.stepper import Stepper
@@ -328,8 +329,4 @@ class ShardedModel(Sharded):
         return () if average is None else (*average.params.values(), *average.buffers.values())
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Full names and values of the buffers that belong into a checkpoint."""
-        for prefix, owner in self._module.named_modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                if name not in owner._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}".lstrip("."), buffer
+        return saved_buffers(self._module)

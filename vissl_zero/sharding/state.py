@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.trial import state_keys
@@ -67,6 +67,14 @@ class SavedState(Protocol):
 
 
 MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "average/"
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Full names and values of the buffers that belong into a checkpoint."""
+    for prefix, owner in model.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:

@@ -15,9 +15,10 @@ from vissl_zero.errors import LaunchError
 from vissl_zero.launch import membership as membership_module
 from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
+from vissl_zero.launch.key_value_client import Client
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
 from vissl_zero.launch.membership import Membership
-from vissl_zero.launch.network_store import Client, NetworkStore
+from vissl_zero.launch.network_store import NetworkStore
 from vissl_zero.launch.place import Place
 from vissl_zero.launch.secret import load_secret
 

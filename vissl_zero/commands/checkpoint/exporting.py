@@ -9,7 +9,8 @@ from vissl_zero.checkpoint.export import NAMES, PARTS
 from vissl_zero.checkpoint.export import export as write_export
 from vissl_zero.checkpoint.weights import weights_of
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import opened, say, size
+from vissl_zero.commands.checkpoint.printing import opened, say
+from vissl_zero.reporting.quantity import bytes_text
 
 _DESCRIPTION = """\
 Write the model of a checkpoint as one file, one tensor in memory at a time. Data are checked against their checksums
@@ -40,7 +41,7 @@ def export(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     with weights_of(opened(options.path), options.average) as weights:
         done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
-        say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {size(done.num_bytes)}")
+        say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
     if done.left_out:
         names = ", ".join(done.left_out[:5]) + (" ..." if len(done.left_out) > 5 else "")
         say(f"Left out, since {options.names} has no name for them: {names}")

@@ -11,11 +11,12 @@ from vissl_zero.checkpoint.import_weights import write_imported
 from vissl_zero.checkpoint.matching import match, shapes_of
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say, size
+from vissl_zero.commands.checkpoint.printing import say
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.saved import as_data
 from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.reporting.quantity import bytes_text
 
 _DESCRIPTION = """\
 Read weights of VISSL (consolidated, or the file that lists shards or slices), a torch state dict or safetensors, under
@@ -71,7 +72,7 @@ def import_(arguments: Sequence[str]) -> int:
     path, about_optimizer = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
     if about_optimizer:
         say(about_optimizer)
-    say(f"-> {path}: {len(found.entries)} tensors, {size(sum(entry.num_bytes for entry in found.entries))}")
+    say(f"-> {path}: {len(found.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in found.entries))}")
     return 1 if incomplete else 0
 
 

@@ -11,9 +11,10 @@ from vissl_zero.checkpoint.manifest import TensorInfo
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, config_of
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import opened, say, size, table
+from vissl_zero.commands.checkpoint.printing import opened, say, table
 from vissl_zero.config.plain_tree import without_vissl_keys
 from vissl_zero.config.run import RunConfig
+from vissl_zero.reporting.quantity import bytes_text
 
 _KINDS = {
     "model": "parameters",
@@ -77,11 +78,11 @@ def _bytes(store: Checkpoint | WeightsFile) -> None:
         for index, amount in enumerate((1, info.num_elements, info.num_bytes)):
             entry[index] += amount
     total = [sum(entry[index] for entry in sums.values()) for index in range(3)]
-    rows = [(kind, *entry[:2], size(entry[2])) for kind, entry in [*sums.items(), ("in all", total)]]
+    rows = [(kind, *entry[:2], bytes_text(entry[2])) for kind, entry in [*sums.items(), ("in all", total)]]
     say("")
     table(rows, ("kind", "tensors", "elements", "size"), right=(1, 2, 3))
     if isinstance(store, Checkpoint) and len(store.ranks) > 1:
-        parts = ", ".join(f"{stem} {size(rank.num_bytes)}" for stem, rank in list(store.ranks.items())[:8])
+        parts = ", ".join(f"{stem} {bytes_text(rank.num_bytes)}" for stem, rank in list(store.ranks.items())[:8])
         say(f"files: {parts}{', ...' if len(store.ranks) > 8 else ''}")
 
 
@@ -97,6 +98,6 @@ def _settings(store: Checkpoint | WeightsFile, is_all: bool) -> None:
 
 
 def _tensors(infos: Iterable[TensorInfo]) -> None:
-    rows = [(i.name, str(i.dtype).removeprefix("torch."), list(i.shape), size(i.num_bytes)) for i in infos]
+    rows = [(i.name, str(i.dtype).removeprefix("torch."), list(i.shape), bytes_text(i.num_bytes)) for i in infos]
     say("")
     table(rows, ("tensor", "type", "shape", "size"), right=(3,))

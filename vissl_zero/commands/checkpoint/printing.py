@@ -12,8 +12,6 @@ from rich.text import Text
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, open_store
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-
 
 def console() -> Console:
     """Where to print: as wide as the terminal, or as the text in a file or pipe."""
@@ -55,11 +53,3 @@ def opened(path: str) -> Checkpoint | WeightsFile:
 def printable(value: object) -> str:
     """A value as text without control characters, which could rewrite the screen."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(value))
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1024."""
-    value, unit = float(num_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} bytes"

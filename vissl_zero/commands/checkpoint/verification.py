@@ -10,8 +10,9 @@ from vissl_zero.checkpoint.manifest import MANIFEST_NAME
 from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, open_store
 from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say, size
+from vissl_zero.commands.checkpoint.printing import say
 from vissl_zero.errors import CheckpointError
+from vissl_zero.reporting.quantity import bytes_text
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -68,5 +69,5 @@ def _verify(path: Path) -> bool:
     if problems:
         say(f"NOT whole: {path}", style="bold red")
     else:
-        say(f"whole: {path} ({size(num_bytes)}, {what})")
+        say(f"whole: {path} ({bytes_text(num_bytes)}, {what})")
     return not problems

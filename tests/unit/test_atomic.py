@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vissl_zero.reporting.atomic import replacing
+from vissl_zero.atomic import replacing
 
 
 def test_the_new_file_appears_at_the_end_only(tmp_path: Path) -> None:
