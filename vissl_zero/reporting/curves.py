@@ -96,8 +96,8 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
 def _draw_reference(axes: Axes, value: float, text: str) -> None:
     """What the curve is compared with: a dashed line, its text above the right end."""
     axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
-    place, style = (1, value), {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
-    axes.annotate(text, place, xycoords=("axes fraction", "data"), fontsize=9.5, color=SOFT, **style)
+    place, frame, offset = (1, value), ("axes fraction", "data"), (-4, 4)
+    axes.annotate(text, place, offset, xycoords=frame, textcoords="offset points", ha="right", fontsize=9.5, color=SOFT)
 
 
 def _label_steps(axes: Axes) -> None:
