@@ -53,7 +53,7 @@ _end_at: float | None = None
 
 
 def ask(reason: str, exit_code: int = STOPPED) -> None:
-    """Have this rank's run save and stop after the step in progress. The first call counts."""
+    """Have this rank's run save and stop after the step in progress, or after the next. The first call counts."""
     global _asked
     if _asked is None:
         _asked = Stop(reason, exit_code)
