@@ -37,7 +37,11 @@ setup(
         "safetensors>=0.4.3",
         "xxhash>=3.5",
     ],
-    extras_require={"dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff", "mypy", "pre-commit"]},
+    extras_require={
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff", "mypy", "pre-commit"],
+        # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
+        "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
+    },
     entry_points={"console_scripts": ["vissl-zero = vissl_zero.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3.11",

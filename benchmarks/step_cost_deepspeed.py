@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO, as ``step_cost.py`` compares it where it is installed; never a dependency.
 
     apt-get install g++ libaio-dev
-    DS_BUILD_OPS=0 pip install deepspeed==0.19.8 ninja          # into an environment beside the project's own
-    DS_ACCELERATOR=cpu python benchmarks/step_cost_deepspeed.py # once: build what it would build in the first run
+    DS_BUILD_OPS=0 pip install -e .[deepspeed]                     # into an environment beside the project's own
+    export DS_ACCELERATOR=cpu PATH=<environment>/bin:$PATH         # it calls ninja
+    python benchmarks/step_cost_deepspeed.py                       # once: build what it would build in the first run
 
 Its operators are compiled when first used, minutes each. A build that is killed leaves a file ``lock`` in its folder of
 TORCH_EXTENSIONS_DIR, and every later one waits for that for ever: remove it.
