@@ -72,3 +72,15 @@ def test_plugins_register_their_components(tmp_path: Path, monkeypatch: pytest.M
 def test_missing_plugin_module_says_what_to_do():
     with pytest.raises(RegistryError, match=r"config.IMPORTS.*'no_such_module_here'.*PYTHONPATH"):
         load_plugins(["no_such_module_here"])
+
+
+def test_a_plugin_that_ends_the_program_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "quitting_plugin.py").write_text("raise SystemExit(0)\n")
+    info = tmp_path / "quitting_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quitting-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vissl_zero.components]\nquits = quitting_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = load_plugins([])
+    assert str(problem).startswith("plugin 'quits': cannot be loaded and is left out (SystemExit: 0)")
+    assert "'quitting-plugin'" in problem.fix
