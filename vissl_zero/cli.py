@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from vissl_zero.errors import ConfigError, VisslZeroError, did_you_mean
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except VisslZeroError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # who asks for it gets the trace too
+            traceback.print_exc()
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

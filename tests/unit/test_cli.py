@@ -61,6 +61,7 @@ def command(tmp_path, monkeypatch, capsys):
         ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
         ([QUICKSTART, "config.CHECKPOINT.DIR=file/run"], "file/run: cannot be used (Not a directory). Name another"),
         ([QUICKSTART, "config.CHECKPOINT.DIR=file"], "file: cannot be used (File exists)."),
+        ([QUICKSTART, "hydra.job.chdir=true"], "hydra.job.chdir: must be false: the paths of a recipe are relative"),
         ([QUICKSTART, "config.CHECKPOINT.DIR="], "config.CHECKPOINT.DIR: must name a folder (got '')."),
         ([QUICKSTART, "config.CHECKPOINT.ALLOW_CHANGED=[LOS]"], "must name keys or blocks (got 'LOS'). Did you mean"),
         (
@@ -80,6 +81,13 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(command, words, text):
     assert text in err
     assert err.count("\n") == 1
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_who_asks_for_the_trace_gets_it(command, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    code, _, err = command(QUICKSTART, "config.ZERO.LEVL=1")
+    assert code == 2 and "Traceback" in err and err.endswith("config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?\n")
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
 def test_all_problems_at_once(command):

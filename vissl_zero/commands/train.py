@@ -19,7 +19,7 @@ from vissl_zero.commands.completion import completed_recipes
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
 from vissl_zero.config.store import register
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
-from vissl_zero.errors import ConfigError, VisslZeroError, did_you_mean
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.side_by_side import register_launcher
 from vissl_zero.launch.sweep import finish_sweep
 
@@ -103,6 +103,10 @@ def _run_job(cfg: DictConfig) -> int:
     """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
     hydra_cfg = HydraConfig.get()
     folder, recipe = Path(hydra_cfg.runtime.output_dir), str(hydra_cfg.runtime.choices.get("config") or "several")
+    if hydra_cfg.job.chdir:
+        must = "must be false: the paths of a recipe are relative to the folder where the command is given"
+        print(Problem("hydra.job.chdir", "true", must, "Leave it out."), file=sys.stderr)
+        return 2
     if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
         return _compose_and_run(cfg, recipe, folder)
     from vissl_zero.launch.sweep_job import run_job_of_sweep
