@@ -308,6 +308,22 @@ def test_frequencies_and_retention(tmp_path: Path) -> None:
         assert hooks == ["RankCheck"] * ("CHECK_RANKS_EVERY" in options) + ["CheckpointHook"]
 
 
+def _change_optimizer(folder: Path, name: str, options: dict[str, Any], num_epochs: int) -> int:
+    plan = _plan(folder, checkpoint={"ALLOW_CHANGED": ["OPTIMIZER"]}, num_epochs=num_epochs)
+    plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"] = [["heads.0.clf.0.weight", 10]]
+    plan = dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, name=name, options=options))
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    hooks = with_checkpoints(run, [])
+    assert hooks is not None
+    train(run, schedules, frozen, hooks)
+    return run.first_step
+
+
+def test_an_optimizer_that_begins_anew_meets_what_is_thawed_later(tmp_path: Path) -> None:
+    run_on_ranks(1, _change_optimizer, tmp_path, "adamw", {}, 2)
+    assert run_on_ranks(1, _change_optimizer, tmp_path, "sgd", {"momentum": 0.9}, 3) == [NUM_STEPS]
+
+
 # --- save and stop --------------------------------------------------------------------------------------------------
 
 

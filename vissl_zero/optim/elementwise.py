@@ -23,13 +23,22 @@ Groups = list[dict[str, Any]]
 def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.optim.Optimizer:
     """SGD with momentum, plain or Nesterov."""
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
-    if momentum:
-        # The fused kernel wants all buffers or none: a parameter that is thawed later has none yet, and it raises.
-        # Starting from zero gives the same first step as starting from the gradient, bit for bit.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    complete_momenta(optimizer)
     return optimizer
+
+
+def complete_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Give a momentum of zero to what has none, where the optimizer is fused SGD with momentum.
+
+    Its fused kernel wants all buffers or none: a parameter that is thawed later would have none yet, and it raises.
+    Starting from zero gives the same first step as starting from the gradient, bit for bit.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            is_asked = group["fused"] and group["momentum"] and not group["dampening"]
+            for parameter in group["params"] if is_asked else ():
+                if optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 @OPTIMIZERS.register("adam", config=AdamConfig)

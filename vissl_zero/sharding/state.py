@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.trial import state_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
@@ -178,6 +179,8 @@ def restore_state(
             state[key] = torch.empty(shard.local.shape, dtype=shard.local.dtype, device=device)
             _read(saved, f"{OPTIMIZER}{key}/{name}", shard, state[key])
         optimizer.state[shard.local] = state
+    if not isinstance(optimizer, StreamedOptimizer):
+        complete_momenta(getattr(optimizer, "optim", optimizer))
     if loss_scale is not None and saved.loss_scale is not None:
         loss_scale.load_state_dict(dict(saved.loss_scale))
 
