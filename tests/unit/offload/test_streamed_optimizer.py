@@ -133,5 +133,5 @@ def test_a_restart_after_kill_trusts_nothing_that_is_there(tmp_path):
     assert len(left) == 2, "parameters, and optimizer state"
     losses, messages = _start(tmp_path / "killed", 5).communicate(timeout=80)
     assert losses.splitlines(keepends=True) == first, "from the start, not from what the killed run left"
-    assert f"holds files of runs that did not end cleanly: {', '.join(sorted(left))}" in messages
+    assert f"holds files of earlier runs, killed or told to keep them: {', '.join(sorted(left))}" in messages
     assert {path.name for path in (tmp_path / "killed").iterdir()} == set(left), "its own are gone"

@@ -132,7 +132,8 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
         )
     if collectives.rank() == 0 and (stale := stale_runs(plan.nvme_path)):
         logging.getLogger(__name__).warning(
-            "%s holds files of runs that did not end cleanly: %s. They are not used; remove them to free the disk.",
+            "%s holds files of earlier runs, killed or told to keep them: %s. They are not used; "
+            "remove them to free the disk.",
             plan.nvme_path,
             ", ".join(stale),
         )
