@@ -149,6 +149,17 @@ def test_several_recipes_are_one_run(command):
     assert code == 2 and "(got 4)" in err
 
 
+def test_a_glob_of_recipes(command):
+    code, out, err = command("-m", "config=glob(*digits)", "config.ZERO.LEVEL=8")
+    assert code == 2 and err.count("(got 8)") == 2
+    assert "config=quickstart/swav_digits" in out and "config=supervised/digits" in out
+    code, _, err = command("-m", "config=glob(nothing*)")
+    assert (code, err) == (
+        2,
+        "command line: must make a job: nothing is swept, or a glob() matches nothing. See vissl-zero list recipes.\n",
+    )
+
+
 def test_a_dry_sweep_starts_and_leaves_nothing(command, tmp_path):
     words = ("-m", QUICKSTART, "config.ZERO.LEVEL=8,9", "hydra/launcher=submitit_slurm", "--dry-run")
     code, _, err = command(*words)

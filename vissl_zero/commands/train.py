@@ -12,11 +12,14 @@ from pathlib import Path
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from vissl_zero.commands.completion import completed_recipes
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
+from vissl_zero.config.recipes import recipe_names
 from vissl_zero.config.store import register
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
@@ -74,6 +77,9 @@ def train(arguments: Sequence[str]) -> int:
         if before is None:
             del os.environ["HYDRA_FULL_ERROR"]
         swept = finish_sweep()
+    if not codes and swept is None and {"-m", "--multirun"} & {*arguments}:
+        must = "must make a job: nothing is swept, or a glob() matches nothing"
+        raise ConfigError([Problem("command line", "", must, "See vissl-zero list recipes.")])
     return max([*codes, swept or 0])
 
 
@@ -92,11 +98,21 @@ def _for_hydra(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"command line: {word} is not a flag.{near} See vissl-zero --help and --hydra-help.")
     overrides = [*parsed.overrides, *rest]
     flags = [word for word in words if word not in overrides]
+    overrides = [_recipes_of_glob(word) for word in overrides]
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
         overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
     return [*flags, *overrides]
+
+
+def _recipes_of_glob(word: str) -> str:
+    """``config=glob(pretrain/*)`` as a list: Hydra does not look into the folders of a group."""
+    if not word.startswith("config=glob("):
+        return word
+    glob = OverridesParser.create().parse_override(word).value()
+    assert isinstance(glob, Glob)
+    return f"config={','.join(glob.filter(recipe_names()))}" if glob.filter(recipe_names()) else word
 
 
 def _run_job(cfg: DictConfig) -> int:
