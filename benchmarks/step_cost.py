@@ -345,10 +345,10 @@ def main() -> None:
         found += rows(level, compete(names, level, options))
     title = f"{options.model}, {options.optimizer}, {options.ranks} ranks"
     print(f"## {title}\n\n{table(found)}")
-    if options.plot:
-        plot(found, options.plot, title)
     if options.json:
         options.json.write_text(json.dumps(found))
+    if options.plot:
+        plot(found, options.plot, title)
     return None
 
 
