@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint_io.py [--params 500] [--rounds 5] [--folder F]
 
-Two ranks (gloo) hold a model of so many million parameters at level 3 in float32, with momentum. In each round both
-save (synced to the disk, by default of both) and load what they have saved, one after the other, in turns first; what
-is loaded has just been written, and is read from the page cache as far as that holds it. Then ours saves twice more,
+Two ranks (gloo) hold a model of so many million parameters at level 3 in float32, with momentum. In each round each
+side saves (synced to the disk, by default of both), loads what it has saved and removes it; in turns first. What is
+loaded has just been written, and is read from the page cache as far as that holds it. Then ours saves twice more,
 asynchronously: once with a training step after it, once with an update at once, which is the worst there is.
 The stall is the time for which training waits: in the call that saves, and before the update; beside it stands how long
 that step takes, since copying and writing share the processors with it. Prints medians and
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ class _Work:
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(self._folder / name)
+            os.sync()
         dist.barrier()
 
 
@@ -189,14 +191,14 @@ def _rank(rank: int, num_params: int, num_rounds: int, folder: Path) -> None:
     for number in range(num_rounds + 1):  # the first warms up, and makes the buffers of the asynchronous copy
         if number == 1:
             clock = _Clock()
-        pairs = [("save", work.save), ("save, torch", work.save_torch)]
-        pairs += [("load", lambda: work.load(False)), ("load, torch", work.load_torch)]
-        order = (0, 1, 2, 3) if number % 2 else (1, 0, 3, 2)
-        for index in order:
-            clock.run(*pairs[index])
-        work.remove("dcp")
-        clock.run("load, checked", lambda: work.load(True))
-        work.remove("checkpoints")
+        ours: dict[str, Callable[[], None]] = {"save": work.save, "load": partial(work.load, False)}
+        ours["load, checked"] = partial(work.load, True)
+        theirs: dict[str, Callable[[], None]] = {"save, torch": work.save_torch, "load, torch": work.load_torch}
+        sides = [(ours, "checkpoints"), (theirs, "dcp")]
+        for pieces, name in sides if number % 2 else reversed(sides):
+            for kind, piece in pieces.items():
+                clock.run(kind, piece)
+            work.remove(name)  # the second is to find the disk and the page cache as the first did
         clock.run("a training step", work.step)
         clock.run("stall, a step after it", lambda: work.stall(work.step))
         clock.note("a training step after it", work.seconds_meanwhile)
