@@ -57,6 +57,9 @@ def train_rank(plan: ResolvedRun) -> int:
         if not is_out_of_memory(error):
             raise
         raise explain(error, plan, run.sharded.ledger() if run else None) from error
+    finally:
+        if run is not None:
+            run.sharded.close()  # the process ends without what Python does at the end of one
     return run.stop.exit_code if run.stop is not None else 0
 
 

@@ -183,9 +183,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove files that hold offloaded state now rather than at the end of the process; no step after it."""
-        close = getattr(self._sharded.optimizer, "close", None)
-        if close is not None:
-            close()
+        self._sharded.close()
 
     def describe(self) -> str:
         """Level, units and number formats, for people."""

@@ -221,6 +221,12 @@ class Sharded(ABC):
     def measure_activations(self) -> AbstractContextManager[None]:
         """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; meant for the first step."""
 
+    def close(self) -> None:
+        """Remove files that hold offloaded state; no step after it. Not a collective."""
+        close = getattr(self.optimizer, "close", None)
+        if close is not None:
+            close()
+
     @abstractmethod
     def describe(self) -> str:
         """The wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""

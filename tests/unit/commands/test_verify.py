@@ -63,6 +63,35 @@ def test_bad_arguments_are_a_sentence(arguments, message):
         verify(arguments)
 
 
+def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
+    plans = []
+
+    def note(plan, text):
+        plans.append(plan)
+        return 7 * (len(plans) - 1)
+
+    monkeypatch.setattr("vissl_zero.launch.run.run", note)
+    zero = ["type=ZeroRedundancyOptimizer_Level_3", "LEVEL=auto", "SHARD_GROUP_SIZE=2"]
+    zero += [
+        f"offload_{kind}_config.{key}"
+        for kind in ("optimizer", "param")
+        for key in ("device=nvme", f"nvme_path={tmp_path}")
+    ]
+    others = ["config.DISTRIBUTED.NUM_PROC_PER_NODE=4", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8"]
+    others += ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.SLURM.USE_SLURM=true", "config.SLURM.MEM_GB=4"]
+    code = verify(["config=quickstart/swav_digits", *(f"config.ZERO.{word}" for word in zero), *others, "--steps", "3"])
+    assert code == 7, "the second run's"
+    reference, chosen = plans
+    for plan, level, tier, group in ((reference, 0, "none", 4), (chosen, 3, "nvme", 2)):
+        sharding = plan.sharding
+        assert (sharding.level, sharding.shard_group_size) == (level, group)
+        assert sharding.offload_optimizer.device == sharding.offload_params.device == tier
+        assert {sharding.precision.master, sharding.precision.compute, sharding.precision.autocast} == {"float64", None}
+        assert (plan.world_size, plan.global_batch, plan.max_steps) == (4, 32, 3)
+        assert not plan.config["SLURM"]["USE_SLURM"] and "weight_trace" in plan.config["HOOKS"]["EXTRA"]
+    assert reference.optimizer == chosen.optimizer
+
+
 @pytest.mark.timeout(280)
 def test_the_quickstart_is_the_same_model_at_level_3():
     command = [sys.executable, "-m", "vissl_zero.cli", "verify", "config=quickstart/swav_digits", "--steps", "2"]

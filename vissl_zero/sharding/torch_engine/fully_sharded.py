@@ -8,7 +8,7 @@ pass; level 1 keeps them whole, without communication, until the last one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -56,26 +56,30 @@ class FullySharded(ShardedModel):
         mesh = _mesh(device, wrap_plan.num_ranks, plan.timeout_s)
         trained = {name for group in groups for name in group.params}
         store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
-        _wrap(module, plan, wrap_plan, mesh, store)
-        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        self._is_last = True
-        self._scalar_means: OrderedMeans | None = None
-        if plan.deterministic:
-            self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
-        group = mesh.get_group(mesh.ndim - 1)
-        self.exchange: Exchange | None = None
-        if device.type == "cpu" and group.size() > 1:
-            self.exchange = open_exchange(group, plan.timeout_s)
-            self._exchange_buffers = use_exchange(self._units, self.exchange, keeps_buffers=store is None)
-        elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
-            for unit in self._units:
-                unit.set_custom_reduce_scatter(OrderedReduceScatter())
-        shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
-        if needs_host_shards(plan, device):
-            pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
-            shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
-        build_optimizer = offloaded(build_optimizer, plan, store, shards)
-        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+        with ExitStack() as undo:
+            if store is not None:
+                undo.callback(store.close)  # or its files would stay
+            _wrap(module, plan, wrap_plan, mesh, store)
+            self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+            self._is_last = True
+            self._scalar_means: OrderedMeans | None = None
+            if plan.deterministic:
+                self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
+            group = mesh.get_group(mesh.ndim - 1)
+            self.exchange: Exchange | None = None
+            if device.type == "cpu" and group.size() > 1:
+                self.exchange = open_exchange(group, plan.timeout_s)
+                self._exchange_buffers = use_exchange(self._units, self.exchange, keeps_buffers=store is None)
+            elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
+                for unit in self._units:
+                    unit.set_custom_reduce_scatter(OrderedReduceScatter())
+            shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
+            if needs_host_shards(plan, device):
+                pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
+                shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
+            build_optimizer = offloaded(build_optimizer, plan, store, shards)
+            super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+            undo.pop_all()
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
