@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
+from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError
+from vissl_zero.launch import worker
 from vissl_zero.sharding.offload import layout, streamed_optimizer
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.torch_engine import fully_sharded, strategy
@@ -172,6 +177,27 @@ def test_max_in_cpu_bounds_what_stays_in_memory_and_fast_init_what_is_written_at
     assert list(tmp_path.iterdir()) == []
     start({"keep_files": True}, {})
     assert [path.name for path in tmp_path.glob("*/rank*/*")] == ["optimizer.state"] * 2
+
+
+def _run_recipe(folder: str, disk: str, fails: bool) -> list[str]:
+    """What is left on the disk when this rank's part of a recipe's run is over; its process ends by ``os._exit``."""
+    plan = make_plan(make_config(USE_KNN=False), folder, level=3, world_size=2, max_steps=2)
+    sharding = replace(plan.sharding, offload_params=OffloadPlan("nvme", nvme_path=disk))
+    try:
+        with patch.object(worker, "train", side_effect=ValueError) if fails else nullcontext():
+            worker.train_rank(replace(plan, sharding=sharding))
+    except ValueError:
+        assert fails
+    torch.distributed.barrier()
+    return [path.name for path in Path(disk).iterdir()]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_well_or_not_leaves_no_files(fails: bool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert run_on_ranks(2, _run_recipe, str(tmp_path), str(disk), fails) == [[], []]
 
 
 def _folder_per_rank(folders: list[str]) -> str:

@@ -95,11 +95,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
 
 @pytest.mark.timeout(150)
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    nvme = [f"config.ZERO.offload_optimizer_config.{key}" for key in ("device=nvme", f"nvme_path={disk}")]
-    code, err, seconds = sabotage(tmp_path, "raise", *nvme)
-    assert not list(disk.glob("*/rank1")), "files go with a rank that failed, too; rank 0 may have been killed"
+    code, err, seconds = sabotage(tmp_path, "raise")
     assert code == 1
     assert "RuntimeError: the cat sat on the keyboard" in err
     assert "rank 1 failed first" in err and str(tmp_path / "run") in err
@@ -150,14 +146,10 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
 
 @pytest.mark.timeout(150)
 def test_torchrun_gives_the_same_losses(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    nvme = [f"config.ZERO.offload_param_config.{key}" for key in ("device=nvme", f"nvme_path={disk}")]
     overrides = [*SMALL, "config.TRAINER.DTYPE=float64"]
-    ours = start(tmp_path, "config.TRAINER.DTYPE=float64", *nvme)
+    ours = start(tmp_path, "config.TRAINER.DTYPE=float64")
     out, err = ours.communicate(timeout=100)
     assert ours.returncode == 0, out + err
-    assert list(disk.iterdir()) == [], "files go with a run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "tools/run_distributed.py"), *overrides, f"config.CHECKPOINT.DIR={tmp_path}/torchrun"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
