@@ -267,6 +267,7 @@ def test_an_array_sweep_survives_an_eviction_and_a_job_that_fails(undisturbed, t
     print(f"array {array}: restarts {restarts}, largest difference from an undisturbed run {worst:.1e}")
     assert worst < 1e-10
     assert (tmp_path / "sweep/.submitit").stat().st_mode & 0o777 == 0o700
+    assert out.startswith(f"sweep folder  {tmp_path}/sweep\nlogs          {tmp_path}/sweep/.submitit\n")
     assert "1 of 4 jobs are not done" in out and "Traceback" not in out + err
 
 

@@ -36,11 +36,12 @@ class SweepFolder(Callback):
             return
         try:
             _check(OmegaConf.to_container(config.hydra.launcher, resolve=True))
-            private_folder(Path(str(folder).split("%")[0]).absolute())
+            logs = private_folder(Path(str(folder).split("%")[0]).absolute())
         except VisslZeroError as error:
             print(error, file=sys.stderr)
             _sweep_dir = None
             raise SystemExit(2) from error
+        print(f"sweep folder  {_sweep_dir}\nlogs          {logs}", flush=True)
 
 
 def _remove_if_unused(folder: Path) -> None:

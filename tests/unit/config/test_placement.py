@@ -48,7 +48,7 @@ def test_torchrun_decides_the_ranks():
     assert (place.world_size, place.procs_per_node, place.num_nodes) == (4, 2, 2)
     assert torchrun_ranks({"RANK": "0"}) is None
     (restarts,) = placement(config(DISTRIBUTED__MAX_RESTARTS=1), host).notes
-    assert "MAX_RESTARTS has no effect under torchrun, whose own --max-restarts" in restarts
+    assert "MAX_RESTARTS has no effect under torchrun, which has --max-restarts" in restarts
 
 
 LOCAL_2 = {"LOCAL_WORLD_SIZE": "2"}

@@ -43,7 +43,7 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
     if host.torchrun and procs != distributed.NUM_PROC_PER_NODE != 1:
         notes.append(f"config.DISTRIBUTED.NUM_PROC_PER_NODE has no effect: torchrun started {procs} processes.")
     if host.torchrun and distributed.MAX_RESTARTS:
-        notes.append("config.DISTRIBUTED.MAX_RESTARTS has no effect under torchrun, whose own --max-restarts does it.")
+        notes.append("config.DISTRIBUTED.MAX_RESTARTS has no effect under torchrun, which has --max-restarts.")
     return Placement(
         device=device,
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
