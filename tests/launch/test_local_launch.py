@@ -140,6 +140,7 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     _, err = process.communicate(timeout=40)
     assert process.returncode == 130
     assert f"The run folder is {tmp_path / 'run'}" in err and "Traceback" not in err
+    assert err.count("Saving and stopping; Ctrl-C again ends at once") == 1
     time.sleep(0.5)
     assert not _processes_of_group(process.pid)
 

@@ -103,6 +103,10 @@ def test_all_problems_at_once(command):
 def test_a_mistake_leaves_no_folder_behind(command, tmp_path):
     assert command(QUICKSTART, "config.ZERO.LEVEL=4")[0] == 2
     assert list(tmp_path.glob("runs/*")) == []
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        assert command(QUICKSTART, "config.ZERO.LEVEL=4", f"config.CHECKPOINT.DIR={name}")[0] == 2
+    assert not (tmp_path / "new").exists() and (tmp_path / "mine").exists()
 
 
 def test_one_bad_job_of_a_sweep_hides_no_other(command):

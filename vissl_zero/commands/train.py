@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from vissl_zero.commands.completion import completed_recipes
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
 from vissl_zero.config.recipes import recipe_names
-from vissl_zero.config.store import register
+from vissl_zero.config.store import new_folders, register
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.side_by_side import register_launcher
@@ -154,7 +154,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Take back the folder under runs/ that Hydra makes before a run is checked."""
-    if folder.is_relative_to(Path("runs").absolute()):
+    """Take back the folder that Hydra makes before a run is checked."""
+    if folder in new_folders or folder.is_relative_to(Path("runs").absolute()):
         with suppress(OSError):  # not empty
             folder.rmdir()

@@ -107,6 +107,8 @@ class RankGroup:
                     rank.kill()
                 return
             is_ctrl_c = number == signal.SIGINT
+            if is_ctrl_c:  # before the first step, or in a long one, nothing else would be seen for a while
+                print("\nSaving and stopping; Ctrl-C again ends at once, unsaved.", file=sys.stderr, flush=True)
             if self.asked is None or is_ctrl_c:
                 code = stopping.INTERRUPTED if is_ctrl_c else stopping.STOPPED
                 self.asked = stopping.Stop(signal.Signals(number).name, code)
