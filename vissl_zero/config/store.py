@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from vissl_zero.config.run import Root
 from vissl_zero.config.search_path import register_search_path
 
-
 # Run folders that were not there before Hydra made them: to be taken back where a run comes to nothing.
 new_folders: set[Path] = set()
 
