@@ -76,7 +76,7 @@ def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
     """
     for images in build_eval_images(data_cfg, seed):
         if images is not None:
-            images.transform(Image.new("RGB", (256, 256)))
+            images.transform(Image.new("RGB", (1024, 1024)))  # large enough for any crop
 
 
 def eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:
