@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.components import head_options, inferred_notes, loss_options, trunk_options
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import global_batch, placement
@@ -25,8 +26,6 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.registry import load_plugins
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
-
-_TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 
 
 def resolve(
@@ -94,7 +93,7 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
     """The whole tree as plain containers, the chosen components' blocks complete."""
     tree = without_vissl_keys(asdict(cfg))
     model, name = tree["MODEL"], cfg.MODEL.TRUNK.NAME
-    model["TRUNK"] = {"NAME": name, _TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)}
+    model["TRUNK"] = {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)}
     model["HEAD"]["PARAMS"] = [[head, options] for head, options in head_options(cfg)]
     if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
         model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import key_dropout
 from vissl_zero.models.unit import Unit
@@ -78,7 +79,6 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
 
 
 # Where a built-in trunk's keys stand under MODEL.TRUNK, as VISSL has it; other trunks' stand under PARAMS.
-_TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 # Constructors may draw, as long as all ranks draw the same; initialize_ then replaces what it has a rule for.
 _CONSTRUCTION_SEED = 0
 
@@ -115,8 +115,8 @@ def build_model(model_config: Mapping[str, Any]) -> Model:
 def _build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
     name = trunk_config["NAME"]
     component = TRUNKS.get(name)
-    options = trunk_config.get(_TRUNK_BLOCKS.get(name, "PARAMS")) or {}
-    if name in _TRUNK_BLOCKS and component.config is not None:
+    options = trunk_config.get(TRUNK_BLOCKS.get(name, "PARAMS")) or {}
+    if name in TRUNK_BLOCKS and component.config is not None:
         # The block also holds what others read (stage_checkpoints).
         own = {field.name for field in dataclasses.fields(component.config)}
         options = {key: value for key, value in options.items() if key in own}

@@ -73,6 +73,8 @@ class ResNetConfig:
     """First layers: RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64 pixels, RES_STEM_CIFAR (3x3)."""
 
 
+# Trunk -> its block of keys under MODEL.TRUNK; a trunk of one's own has PARAMS.
+TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 # What makes a RegNet when no name does.
 REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
 # Least value of each, and the least step between values where there is one.

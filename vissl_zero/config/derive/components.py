@@ -7,18 +7,17 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from vissl_zero.config.components import BUILTIN
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
 from vissl_zero.registry import HEADS, LOSSES, TRUNKS
-
-_TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 
 
 def trunk_options(cfg: RunConfig) -> dict[str, Any]:
     """All keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
     trunk = cfg.MODEL.TRUNK
-    if trunk.NAME in _TRUNK_BLOCKS:
-        return _only_fields(asdict(getattr(trunk, _TRUNK_BLOCKS[trunk.NAME])), BUILTIN["trunk"][trunk.NAME])
+    if trunk.NAME in TRUNK_BLOCKS:
+        return _only_fields(asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME])), BUILTIN["trunk"][trunk.NAME])
     return typed_options(component_keys(TRUNKS, trunk.NAME), trunk.PARAMS, "config.MODEL.TRUNK.PARAMS")
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from vissl_zero.config.blocks.schedulers import Scheduler
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.schedules import KEYS
 from vissl_zero.config.run import RunConfig
 
@@ -37,7 +38,6 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     ),
     "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
 }
-_TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
 
 
 def switched_off(cfg: RunConfig) -> list[str]:
@@ -47,7 +47,7 @@ def switched_off(cfg: RunConfig) -> list[str]:
         if not _value(cfg, switch) and (found := [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]):
             notes.append(f"{_have(found)}: config.{switch} is {'not set' if _is_word(switch) else 'off'}.")
     trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
-    for name, block in _TRUNK_BLOCKS.items():
+    for name, block in TRUNK_BLOCKS.items():
         if trunk.NAME not in (name, "auto") and getattr(trunk, block) != getattr(unset, block):
             notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
     if cfg.DISTRIBUTED.NUM_NODES == 1 and (found := [k for k in ("RUN_ID", "SECRET_FILE") if _is_set(cfg, k)]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS, regnet_problems
+from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS, TRUNK_BLOCKS, regnet_problems
 from vissl_zero.config.derive.components import trunk_options
 from vissl_zero.config.derive.weights import missing_weights
 from vissl_zero.config.host import Host
@@ -22,9 +22,8 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
     """The trunk is known and has the keys it is given."""
     if cfg.MODEL.TRUNK.NAME not in TRUNKS:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
-    if cfg.MODEL.TRUNK.NAME in ("regnet", "resnet") and cfg.MODEL.TRUNK.PARAMS:
-        own = "REGNET" if cfg.MODEL.TRUNK.NAME == "regnet" else "RESNETS"
-        fix = f"Write them under config.MODEL.TRUNK.{own}."
+    if cfg.MODEL.TRUNK.NAME in TRUNK_BLOCKS and cfg.MODEL.TRUNK.PARAMS:
+        fix = f"Write them under config.MODEL.TRUNK.{TRUNK_BLOCKS[cfg.MODEL.TRUNK.NAME]}."
         return [Problem("config.MODEL.TRUNK.PARAMS", str(cfg.MODEL.TRUNK.PARAMS), "is for trunks of your own", fix)]
     try:
         trunk_options(cfg)
