@@ -78,7 +78,6 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
     return [unit for child in module.children() for unit in _outermost_units(child)]
 
 
-# Where a built-in trunk's keys stand under MODEL.TRUNK, as VISSL has it; other trunks' stand under PARAMS.
 # Constructors may draw, as long as all ranks draw the same; initialize_ then replaces what it has a rule for.
 _CONSTRUCTION_SEED = 0
 
