@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -283,6 +284,37 @@ def test_hooks_figures_and_random_numbers_come_back_from_the_checkpoint_before_t
         assert name == f"step_{NUM_STEPS - 2:09d}"
         assert before == drawn[0][:-2] and largest == max(before), "rank 0's are stored"
         assert following == own[-2], "each rank's generator goes on by itself"
+
+
+class _SaveLate(Hook):
+    """Saves at step 2 while the thread that copies is busy with something else for a while."""
+
+    def __init__(self, saver: Saver):
+        self._saver = saver
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        if run.step == 2:
+            is_free = threading.Event()
+            self._saver._thread.submit(is_free.wait)
+            self.weights = {name: tensor.detach().clone() for name, tensor in run.sharded.named_parameters()}
+            self._saver.save(run, [])
+            threading.Timer(1.0, is_free.set).start()
+
+
+def _save_late(folder: Path) -> float:
+    run, schedules, frozen = build_run(_plan(folder, level=0), torch.device("cpu"))
+    saver = Saver(folder, is_async=True, keep_last=-1, keep_every=-1)
+    hook = _SaveLate(saver)
+    train(run, schedules, frozen, [hook])
+    saver.finish()
+    with open_checkpoint(find_checkpoints(folder)[0]) as checkpoint:
+        return max(float((checkpoint.read(f"model/{name}") - w).abs().max()) for name, w in hook.weights.items())
+
+
+def test_an_asynchronous_save_holds_the_step_it_was_begun_at(tmp_path: Path) -> None:
+    """The next update waits for the copy, however late that comes."""
+    assert run_on_ranks(1, _save_late, tmp_path) == [0.0]
 
 
 def _save_by(folder: Path, options: dict[str, Any]) -> list[str]:
