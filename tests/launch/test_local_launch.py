@@ -124,7 +124,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
 def test_a_rank_that_hangs_runs_into_the_collective_timeout(tmp_path):
     code, err, seconds = sabotage(tmp_path, "hang", "config.DISTRIBUTED.TIMEOUT_S=10")
     assert code == 1
-    assert "Timed out" in err or "timed out" in err or "Timeout" in err
+    assert "imed out" in err or "No answer from peer rank 1" in err, err  # gloo's words, or those of our own exchange
     assert seconds < 90
 
 
