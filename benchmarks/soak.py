@@ -90,6 +90,7 @@ class Life:
 
     def __init__(self, plan: ResolvedRun, scratch: Path, number: int):
         self.store = str(scratch / f"store{number}.{os.getpid()}")  # never one that an interrupted life has left
+        self._checkpoints, self._is_clean = Path(plan.run_dir) / "checkpoints", False
         arguments = [(plan, rank, self.store) for rank in range(plan.world_size)]
         self.ranks = [_CONTEXT.Process(target=_rank, args=given, daemon=True) for given in arguments]
         for rank in self.ranks:
@@ -97,6 +98,12 @@ class Life:
 
     def is_over(self) -> bool:
         return any(not rank.is_alive() for rank in self.ranks)
+
+    def is_saving(self) -> bool:
+        """Whether a save is under way; to be asked often, since what an earlier life has left there goes first."""
+        is_there = self._checkpoints.is_dir() and any(p.suffix == ".partial" for p in self._checkpoints.iterdir())
+        self._is_clean |= not is_there
+        return is_there and self._is_clean
 
     def wait(self) -> list[int | None]:
         """Until all have ended by themselves."""
@@ -159,12 +166,13 @@ def kill_once(plan: ResolvedRun, scratch: Path, progress: Progress, most_steps: 
         return not life.is_over() and _last_step(folder) - first < most_steps
 
     while time.monotonic() < moment and may_live():
+        life.is_saving()
         time.sleep(0.002)
-    while wants_save and time.monotonic() < moment + 20.0 and may_live() and not _is_saving(folder):
+    while wants_save and time.monotonic() < moment + 20.0 and may_live() and not life.is_saving():
         time.sleep(0.0005)
     if wants_save:
         time.sleep(chance.uniform(0.0, 0.01))
-    progress.in_save.append(_is_saving(folder))
+    progress.in_save.append(life.is_saving())
     chance.choice(life.ranks).kill()
     progress.lost_steps.append(max(_last_step(folder) - _newest(folder), 0))
     life.end()
@@ -179,11 +187,6 @@ def finish(plan: ResolvedRun, scratch: Path, number: int) -> tuple[list[int | No
     codes = life.wait()
     life.end()
     return codes, life.complaints(), time.monotonic() - begun
-
-
-def _is_saving(folder: Path) -> bool:
-    checkpoints = folder / "checkpoints"
-    return checkpoints.is_dir() and any(path.suffix == ".partial" for path in checkpoints.iterdir())
 
 
 def _last_step(folder: Path) -> int:
