@@ -12,13 +12,18 @@ from tests.ranks import run_on_ranks
 from tests.unit.losses.batches import LossBatch
 from tests.unit.losses.slow_swav import slow_swav
 from vissl_zero import collectives
-from vissl_zero.losses.criterion import build_criterion
+from vissl_zero.losses.criterion import Criterion, build_criterion
 from vissl_zero.losses.sinkhorn import sinkhorn
 from vissl_zero.models.heads.swav_head import SwAVHead
 
 NUM_CROPS, DIM, WIDTH, PROTOTYPES = 3, 4, 5, [6, 3]
 BATCHES = [7, 7, 2, 7]  # samples of each step; two of them over three ranks leave one rank with nothing
 QUEUE = {"queue_length": 10, "start_iter": 1}
+
+
+def _health(criterion: Criterion) -> dict[str, float]:
+    """As the training loop has it."""
+    return criterion.health(collectives.all_reduce_sum(criterion.health_sums().double()))
 
 
 def _features(step: int) -> Tensor:
@@ -53,7 +58,7 @@ def _swav_run() -> list[tuple[float, list[Tensor], dict[str, float]]]:
         gradients = torch.autograd.grad(loss, list(head.parameters()))
         criterion.after_micro_batch(outputs, batch)
         total = collectives.all_reduce_sum(loss).item()
-        results.append((total, [collectives.all_reduce_sum(g) for g in gradients], criterion.health()))
+        results.append((total, [collectives.all_reduce_sum(g) for g in gradients], _health(criterion)))
     return results
 
 
@@ -113,7 +118,7 @@ def _cross_entropy_run(weight: list[float] | None) -> tuple[float, Tensor, dict[
     batch = LossBatch([2], mine, len(TARGETS), TARGETS[mine])
     loss = criterion([logits[:, mine].flatten(0, 1)], batch) * (len(mine) / len(TARGETS))
     (gradient,) = torch.autograd.grad(loss, logits)
-    return collectives.all_reduce_sum(loss).item(), collectives.all_reduce_sum(gradient), criterion.health()
+    return collectives.all_reduce_sum(loss).item(), collectives.all_reduce_sum(gradient), _health(criterion)
 
 
 @pytest.mark.parametrize("weight", [None, [0.5, 2.0, 1.5]])

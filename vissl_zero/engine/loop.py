@@ -89,7 +89,8 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     sharded.normalize_rows(criterion.normalized_rows())
     # All that ranks must agree on travels as one message.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)
-    loss_value, num_asked = all_reduce_sum(torch.stack((loss_sum, asked))).tolist()
+    totals = all_reduce_sum(torch.cat((torch.stack((loss_sum, asked)), criterion.health_sums().to(loss_sum))))
+    loss_value, num_asked = totals[:2].tolist()
     run.is_asked_to_stop = num_asked > 0
     run.step += 1
     run.position += num_samples
@@ -106,7 +107,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
         skipped=result.skipped,
         grad_norm=None if result.skipped else float(result.grad_norm),
         loss_scale=result.loss_scale,
-        watch=criterion.health(),
+        watch=criterion.health(totals[2:]),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from vissl_zero.registry import LOSSES
@@ -69,8 +70,16 @@ class Criterion(nn.Module):
     def on_step(self, step: int, epoch: int) -> None:
         """A new optimizer step begins; both count from 0."""
 
-    def health(self) -> dict[str, float]:
-        """Figures on the last micro-batch, equal on every rank, for logs. May be a collective."""
+    def health_sums(self) -> Tensor:
+        """What ``health`` needs of this rank's last micro-batch, 1-d; the loop sums it over ranks, with the loss."""
+        return torch.empty(0)
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """Figures on the last micro-batch of all ranks, for logs.
+
+        Args:
+            sums: ``health_sums`` of all ranks together, float64.
+        """
         return {}
 
     def normalized_rows(self) -> list[str]:

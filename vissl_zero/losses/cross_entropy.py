@@ -67,14 +67,20 @@ class CrossEntropy(Criterion):
         self._last = (outputs[0].detach(), targets)
         return total
 
-    def health(self) -> dict[str, float]:
-        """``top1``: share of counted crops that the first head gets right, over all ranks. Collective."""
+    def health_sums(self) -> Tensor:
+        """Crops that the first head gets right, and crops that count."""
         if self._last is None:
-            return {}
+            return super().health_sums()
         logits, targets = self._last
         is_counted = targets != self.ignore_index
         is_right = (logits.argmax(dim=1) == targets) & is_counted
-        right, counted = all_reduce_sum(torch.stack([is_right.sum(), is_counted.sum()])).tolist()
+        return torch.stack([is_right.sum(), is_counted.sum()])
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """``top1``: share of counted crops that the first head gets right."""
+        if self._last is None:
+            return {}
+        right, counted = sums.tolist()
         return {"top1": right / max(counted, 1)}
 
     def _one_head(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vissl_zero.config.components.losses import SwAVLossConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.losses.criterion import Batch, Criterion
-from vissl_zero.losses.embedding_health import clustering_health
+from vissl_zero.losses.embedding_health import clustering_health, clustering_sums
 from vissl_zero.losses.embedding_queue import EmbeddingQueue
 from vissl_zero.losses.sinkhorn import sinkhorn
 from vissl_zero.registry import LOSSES
@@ -113,9 +113,13 @@ class SwAVLoss(Criterion):
         """Remember where the run is: hard assignments end, and the queue starts, at a given step."""
         self._step, self._epoch = step, epoch
 
-    def health(self) -> dict[str, float]:
-        """``clustering_health`` of the assigned crops of the last micro-batch, over all ranks. Collective."""
-        return clustering_health(*self._last) if self._last is not None else {}
+    def health_sums(self) -> Tensor:
+        """``clustering_sums`` of the assigned crops of the last micro-batch."""
+        return clustering_sums(*self._last) if self._last is not None else super().health_sums()
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """``clustering_health`` of them."""
+        return clustering_health(sums, self._last[0].shape[1], self.num_prototypes) if self._last is not None else {}
 
     def normalized_rows(self) -> list[str]:
         """The prototypes, which are kept at unit length where ``normalize_last_layer``."""
