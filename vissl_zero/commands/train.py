@@ -112,7 +112,8 @@ def _recipes_of_glob(word: str) -> str:
         return word
     glob = OverridesParser.create().parse_override(word).value()
     assert isinstance(glob, Glob)
-    return f"config={','.join(glob.filter(recipe_names()))}" if glob.filter(recipe_names()) else word
+    found = glob.filter(recipe_names())
+    return f"config={','.join(found)}" if found else word
 
 
 def _run_job(cfg: DictConfig) -> int:

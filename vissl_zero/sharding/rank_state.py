@@ -7,7 +7,7 @@ or None}``, where an entry is ``{"local": tensor, "first_element": int, "full_sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.state import check_names, check_optimizer, check_same_update
+from vissl_zero.sharding.state import check_names, check_optimizer, check_same_update, group_facts
 
 
 def rank_state(
@@ -32,11 +32,6 @@ def rank_state(
 ) -> dict[str, Any]:
     """This rank's state; tensors are shared with it, not copied. Not a collective."""
     names = {id(shard.local): name for name, shard in shards.items()}
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [names[id(param)] for param in group["params"]]}
-        for group in optimizer.param_groups
-    ]
     state: dict[str, dict[str, Any]] = {}
     for param, values in optimizer.state.items():
         shard = shards[names[id(param)]]
@@ -44,7 +39,7 @@ def rank_state(
     return {
         "layout": layout_of(plan),
         "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
-        "optimizer": {"groups": groups, "state": state},
+        "optimizer": {"groups": group_facts(shards, optimizer), "state": state},
         "buffers": dict(buffers),
         "loss_scale": loss_scale.state_dict() if loss_scale else None,
         "average": None if average is None else _averages(average, shards),
@@ -65,7 +60,13 @@ def load_rank_state(
     Raises:
         CheckpointError: it comes from another layout or another model; nothing was changed.
     """
-    _check(state, plan, shards, optimizer, buffers, loss_scale)
+    _check_layout(state["layout"], plan)
+    _check_model(state, shards, buffers)
+    _check_groups(state["optimizer"]["groups"], group_facts(shards, optimizer))
+    if (loss_scale is None) != (state["loss_scale"] is None):
+        raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
+    check_optimizer(state["optimizer"]["state"], optimizer)
+    check_same_update(state["optimizer"]["groups"], optimizer.param_groups)
     for name, shard in shards.items():
         shard.assign(state["params"][name]["local"])
     for name, buffer in buffers.items():
@@ -109,28 +110,21 @@ def _value(entry: Any, local: Tensor) -> Any:
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 
-def _check(
-    state: Mapping[str, Any],
-    plan: ShardingPlan,
-    shards: Mapping[str, Shard],
-    optimizer: torch.optim.Optimizer,
-    buffers: Mapping[str, Tensor],
-    loss_scale: LossScale | None,
-) -> None:
-    here, there = layout_of(plan), state["layout"]
+def _check_layout(there: Mapping[str, Any], plan: ShardingPlan) -> None:
+    here = layout_of(plan)
     if differing := [key for key in here if here[key] != there.get(key)]:
         facts = ", ".join(f"{key} {there.get(key)} (here {here[key]})" for key in differing)
         raise CheckpointError(f"This state was saved with another layout: {facts}. Resume with the same settings.")
+
+
+def _check_model(state: Mapping[str, Any], shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]) -> None:
     check_names("parameters", state["params"], shards)
     check_names("buffers", state["buffers"], buffers)
     for name, shard in shards.items():
         if (saved := tuple(state["params"][name]["full_shape"])) != tuple(shard.full_shape):
             raise CheckpointError(f"{name} has shape {saved} in the saved state and {tuple(shard.full_shape)} here.")
-    saved_groups = [group["params"] for group in state["optimizer"]["groups"]]
-    names = {id(shard.local): name for name, shard in shards.items()}
-    if saved_groups != [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]:
+
+
+def _check_groups(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+    if [group["params"] for group in there] != [group["params"] for group in here]:
         raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")
-    if (loss_scale is None) != (state["loss_scale"] is None):
-        raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
-    check_optimizer(state["optimizer"]["state"], optimizer)
-    check_same_update(state["optimizer"]["groups"], optimizer.param_groups)

@@ -30,6 +30,7 @@ from vissl_zero.sharding.state import (
     Part,
     SavedState,
     average_parts,
+    group_facts,
     parts_of,
     restore_average,
     restore_state,
@@ -265,12 +266,7 @@ class ShardedModel(Sharded):
 
     def group_facts(self) -> list[dict[str, Any]]:
         """See ``Sharded``."""
-        names = {id(shard.local): name for name, shard in self._shards.items()}
-        return [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [names[id(param)] for param in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
+        return group_facts(self._shards, self.optimizer)
 
     def buffers(self) -> dict[str, Tensor]:
         """See ``Sharded``."""

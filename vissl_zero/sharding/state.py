@@ -122,6 +122,16 @@ def restore_average(
     return average
 
 
+def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Options of the optimizer's groups, with the full names of their parameters. Not a collective."""
+    names = {id(shard.local): name for name, shard in shards.items()}
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Optimizer state that is one number per parameter, of the parameters this rank answers for: ready for JSON."""
     names = {id(shard.local): name for name, shard in shards.items()}
