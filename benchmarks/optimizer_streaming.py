@@ -3,9 +3,10 @@
     python benchmarks/optimizer_streaming.py /path/on/a/local/disk
 
 Prints, each measured in turn, several times over: the pipeline alone, without an update; AdamW's steps with its state
-streamed and in memory; raw direct reads and writes of the same records by as many threads, and nothing else; the same
-traffic through the page cache and through a memory map; and, where it is installed, fio's engines, direct, with the
-same block and depth, mixed reads and writes. Bytes count once for reading and once for writing.
+streamed and in memory; raw direct reads and writes of the same records by a few threads, nothing else, on huge pages
+and on single ones; the same traffic through the page cache and through a memory map; and, where it is installed, fio's
+engines, direct, with the same block and depth, mixed reads and writes. Bytes count once for reading and once for
+writing.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ import torch
 from torch import nn
 
 from vissl_zero.optim.elementwise import adamw
-from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.block_file import BlockFile, page_buffers
 from vissl_zero.sharding.offload.kernel import Kernel
-from vissl_zero.sharding.offload.pipeline import READ_AHEAD, WRITE_BEHIND, Cell, Pipeline
+from vissl_zero.sharding.offload.pipeline import NUM_THREADS, Cell, Pipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
 MIB = 2**20
 
 
-def raw(path: Path, num_bytes: int, threads: int, flags: int) -> None:
+def raw(path: Path, num_bytes: int, threads: int, flags: int = os.O_DIRECT, has_huge_pages: bool = True) -> None:
     """Read and write back every record."""
     fd = os.open(path, os.O_RDWR | flags)
-    buffers: queue.Queue[mmap.mmap] = queue.Queue()
-    for _ in range(threads):
-        buffers.put(mmap.mmap(-1, RECORD_BYTES))
+    buffers: queue.Queue[memoryview | mmap.mmap] = queue.Queue()
+    for buffer in page_buffers([RECORD_BYTES] * threads):
+        buffers.put(buffer.view(RECORD_BYTES) if has_huge_pages else mmap.mmap(-1, RECORD_BYTES))
 
     def one(offset: int) -> None:
         buffer = buffers.get()
@@ -69,7 +70,7 @@ def mapped(path: Path, num_bytes: int) -> None:
 
 def fio(path: Path, num_bytes: int, engine: str) -> float:
     """Half reads and half writes, as many bytes of each as a step; seconds by fio's own clock, its start left out."""
-    depth = READ_AHEAD + WRITE_BEHIND
+    depth = NUM_THREADS
     is_async = engine != "psync"
     shape = [f"--iodepth={depth}"] if is_async else [f"--numjobs={depth}", "--thread", "--group_reporting"]
     command = [
@@ -115,9 +116,10 @@ def main() -> None:
             [[Cell(records, index)] for index in range(num_bytes // RECORD_BYTES)], lambda k, tray: (0,)
         ),
         "optimizer, streamed": lambda: streamed.step(),
-        "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, os.O_DIRECT),
-        "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2, os.O_DIRECT),
-        "disk, page cache": lambda: raw(scratch, num_bytes, READ_AHEAD + WRITE_BEHIND, 0),
+        "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, 4),
+        "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2),
+        "  4 threads, 4 KiB pages": lambda: raw(scratch, num_bytes, 4, has_huge_pages=False),
+        "disk, page cache": lambda: raw(scratch, num_bytes, 4, flags=0),
         "disk, memory map": lambda: mapped(scratch, num_bytes),
         "optimizer, in memory": lambda: in_memory.step(),
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.offload.test_run_folder import in_child
-from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, checksum, pages
+from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, checksum, page_buffers, pages
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.run_folder import RunFolder
 
@@ -22,8 +22,12 @@ def folder(tmp_path):
     return RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
 
 
+def _buffer(num_bytes: int) -> PageBuffer:
+    return page_buffers([num_bytes])[0]
+
+
 def _written(folder, is_touched=False):
-    file, buffer = BlockFile(folder, "records", SIZES, is_touched), PageBuffer(3 * PAGE)
+    file, buffer = BlockFile(folder, "records", SIZES, is_touched), _buffer(3 * PAGE)
     for index in range(len(SIZES)):
         buffer.bytes.fill_(index + 1)
         file.write(index, buffer)
@@ -31,7 +35,7 @@ def _written(folder, is_touched=False):
 
 
 def test_what_was_written_comes_back(folder):
-    file, buffer = _written(folder), PageBuffer(3 * PAGE)
+    file, buffer = _written(folder), _buffer(3 * PAGE)
     for index in (1, 0, 2):
         file.read(index, buffer)
         assert bool((buffer.bytes[: pages(SIZES[index])] == index + 1).all())
@@ -39,7 +43,7 @@ def test_what_was_written_comes_back(folder):
 
 @pytest.mark.parametrize("is_touched", [False, True])
 def test_a_record_never_written_is_zero(folder, is_touched):
-    file, buffer = BlockFile(folder, "records", SIZES, is_touched), PageBuffer(3 * PAGE)
+    file, buffer = BlockFile(folder, "records", SIZES, is_touched), _buffer(3 * PAGE)
     buffer.bytes.fill_(7)
     file.read(1, buffer)
     assert not buffer.bytes.any()
@@ -87,7 +91,7 @@ def _write_past_limit(path: str) -> list[str]:
     import resource
 
     file = BlockFile(RunFolder(path, "vissl-zero-2", rank=0), "records", [PAGE, PAGE], is_touched=False)
-    buffer = PageBuffer(PAGE)
+    buffer = _buffer(PAGE)
     file.write(1, buffer)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
     told = []
@@ -128,7 +132,7 @@ def _zero_page(path):
     ],
 )
 def test_a_file_changed_behind_our_back_is_found(folder, damage, what):
-    file, buffer = _written(folder), PageBuffer(3 * PAGE)
+    file, buffer = _written(folder), _buffer(3 * PAGE)
     damage(folder.path / "records")
     file.read(0, buffer)
     with pytest.raises(OffloadError, match=what):

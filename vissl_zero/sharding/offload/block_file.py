@@ -12,7 +12,8 @@ import logging
 import mmap
 import os
 from collections.abc import Sequence
-from itertools import accumulate
+from contextlib import suppress
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -22,23 +23,38 @@ from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.run_folder import RunFolder
 
 PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 * 2**20
 
 
 class PageBuffer:
-    """Page-aligned memory as a torch tensor of bytes.
+    """Page-aligned memory, as a torch tensor of bytes and as the operating system wants it."""
 
-    Args:
-        num_bytes: rounded up to whole pages.
-    """
-
-    def __init__(self, num_bytes: int):
+    def __init__(self, memory: mmap.mmap, first: int, num_bytes: int):
         self.num_bytes = num_bytes
-        self._memory = mmap.mmap(-1, max(1, pages(num_bytes)))
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[first : first + num_bytes]
+        self._view = memoryview(memory)[first : first + num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
         """The first bytes, for the operating system."""
-        return memoryview(self._memory)[:num_bytes]
+        return self._view[:num_bytes]
+
+
+def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
+    """Buffers of zeros that lie together, ``sizes`` in bytes rounded up to whole pages; memory is taken when written.
+
+    On huge pages, where the system has them: a request is one piece of memory then and not one for each page, so that
+    several fit into the queue of a virtual disk, which otherwise lets one wait for as long as there are others
+    (docs/offload.md).
+    """
+    starts = [0, *accumulate(map(pages, sizes))]
+    num_huge = -(-starts[-1] // _HUGE_PAGE)
+    # Private, unlike mmap's default: shared memory has no huge pages.
+    memory = mmap.mmap(-1, (num_huge + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if starts[-1] >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    return [PageBuffer(memory, first + start, stop - start) for start, stop in pairwise(starts)]
 
 
 class BlockFile:
@@ -119,7 +135,7 @@ class BlockFile:
 
     def _touch(self) -> None:
         largest = max(self._sizes, default=0)
-        buffer = PageBuffer(largest)
+        [buffer] = page_buffers([largest])
         for index in range(len(self._sizes)):
             self.write(index, buffer)
 

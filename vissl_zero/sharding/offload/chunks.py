@@ -33,7 +33,7 @@ class Chunk:
     """Segments of one dtype that are updated together.
 
     Attributes:
-        segments: in the order of the shards.
+        segments: in the order of the shards, at most one of each.
         num_elements: of all of them.
         itemsize: bytes per element.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vissl_zero.sharding.offload.chunks import Chunk, Segment, cut
 
-CHUNK_ELEMENTS = 512 * 1024  # 2 MiB of float32, beside which Adam's state is 4 MiB
+CHUNK_ELEMENTS = 128 * 1024  # 512 KiB of float32, beside which Adam's state is 1 MiB
 
 
 @dataclass(frozen=True)

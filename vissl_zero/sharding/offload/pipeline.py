@@ -1,19 +1,19 @@
-"""Read the records of item k+1 and write those of item k-1 while item k is being updated."""
+"""Read the records of the next items, and write those of the last ones, while one item is being updated."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from torch import Tensor
 
-from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer
+from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer, page_buffers
 
-READ_AHEAD = 2
-WRITE_BEHIND = 2
-NUM_TRAYS = READ_AHEAD + 1 + WRITE_BEHIND
+NUM_TRAYS = 8
+NUM_THREADS = 6  # requests under way; the calls release the interpreter's lock
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Pipeline:
 
     def __init__(self, column_bytes: Sequence[int]):
         self.num_columns = len(column_bytes)
-        self._trays: list[Tray] = [[PageBuffer(size) for size in column_bytes] for _ in range(NUM_TRAYS)]
-        # The calls release the interpreter's lock; as many threads as requests may be under way.
-        self._threads = ThreadPoolExecutor(READ_AHEAD + WRITE_BEHIND, thread_name_prefix="offload")
+        buffers = iter(page_buffers([*column_bytes] * NUM_TRAYS))
+        self._trays: list[Tray] = [[next(buffers) for _ in column_bytes] for _ in range(NUM_TRAYS)]
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offload")
 
     @property
     def memory(self) -> list[Tensor]:
@@ -54,57 +54,53 @@ class Pipeline:
         return [buffer.bytes for tray in self._trays for buffer in tray if buffer.num_bytes]
 
     def run(self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]]) -> None:
-        """Call ``update(position, tray)`` for each item in order, and store the columns that it names.
+        """Call ``update(position, tray)`` for each item, and store the columns that it names.
+
+        Items are taken as the disk has them ready, not in order: it may let one wait for as long as there are others.
+        No two of them may share a record.
 
         Raises:
             OffloadError: a record could not be read or stored; all requests under way have ended then.
         """
-        free = deque(self._trays)
-        ahead = deque(enumerate(items))
-        reads: deque[tuple[int, Tray, Future[None]]] = deque()
-        writes: deque[tuple[Tray, Future[None]]] = deque()
+        coming = deque(enumerate(items))
+        ready: SimpleQueue[Future[tuple[int, Tray] | None]] = SimpleQueue()
+        requests: set[Future[tuple[int, Tray] | None]] = set()
+
+        def send(tray: Tray, old: Item, columns: Collection[int]) -> None:
+            new = coming.popleft() if coming else None
+            request = self._threads.submit(_exchange, tray, old, columns, new)
+            requests.add(request)
+            request.add_done_callback(ready.put)
+
         try:
-            while ahead or reads:
-                while ahead and free and len(reads) <= READ_AHEAD:
-                    position, item = ahead.popleft()
-                    tray = free.popleft()
-                    reads.append((position, tray, self._threads.submit(_read, item, tray)))
-                if not reads:
-                    free.append(_finish(writes))
-                    continue
-                position, tray, reading = reads.popleft()
-                reading.result()
-                if columns := update(position, tray):
-                    writes.append((tray, self._threads.submit(_write, items[position], tray, columns)))
-                else:
-                    free.append(tray)
-                while writes and (writes[0][1].done() or len(writes) > WRITE_BEHIND):
-                    free.append(_finish(writes))
-            while writes:
-                _finish(writes)
+            for tray in self._trays[: len(items)]:
+                send(tray, (), ())
+            while requests:
+                request = ready.get()
+                requests.remove(request)
+                if (turn := request.result()) is not None:
+                    position, tray = turn
+                    columns = update(position, tray)
+                    if columns or coming:
+                        send(tray, items[position], columns)
         finally:
-            for pending in (*(reading for _, _, reading in reads), *(writing for _, writing in writes)):
-                pending.exception()  # wait: the buffers are about to be reused
+            wait(requests)  # their buffers are about to be reused
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
 
-def _read(item: Item, tray: Tray) -> None:
+def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:
+    """Write ``columns`` of the item that ``tray`` holds, then read another into it."""
+    for column in columns:
+        cell = old[column]
+        assert cell is not None
+        cell.file.write(cell.index, tray[column])
+    if new is None:
+        return None
+    position, item = new
     for cell, buffer in zip(item, tray, strict=True):
         if cell is not None and cell.is_read:
             cell.file.read(cell.index, buffer)
-
-
-def _write(item: Item, tray: Tray, columns: Collection[int]) -> None:
-    for column in columns:
-        cell = item[column]
-        assert cell is not None
-        cell.file.write(cell.index, tray[column])
-
-
-def _finish(writes: deque[tuple[Tray, Future[None]]]) -> Tray:
-    tray, writing = writes.popleft()
-    writing.result()
-    return tray
+    return position, tray

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer
+from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer, page_buffers
 
 NUM_BUFFERS = 16
 _NUM_THREADS = 4
@@ -24,7 +24,7 @@ class ReadAhead:
 
     def __init__(self, file: BlockFile, record_bytes: int):
         self._file = file
-        self._buffers = [PageBuffer(record_bytes) for _ in range(NUM_BUFFERS)]
+        self._buffers = page_buffers([record_bytes] * NUM_BUFFERS)
         self._free = deque(self._buffers)
         self._todo: deque[int] = deque()
         self._reads: deque[tuple[int, PageBuffer, Future[None]]] = deque()

@@ -20,7 +20,7 @@ from vissl_zero.sharding.offload.pipeline import Cell, Item, Pipeline, Tray
 from vissl_zero.sharding.offload.run_folder import RunFolder
 from vissl_zero.sharding.offload.state_place import StateInMemory, StateOnDisk, StatePlace
 
-RECORD_BYTES = 4 * 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
+RECORD_BYTES = 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
 _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 
 
@@ -135,7 +135,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         self._distrust()
         with nullcontext() if self._store is None else self._store.updating():
-            self._pipeline.run([self._item(index) for index in active], lambda k, tray: self._update(active[k], tray))
+            pieces: dict[int, Piece] = {}  # of each tensor one; all of them have made the same step
+            items = [self._item(index) for index in active]
+            self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces))
+        for tensor, piece in pieces.items():
+            self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
         self._trust()
 
     def _distrust(self) -> None:
@@ -157,18 +161,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         values, grad = self._store.parameters, self._store.gradients.records
         return [state, Cell(values, record), Cell(grad, record)]
 
-    def _update(self, index: int, tray: Tray) -> tuple[int, ...]:
-        pieces, last = [], {}
+    def _update(self, index: int, tray: Tray, updated: dict[int, Piece]) -> tuple[int, ...]:
+        pieces = {}
         for segment in filter(self._has_grad, self._chunks[index].segments):
-            # A copy for each piece of a tensor: all of them make the same step, counted once, with the last piece.
             state = self._place.views(index, segment, tray[_STATE].bytes) | self._place.scalars(segment.tensor)
-            piece = Piece(self._group_of[segment.tensor], *self._values_and_grad(segment, tray), state)
-            pieces.append(piece)
-            if segment.stop == self._params[segment.tensor].numel():
-                last[segment.tensor] = piece
-        self._kernel.update(pieces)
-        for tensor, piece in last.items():
-            self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
+            values, grad = self._values_and_grad(segment, tray)
+            pieces[segment.tensor] = Piece(self._group_of[segment.tensor], values, grad, state)
+        self._kernel.update(list(pieces.values()))
+        updated |= pieces
         changed = () if self._place.file is None else (_STATE,)
         return changed if self._records[index] is None else (*changed, _VALUES)
 

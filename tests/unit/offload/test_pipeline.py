@@ -1,0 +1,98 @@
+"""Items pass through a few buffers, each once, whatever order the disk answers in."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, page_buffers
+from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.sharding.offload.pipeline import NUM_TRAYS, Cell, Pipeline, Tray
+from vissl_zero.sharding.offload.run_folder import RunFolder
+
+NUM_RECORDS = 5 * NUM_TRAYS
+
+
+class SlowOnce(BlockFile):
+    """A disk that lets the first record wait until it is asked for nothing else."""
+
+    others_are_done = threading.Event()
+
+    def read(self, index: int, buffer: PageBuffer) -> None:
+        """See ``BlockFile``."""
+        if index == 0:
+            assert self.others_are_done.wait(timeout=20)
+        super().read(index, buffer)
+
+
+def _updated(file: BlockFile, pipeline: Pipeline) -> list[int]:
+    """Positions in the order of their updates, each of which adds one to every byte."""
+    order: list[int] = []
+
+    def update(position: int, tray: Tray) -> tuple[int, ...]:
+        tray[0].bytes.add_(1)
+        order.append(position)
+        if len(order) == NUM_RECORDS - 1 and isinstance(file, SlowOnce):
+            file.others_are_done.set()
+        return (0,)
+
+    pipeline.run([[Cell(file, index)] for index in range(NUM_RECORDS)], update)
+    return order
+
+
+@pytest.mark.timeout(60)
+def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> None:
+    file = SlowOnce(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, is_touched=True)
+    pipeline = Pipeline([PAGE])
+    order = _updated(file, pipeline)
+    assert order[-1] == 0 and sorted(order) == list(range(NUM_RECORDS))
+    pipeline.close()
+    [buffer] = page_buffers([PAGE])
+    for index in range(NUM_RECORDS):
+        file.read(index, buffer)
+        assert bool((buffer.bytes == 1).all()), "every record was updated once, and stored"
+
+
+@pytest.mark.timeout(60)
+def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(tmp_path: Path) -> None:
+    file = BlockFile(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, is_touched=True)
+    pipeline = Pipeline([PAGE])
+
+    def fail(position: int, tray: Tray) -> tuple[int, ...]:
+        raise OffloadError(f"at {position}")
+
+    with pytest.raises(OffloadError, match="at "):
+        pipeline.run([[Cell(file, index)] for index in range(NUM_RECORDS)], fail)
+    assert sorted(_updated(file, pipeline)) == list(range(NUM_RECORDS))
+    pipeline.close()
+
+
+def test_buffers_lie_on_huge_pages_apart_from_each_other() -> None:
+    sizes = [2**20, 0, 3 * 2**20 + 1, 5]
+    buffers = page_buffers(sizes)
+    assert [buffer.num_bytes for buffer in buffers] == [2**20, 0, 3 * 2**20 + PAGE, PAGE]
+    assert buffers[0].bytes.data_ptr() % 2**21 == 0
+    for value, buffer in enumerate(buffers):
+        assert not buffer.bytes.any()
+        buffer.bytes.fill_(value)
+    for value, buffer in enumerate(buffers):
+        assert bool((buffer.bytes == value).all())
+        assert bytes(buffer.view(buffer.num_bytes)) == bytes(buffer.bytes.tolist())
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in _kernel_flags(buffers[0].bytes)
+
+
+def _kernel_flags(memory: torch.Tensor) -> list[str]:
+    """What the kernel has noted of the mapping that holds ``memory``; hg: huge pages are wanted."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(address, 16) for address in first.split("-"))
+            is_here = start <= memory.data_ptr() < stop
+        elif is_here and first == "VmFlags:":
+            return line.split()[1:]
+    raise LookupError("no such mapping")
