@@ -2,10 +2,10 @@
 
     python benchmarks/optimizer_streaming.py /path/on/a/local/disk
 
-Prints, each measured in turn, several times over: the pipeline alone, without an update; AdamW's steps with its state
-streamed and in memory; raw direct reads and writes of the same records by a few threads, nothing else, on huge pages
-and on single ones; the same traffic through the page cache and through a memory map; and, where it is installed, fio's
-engines, direct, with the same block and depth, mixed reads and writes. Bytes count once for reading and once for
+Prints, each measured in turn, several times: the pipeline alone, by the size of its records; AdamW's steps with its
+state streamed and in memory; raw direct reads and writes of the same records by a few threads, nothing else, on huge
+pages and on single ones; the same traffic through the page cache and through a memory map; and, where it is installed,
+fio's engines, direct, with the same block and depth, mixed reads and writes. Bytes count once for reading and once for
 writing.
 """
 
@@ -36,26 +36,57 @@ from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
 MIB = 2**20
+RECORD_SIZES = (MIB // 4, MIB // 2, MIB, 2 * MIB, 4 * MIB)
 
 
-def raw(path: Path, num_bytes: int, threads: int, flags: int = os.O_DIRECT, has_huge_pages: bool = True) -> None:
-    """Read and write back every record."""
-    fd = os.open(path, os.O_RDWR | flags)
-    buffers: queue.Queue[memoryview | mmap.mmap] = queue.Queue()
-    for buffer in page_buffers([RECORD_BYTES] * threads):
-        buffers.put(buffer.view(RECORD_BYTES) if has_huge_pages else mmap.mmap(-1, RECORD_BYTES))
+class Stream:
+    """The pipeline by itself: records are read and written back."""
 
-    def one(offset: int) -> None:
-        buffer = buffers.get()
-        os.preadv(fd, [buffer], offset)
-        os.pwritev(fd, [buffer], offset)
-        buffers.put(buffer)
+    def __init__(self, folder: RunFolder, num_bytes: int, record_bytes: int):
+        sizes = [record_bytes] * (num_bytes // record_bytes)
+        self._file = BlockFile(folder, f"records-{record_bytes}", sizes, is_touched=True)
+        self._items = [[Cell(self._file, index)] for index in range(len(sizes))]
+        self._pipeline = Pipeline([record_bytes])
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(one, range(0, num_bytes, RECORD_BYTES)))
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    def run(self) -> None:
+        """Once through all of them."""
+        self._pipeline.run(self._items, lambda position, tray: (0,))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._pipeline.close()
+        self._file.close()
+
+
+class Raw:
+    """Every record is read and written back by a few threads; ``longest`` is the time of the slowest request so far."""
+
+    def __init__(
+        self, path: Path, num_bytes: int, num_threads: int, flags: int = os.O_DIRECT, has_huge_pages: bool = True
+    ):
+        self._path, self._num_bytes, self._num_threads, self._flags = path, num_bytes, num_threads, flags
+        self._buffers: queue.Queue[memoryview | mmap.mmap] = queue.Queue()
+        for buffer in page_buffers([RECORD_BYTES] * num_threads):
+            self._buffers.put(buffer.view(RECORD_BYTES) if has_huge_pages else mmap.mmap(-1, RECORD_BYTES))
+        self.longest = 0.0
+
+    def run(self) -> None:
+        """Once through all of them."""
+        fd = os.open(self._path, os.O_RDWR | self._flags)
+
+        def one(offset: int) -> None:
+            buffer = self._buffers.get()
+            for request in (os.preadv, os.pwritev):
+                start = time.perf_counter()
+                request(fd, [buffer], offset)
+                self.longest = max(self.longest, time.perf_counter() - start)
+            self._buffers.put(buffer)
+
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            list(pool.map(one, range(0, self._num_bytes, RECORD_BYTES)))
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def mapped(path: Path, num_bytes: int) -> None:
@@ -105,21 +136,21 @@ def main() -> None:
     kernel = Kernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
     folder = RunFolder(args.path, new_run_name(), rank=0)
     streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
-    records = BlockFile(folder, "records", [RECORD_BYTES] * (num_bytes // RECORD_BYTES), is_touched=True)
-    pipeline = Pipeline([RECORD_BYTES])
+    streams = {size: Stream(folder, num_bytes, size) for size in RECORD_SIZES}
     scratch = Path(args.path) / "streaming_scratch.bin"
     scratch.touch(mode=0o600, exist_ok=False)
     with scratch.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
+    raws = {
+        "disk, direct, 4 threads": Raw(scratch, num_bytes, 4),
+        "disk, direct, 2 threads": Raw(scratch, num_bytes, 2),
+        "  4 threads, 4 KiB pages": Raw(scratch, num_bytes, 4, has_huge_pages=False),
+        "disk, page cache": Raw(scratch, num_bytes, 4, flags=0),
+    }
     works: dict[str, Callable[[], float | None]] = {
-        "pipeline": lambda: pipeline.run(
-            [[Cell(records, index)] for index in range(num_bytes // RECORD_BYTES)], lambda k, tray: (0,)
-        ),
+        **{f"pipeline, {size // 1024} KiB": stream.run for size, stream in streams.items()},
         "optimizer, streamed": lambda: streamed.step(),
-        "disk, direct, 4 threads": lambda: raw(scratch, num_bytes, 4),
-        "disk, direct, 2 threads": lambda: raw(scratch, num_bytes, 2),
-        "  4 threads, 4 KiB pages": lambda: raw(scratch, num_bytes, 4, has_huge_pages=False),
-        "disk, page cache": lambda: raw(scratch, num_bytes, 4, flags=0),
+        **{name: work.run for name, work in raws.items()},
         "disk, memory map": lambda: mapped(scratch, num_bytes),
         "optimizer, in memory": lambda: in_memory.step(),
     }
@@ -133,13 +164,14 @@ def main() -> None:
             for name, work in works.items():
                 times[name].append(seconds(work))
     finally:
-        pipeline.close()
-        records.close()
+        for stream in streams.values():
+            stream.close()
         streamed.close()
         scratch.unlink()
     for name, found in times.items():
         median = statistics.median(found)
-        print(f"{name:26} {median:7.3f} s  {2 * args.mib / median:7.0f} MiB/s  (fastest {min(found):.3f} s)")
+        slowest = f"  longest request {raws[name].longest * 1000:.0f} ms" if name in raws else ""
+        print(f"{name:26} {median:7.3f} s  {2 * args.mib / median:7.0f} MiB/s  (fastest {min(found):.3f} s){slowest}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(t
     pipeline.close()
 
 
-def test_buffers_lie_on_huge_pages_apart_from_each_other() -> None:
+def test_buffers_lie_on_huge_pages_apart_from_each_other_and_stay_out_of_forks() -> None:
     sizes = [2**20, 0, 3 * 2**20 + 1, 5]
     buffers = page_buffers(sizes)
     assert [buffer.num_bytes for buffer in buffers] == [2**20, 0, 3 * 2**20 + PAGE, PAGE]
@@ -81,12 +81,13 @@ def test_buffers_lie_on_huge_pages_apart_from_each_other() -> None:
     for value, buffer in enumerate(buffers):
         assert bool((buffer.bytes == value).all())
         assert bytes(buffer.view(buffer.num_bytes)) == bytes(buffer.bytes.tolist())
-    if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert "hg" in _kernel_flags(buffers[0].bytes)
+    flags = _kernel_flags(buffers[0].bytes)
+    assert "dc" in flags, "not copied by a fork"
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 def _kernel_flags(memory: torch.Tensor) -> list[str]:
-    """What the kernel has noted of the mapping that holds ``memory``; hg: huge pages are wanted."""
+    """What the kernel has noted of the mapping that holds ``memory``; hg: huge pages, dc: no copy in a child."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]

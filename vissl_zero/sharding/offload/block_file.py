@@ -44,13 +44,15 @@ def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
 
     On huge pages, where the system has them: a request is one piece of memory then and not one for each page, so that
     several fit into the queue of a virtual disk, which otherwise lets one wait for as long as there are others
-    (docs/offload.md).
+    (docs/offload.md). Forked children do not have the memory: of a request under way while the process forks, to load
+    data, say, the result could otherwise be the child's (open(2), O_DIRECT).
     """
     starts = [0, *accumulate(map(pages, sizes))]
     num_huge = -(-starts[-1] // _HUGE_PAGE)
     # Private, unlike mmap's default: shared memory has no huge pages.
     memory = mmap.mmap(-1, (num_huge + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if starts[-1] >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    memory.madvise(mmap.MADV_DONTFORK)
+    if starts[-1] >= _HUGE_PAGE:
         with suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
