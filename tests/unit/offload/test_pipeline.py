@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,21 @@ class SlowOnce(BlockFile):
         super().read(index, buffer)
 
 
+class Watched(BlockFile):
+    """A disk that takes its time, and knows which records it is reading."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.under_way: set[int] = set()
+
+    def read(self, index: int, buffer: PageBuffer) -> None:
+        """See ``BlockFile``."""
+        self.under_way.add(index)
+        time.sleep(0.01 * (1 + index))
+        super().read(index, buffer)
+        self.under_way.discard(index)
+
+
 def _updated(file: BlockFile, pipeline: Pipeline) -> list[int]:
     """Positions in the order of their updates, each of which adds one to every byte."""
     order: list[int] = []
@@ -49,23 +66,29 @@ def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> N
     pipeline = Pipeline([PAGE])
     order = _updated(file, pipeline)
     assert order[-1] == 0 and sorted(order) == list(range(NUM_RECORDS))
+    found: list[int] = []
+
+    def look(position: int, tray: Tray) -> tuple[int, ...]:
+        found.extend(tray[0].bytes.unique().tolist())
+        return ()
+
+    pipeline.run([[Cell(file, index)] for index in range(NUM_RECORDS)], look)
+    assert found == [1] * NUM_RECORDS, "every record was updated once, and stored"
     pipeline.close()
-    [buffer] = page_buffers([PAGE])
-    for index in range(NUM_RECORDS):
-        file.read(index, buffer)
-        assert bool((buffer.bytes == 1).all()), "every record was updated once, and stored"
 
 
 @pytest.mark.timeout(60)
 def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(tmp_path: Path) -> None:
-    file = BlockFile(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, is_touched=True)
+    file = Watched(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
     pipeline = Pipeline([PAGE])
 
     def fail(position: int, tray: Tray) -> tuple[int, ...]:
+        assert file.under_way, "else nothing is shown"
         raise OffloadError(f"at {position}")
 
     with pytest.raises(OffloadError, match="at "):
         pipeline.run([[Cell(file, index)] for index in range(NUM_RECORDS)], fail)
+    assert not file.under_way
     assert sorted(_updated(file, pipeline)) == list(range(NUM_RECORDS))
     pipeline.close()
 
