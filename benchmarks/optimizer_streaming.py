@@ -66,8 +66,9 @@ class Raw:
     ):
         self._path, self._num_bytes, self._num_threads, self._flags = path, num_bytes, num_threads, flags
         self._buffers: queue.Queue[memoryview | mmap.mmap] = queue.Queue()
-        for buffer in page_buffers([RECORD_BYTES] * num_threads):
-            self._buffers.put(buffer.view(RECORD_BYTES) if has_huge_pages else mmap.mmap(-1, RECORD_BYTES))
+        huge = page_buffers([RECORD_BYTES] * num_threads) if has_huge_pages else []
+        for position in range(num_threads):
+            self._buffers.put(huge[position].view(RECORD_BYTES) if huge else mmap.mmap(-1, RECORD_BYTES))
         self.longest = 0.0
 
     def run(self) -> None:

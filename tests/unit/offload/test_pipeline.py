@@ -21,7 +21,9 @@ NUM_RECORDS = 5 * NUM_TRAYS
 class SlowOnce(BlockFile):
     """A disk that lets the first record wait until it is asked for nothing else."""
 
-    others_are_done = threading.Event()
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.others_are_done = threading.Event()
 
     def read(self, index: int, buffer: PageBuffer) -> None:
         """See ``BlockFile``."""
@@ -62,7 +64,7 @@ def _updated(file: BlockFile, pipeline: Pipeline) -> list[int]:
 
 @pytest.mark.timeout(60)
 def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> None:
-    file = SlowOnce(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, is_touched=True)
+    file = SlowOnce(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
     pipeline = Pipeline([PAGE])
     order = _updated(file, pipeline)
     assert order[-1] == 0 and sorted(order) == list(range(NUM_RECORDS))

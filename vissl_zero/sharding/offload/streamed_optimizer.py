@@ -25,7 +25,7 @@ _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Updates shards chunk by chunk: read what chunk k+1 needs, update chunk k, write what chunk k-1 changed.
+    """Updates shards chunk by chunk: meanwhile the next are read, and what the last changed is written.
 
     The arithmetic is the base optimizer's own, on views of the shards or of what was read; only where things rest is
     different. A parameter without gradient is left alone, and its state too.
