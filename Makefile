@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help quickstart test test-slow lint format clean
+.PHONY: help quickstart test test-slow soak lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -23,10 +23,17 @@ test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
 test-slow: $(STAMP) ## The long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+soak: $(STAMP) ## Thousands of spoilt files and mutated configurations; up to an hour, not part of CI.
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
 lint: $(STAMP) ## Linter, formatter and type checker over everything.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP) ## The documentation site, in build/site; a dead link is an error.
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP) ## Format and fix what can be fixed.
 	$(BIN)/ruff format .

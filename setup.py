@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vissl_zero/__init__.py").read_text())
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vissl_zero/version.py").read_text())
 assert VERSION is not None
 
 setup(
@@ -18,13 +18,14 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["vissl_zero*"]),
-    package_data={"vissl_zero": ["py.typed", "conf/**/*.yaml"]},
+    package_data={"vissl_zero": ["py.typed", "conf/**/*.yaml", "config/*.yaml"]},
     install_requires=[
         "torch>=2.11",
         "torchvision>=0.26",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "fairscale>=0.4.13",
+        "timm>=1.0.20",
         "classy-vision>=0.7.0",
         "submitit>=1.5",
         "hydra-submitit-launcher>=1.2",
@@ -38,7 +39,15 @@ setup(
         "xxhash>=3.5",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff", "mypy", "pre-commit"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-randomly>=4",
+            "pytest-rerunfailures>=15",
+            "ruff",
+            "mypy",
+            "pre-commit",
+        ],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero.checkpoint.manifest import Manifest
 from vissl_zero.checkpoint.reader import open_checkpoint
-from vissl_zero.checkpoint.restore import StoredState
+from vissl_zero.checkpoint.resume import StoredState
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.checkpoint.snapshot import Snapshot
 from vissl_zero.config.resolved import ShardingPlan

@@ -41,14 +41,14 @@ WARM_UP = 4  # steps; in the first ones hooks do what they do once
 def bare_step(run: Run, schedules: Schedules, batch: Batch) -> None:
     """What has to be done."""
     schedules.apply(run.sharded, run.step)
-    run.criterion.on_step(run.step, run.epoch)
+    run.method.on_step(run.step, run.epoch)
     with run.sharded.micro_batch(is_last=True):
-        outputs = run.sharded.model(batch.images, run.criterion.probe())
-        run.sharded.backward(run.criterion(outputs, batch))
-    run.criterion.after_micro_batch(outputs, batch)
+        outputs = run.sharded.model(batch.images, run.method.probe())
+        run.sharded.backward(run.method(outputs, batch))
+    run.method.after_micro_batch(outputs, batch)
     run.sharded.step()
     run.sharded.zero_grad()
-    run.sharded.normalize_rows(run.criterion.normalized_rows())
+    run.sharded.normalize_rows(run.method.normalized_rows())
 
 
 class Turns:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-import vissl_zero.torchvision_compat  # or torchvision does not import beside a CPU torch
+import vissl_zero  # or torchvision does not import beside a CPU torch
 from torchvision.transforms import v2
 from PIL import Image
 

@@ -14,8 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import vissl_zero
-import vissl_zero.torchvision_compat  # lets torchvision's CUDA build be imported beside a CPU build of torch
+import vissl_zero  # before torchvision, which it lets be imported beside a CPU build of torch
 
 from torchvision.models import regnet_y_400mf  # isort: skip
 

@@ -13,26 +13,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-import vissl_zero
-import vissl_zero.torchvision_compat  # lets torchvision's CUDA build be imported beside a CPU build of torch
+import vissl_zero  # before torchvision, which it lets be imported beside a CPU build of torch
 
 from torchvision.models import resnet18  # isort: skip
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--level", type=int, default=3)
-parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save", default=None, help="where rank 0 writes the whole weights")
 args = parser.parse_args()
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None].repeat(1, 3, 1, 1) / 16
-images, labels = F.interpolate(images, 32), torch.tensor(digits.target)
+images, labels = F.interpolate(images, 16), torch.tensor(digits.target)
 
 with torch.device("meta"):  # no memory yet: a model larger than this machine can be made so
     model = resnet18(num_classes=10)
-optimizer = {"type": "AdamW", "lr": 2e-3, "weight_decay": 1e-4}
+optimizer = {"type": "AdamW", "lr": 1e-3, "weight_decay": 1e-2}
 zero = {"level": args.level, "gradient_accumulation_steps": 2}
 model, optimizer = vissl_zero.initialize(model, optimizer, zero, seed=1)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 
 generator = torch.Generator().manual_seed(dist.get_rank())
 for step in range(args.steps):
@@ -40,7 +40,8 @@ for step in range(args.steps):
     loss = F.cross_entropy(model(images[chosen]), labels[chosen])
     optimizer.backward(loss)  # scaled by 1/2; every second step() updates
     optimizer.step()
-    if dist.get_rank() == 0 and step % 10 in (0, 9):
+    scheduler.step()
+    if dist.get_rank() == 0 and (step % 20 == 0 or step == args.steps - 1):
         print(f"step {step}  loss {loss.item():.3f}", flush=True)
 
 model.eval()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -38,6 +39,9 @@ from typing import Any
 
 MAX_RANKS = 4
 GRACE_S = 3.0  # for the others to finish once one rank has failed
+# fairscale's wrappers outlive their task, and so do gloo's threads of their groups, which poll without rest once the
+# other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
+MAX_THREADS = 40
 
 
 class RankError(AssertionError):
@@ -151,6 +155,9 @@ class _Pool:
             self._restart(hung)
             failures += [f"rank {task.rank} did not end; it was in:\n{_stack(task)}" for task in hung]
             raise RankError("\n\n".join(failures))
+        if any(_num_threads(process.pid) > MAX_THREADS for process in self._processes):
+            assert set(self.close()) <= {0}
+            self._start()
         return [answers[rank][1] for rank in range(len(tasks))]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
@@ -181,6 +188,10 @@ class _Pool:
         return [process.exitcode for process in self._processes]
 
 
+def _num_threads(pid: int | None) -> int:
+    return len(list(Path(f"/proc/{pid}/task").glob("*")))
+
+
 _pool: _Pool | None = None
 _STACK_SIGNAL = signal.SIGUSR1
 
@@ -193,6 +204,8 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     import torch  # in the forkserver already; the tests that need no ranks must not wait for it
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # torch's own objects: collecting after each task then takes milliseconds
     while (task := pipe.recv()) is not None:
         with task.stack_file.open("w") as stack_file:
             faulthandler.register(_STACK_SIGNAL, stack_file)
@@ -220,6 +233,7 @@ def _run(task: _Task) -> Any:
         timeout=timedelta(seconds=task.group_timeout_s),
     )
     result = function(*args)
+    gc.collect()  # groups that are only in cycles: gloo's threads of a group that its peers have left never rest
     dist.barrier()  # nobody closes connections that a slower rank still uses
     dist.destroy_process_group()
     return result

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vissl_zero.torchvision_compat import install as _let_torchvision_import
+from vissl_zero.version import __version__
+
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.own_loop.initialize import initialize
+    from vissl_zero.own_loop.verify import verify
 
-__version__ = "0.1.0"
-__all__ = ["__version__", "initialize", "load_trunk"]
+_let_torchvision_import()
+
+__all__ = ["__version__", "initialize", "load_trunk", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from vissl_zero.own_loop.initialize import initialize
 
         return initialize
+    if name == "verify":
+        from vissl_zero.own_loop.verify import verify
+
+        return verify
     raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")

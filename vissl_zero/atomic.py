@@ -1,24 +1,32 @@
-"""Files that are whole or absent: whoever reads a folder while it is being written never sees half of one."""
+"""Files on disk: written complete or not at all, and read only if they are regular files."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a link"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISREG, ""))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A free path beside ``path`` to write to; renamed over ``path`` at the end, removed after an error.
 
-    The data reach the disk before the rename, so that a power cut leaves the old file or the new one. Who may read the
-    file is decided by the umask alone, whatever library writes it (safetensors would make it private).
+    The data reach the disk before the rename, so that a power cut leaves the old file or the new one. A link at
+    ``path`` is replaced, never followed. Who may read the file is decided by the umask alone, whatever library writes
+    it (safetensors would make it private).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
+        temporary.unlink(missing_ok=True)
+        # O_EXCL follows no link that stands under this name.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        os.close(fd)
         temporary.unlink()  # some libraries insist on making their file
         yield temporary
         temporary.chmod(mode)
@@ -27,3 +35,42 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
+    """A file descriptor to read ``path``. It never waits: a named pipe in the place of a file is refused.
+
+    Args:
+        path: of a file.
+        follow_links: take what a link points to; for paths that the user names.
+    Raises:
+        OSError: missing, unreadable, or not a regular file; ``strerror`` says which.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and Path(path).is_symlink() and not follow_links:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from None
+        raise
+    if kind := irregular(os.fstat(fd)):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+    return fd
+
+
+def read_regular(path: str | Path, most_bytes: int, *, follow_links: bool = False) -> bytes:
+    """The bytes of a regular file; see ``open_regular``.
+
+    Raises:
+        OSError: as ``open_regular``, or the file has more than ``most_bytes``.
+    """
+    with os.fdopen(open_regular(path, follow_links=follow_links), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        return file.read()
+
+
+def irregular(facts: os.stat_result) -> str:
+    """What something is that is not a regular file ("a folder", "a named pipe"); empty for a regular file."""
+    return next((name for test, name in _KINDS if test(facts.st_mode)), "a device or socket")

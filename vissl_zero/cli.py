@@ -12,8 +12,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
-from vissl_zero.errors import ConfigError, VisslZeroError, did_you_mean
+from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
+from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
+from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
 
 INTERRUPTED = 130
 WORDS = ("list", "doctor", "verify", "checkpoint", "jobs")
@@ -23,16 +26,23 @@ vissl-zero: large vision models trained from a YAML file, on whatever memory the
 Train:
   vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]
     config=quickstart/swav_digits                   a recipe; vissl-zero list recipes lists them
+    config.DATA.TRAIN.DATA_PATHS=/my/photos         images: a folder, or [a,list,of,them]
+    config.DATA.IMG_SIZE=96                         image size: side of the largest crop, pixels
+    config.OPTIMIZER.lr=0.01                        peak learning rate; the schedule keeps its shape
+    config.OPTIMIZER.weight_decay=0.05              weight decay
+    config.OPTIMIZER.num_epochs=100                 epochs
+    config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64      images per process and micro-batch
     config.ZERO.LEVEL=3                             shard optimizer state (1), gradients (2), parameters (3)
     config.DISTRIBUTED.NUM_PROC_PER_NODE=2          processes
-    config.DATA.TRAIN.DATA_PATHS=[/my/photos]       images
+    config.SEED_VALUE=1                             seed
     config.CHECKPOINT.DIR=runs/mine                 the run folder
 
 Look before you train:
   vissl-zero config=<recipe> --dry-run              check everything, print the plan, start nothing
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
   vissl-zero config=<recipe> --help                 the same, with Hydra's hints
-  vissl-zero list recipes|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
+  vissl-zero list recipes [--config-dir <folder>]   recipes; also of a folder of yours
+  vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
@@ -57,6 +67,12 @@ Exit codes: 0 done, 2 your input, 1 a crash, 75 saved and stopped as asked, 130 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the ``vissl-zero`` command and of ``tools/run_distributed.py``; returns the exit code."""
+    if argv is None:
+        if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
+            end_with_parent(int(sweep))
+        _speak_utf8()
+    # `... | head`: who reads has enough, and the run trains on.
+    tolerate_lost_output()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
@@ -67,12 +83,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(error, file=sys.stderr)
         return 2
+    except ProcessLostError as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # `vissl-zero list trunks | head -3`: who reads has enough. Without this, Python complains again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _speak_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where the locale has another encoding.
+
+    Hydra could not read a word with an umlaut there, and a run must find the folders that were made under any locale.
+    """
+    if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8":
+        return
+    command = [os.fsencode(word) for word in (sys.executable, *sys.orig_argv[1:])]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -95,8 +121,9 @@ def _dispatch(arguments: list[str]) -> int:
     if word == "list":
         from vissl_zero.commands.list import list_kind
 
+        rest, folders = _config_dirs(rest)
         _no_more_than(1, word, rest)
-        return list_kind(*rest)
+        return list_kind(rest[0] if rest else "", folders)
     if word == "doctor":
         from vissl_zero.commands.doctor import doctor
 
@@ -114,6 +141,22 @@ def _dispatch(arguments: list[str]) -> int:
     from vissl_zero.commands.train import train
 
     return train(arguments)
+
+
+def _config_dirs(words: list[str]) -> tuple[list[str], list[str]]:
+    """Words without --config-dir, and the folders it names."""
+    rest, folders = [], []
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
+    while words:
+        word = words.pop(0)
+        if word in ("--config-dir", "-cd"):
+            if not words or not Path(words[0]).is_dir():
+                got = f" (got {words[0]!r})" if words else ""
+                raise ConfigError(f"--config-dir: must name a folder that exists{got}. Correct the path.")
+            folders.append(words.pop(0))
+        else:
+            rest.append(word)
+    return rest, folders
 
 
 def _no_more_than(count: int, word: str, rest: list[str]) -> None:

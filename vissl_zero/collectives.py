@@ -58,6 +58,11 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
 
 
+def all_gather_evenly(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, by rank; shape and dtype must be the same on every rank. Cost: one all-gather."""
+    return _all_gather(tensor.detach()) if world_size() > 1 else [tensor.detach().clone()]
+
+
 def broadcast_object(value: T) -> T:
     """Rank 0's ``value`` on every rank, pickled; small objects between ranks of one run only. Cost: two broadcasts."""
     if world_size() == 1:

@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 
+def printable(value: object) -> str:
+    """A value as text that is safe to print: control characters, which could rewrite a terminal, as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(value))
+
+
 class VisslZeroError(Exception):
-    """Root of every error whose message is written for the user; ends the program with exit code 2."""
+    """Root of every error whose message is written for the user; ends the program with exit code 2.
+
+    Messages quote names and texts of files that nobody has checked, so they are made printable here.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(VisslZeroError):
@@ -33,6 +44,11 @@ class DataError(VisslZeroError):
 
 class LaunchError(VisslZeroError):
     """The processes of a run could not be started, or one of them died."""
+
+
+class ProcessLostError(Exception):
+    """A process that this one needs was lost: a sentence for the user, but a crash all the same, after which a run may
+    start again. Not a ``VisslZeroError``: nothing is wrong with the input, and the exit code is 1."""
 
 
 class CheckpointError(VisslZeroError):

@@ -1,4 +1,4 @@
-"""The one component registry: trunks, heads, losses, optimizers, schedulers, transforms, sources, hooks, engines.
+"""The one component registry: methods, trunks, heads, losses, optimizers, schedulers, transforms, ...
 
 A component is a class or a function registered under a name that YAML can say::
 
@@ -19,6 +19,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -53,13 +54,37 @@ class Registry:
         kind: singular noun for messages, such as ``"trunk"``.
         key: the configuration key that names one, for messages.
         builtin: name -> (module that registers it, one sentence). The module is imported on first use.
+        of_methods: name of the table in a method's ``keys.py``, and of the module in its folder, that bring more
+            built-in components of this kind; those of all methods are looked up on first use.
     """
 
-    def __init__(self, kind: str, key: str, builtin: Mapping[str, tuple[str, str]]):
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        builtin: Mapping[str, tuple[str, str]],
+        of_methods: tuple[str, str] | None = None,
+    ):
         self.kind = kind
         self.key = key
-        self._builtin = dict(builtin)
+        self._declared = dict(builtin)
+        self._of_methods = of_methods
         self._components: dict[str, Component] = {}
+
+    def builtin(self) -> list[str]:
+        """Names of the built-in components."""
+        return sorted(self._builtin)
+
+    @cached_property
+    def _builtin(self) -> dict[str, tuple[str, str]]:
+        if self._of_methods is None:
+            return self._declared
+        table, file = self._of_methods
+        found = dict(self._declared)
+        for method, (module, sentence) in METHODS._builtin.items():
+            names = getattr(METHODS.get(method).build, table)
+            found |= {name: (f"{module.rpartition('.')[0]}.{file}", sentence) for name in names}
+        return found
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
         """Decorator that registers a class or function under ``name``.
@@ -125,6 +150,33 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"Registry({self.kind}: {', '.join(self)})"
+
+
+def require_interface(
+    registry: Registry, name: str, part: Any, base: type | None = None, members: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a component of the user's that lacks what the program will ask of it, before anything is run.
+
+    Args:
+        registry: of its kind.
+        name: what YAML says.
+        part: the built component.
+        base: a class that it must be an instance of.
+        members: attribute or method -> what it is, in words.
+    Raises:
+        RegistryError: with everything that is missing; ``docs/extending.md`` has the interfaces.
+    """
+    problems = []
+    if base is not None and not isinstance(part, base):
+        must = f"must be a {base.__module__}.{base.__qualname__}, as every {registry.kind} is"
+        problems.append(Problem(registry.key, f"{name}: {type(part).__name__}", must, "See docs/extending.md."))
+    for member, meaning in (members or {}).items():
+        if not hasattr(part, member):
+            must = f"must have {member}: {meaning}"
+            fix = f"Add it to {type(part).__qualname__}; docs/extending.md has the whole interface."
+            problems.append(Problem(registry.key, name, must, fix))
+    if problems:
+        raise RegistryError(problems)
 
 
 def _same_source(a: Any, b: Any) -> bool:
@@ -201,35 +253,50 @@ def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
 
 _TRUNKS = "vissl_zero.models.trunks"
 _HEADS = "vissl_zero.models.heads"
-_LOSSES = "vissl_zero.losses"
+_METHODS = "vissl_zero.methods"
 _OPTIM = "vissl_zero.optim"
 _DATA = "vissl_zero.data"
 
+METHODS = Registry(
+    "method",
+    "config.LOSS.name",
+    {
+        name: (f"{_METHODS}.{name}.keys", text)
+        for name, text in {
+            "supervised": "Supervised cross-entropy.",
+            "simclr": "SimCLR: NT-Xent between two views, negatives from all ranks.",
+            "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
+            "moco_v3": "MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.",
+            "byol": "BYOL: prediction of a teacher's projection of the other view.",
+            "simsiam": "SimSiam: prediction of the other view, gradient stopped.",
+            "barlow_twins": "Barlow Twins: cross-correlation of two views towards the identity.",
+            "vicreg": "VICReg: variance, invariance and covariance of two views.",
+            "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
+            "swav_momentum": "SwAV with assignments from a teacher.",
+            "dino": "DINO: self-distillation from a teacher that sees the large crops.",
+        }.items()
+    },
+)
 TRUNKS = Registry(
     "trunk",
     "config.MODEL.TRUNK.NAME",
     {
         "regnet": (f"{_TRUNKS}.regnet", "RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width."),
         "resnet": (f"{_TRUNKS}.resnet", "ResNet 18 to 152, by depth and width multiplier."),
+        "vision_transformer": (f"{_TRUNKS}.vision_transformer", "ViT by width, depth, heads and patch size."),
+        "timm": (f"{_TRUNKS}.timm_trunk", "Any timm model by name, written timm/<model>, without its classifier."),
     },
 )
 HEADS = Registry(
     "head",
     "config.MODEL.HEAD.PARAMS",
     {
-        "swav_head": (f"{_HEADS}.swav_head", "Projection MLP and prototypes, as SwAV has it."),
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
+        "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
+    of_methods=("heads", "head"),
 )
-LOSSES = Registry(
-    "loss",
-    "config.LOSS.name",
-    {
-        "swav_loss": (f"{_LOSSES}.swav_loss", "SwAV: swapped prediction of Sinkhorn assignments across crops."),
-        "cross_entropy_multiple_output_single_target": (f"{_LOSSES}.cross_entropy", "Supervised cross-entropy."),
-        "CrossEntropyLoss": (f"{_LOSSES}.cross_entropy", "Supervised cross-entropy."),
-    },
-)
+LOSSES = Registry("loss", "config.LOSS.name", {}, of_methods=("losses", "method"))
 OPTIMIZERS = Registry(
     "base optimizer",
     "config.OPTIMIZER.base_optimizer.name",
@@ -238,6 +305,12 @@ OPTIMIZERS = Registry(
         "adam": (f"{_OPTIM}.elementwise", "Adam, weight decay as an L2 term."),
         "adamw": (f"{_OPTIM}.elementwise", "Adam with decoupled weight decay."),
         "lars": (f"{_OPTIM}.lars", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
+        "muon": (f"{_OPTIM}.whole_tensor", "Muon for matrices and convolutions, AdamW for the rest and for heads."),
+        "lamb": (
+            f"{_OPTIM}.whole_tensor",
+            "LAMB of timm, without its own clipping by the norm of all gradients (that is ``ZERO.clip_grad``).",
+        ),
+        "adafactor": (f"{_OPTIM}.whole_tensor", "Adafactor of torch: second moments by row and column."),
     },
 )
 SCHEDULERS = Registry(
@@ -260,6 +333,11 @@ DATA_SOURCES = Registry(
     "config.DATA.TRAIN.DATA_SOURCES",
     {
         "disk_folder": (f"{_DATA}.sources.disk_folder", "Class folders, or one flat folder of unlabelled images."),
+        "disk_filelist": (f"{_DATA}.sources.disk_filelist", "Image files named by .npy or text lists."),
+        "torchvision_dataset": (
+            f"{_DATA}.sources.torchvision_dataset",
+            "CIFAR, MNIST, STL-10, SVHN, Places and others.",
+        ),
         "digits": (f"{_DATA}.sources.digits", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
         "synthetic": (f"{_DATA}.sources.synthetic", "Seeded images with a learnable class structure, made on the fly."),
     },
@@ -285,7 +363,7 @@ STRATEGIES = Registry(
     "sharding engine",
     "config.ZERO.ENGINE",
     {
-        "torch": ("vissl_zero.sharding.torch_engine.strategy", "torch's DDP and fully_shard, levels 0 to 3."),
+        "torch": ("vissl_zero.sharding.torch_engine.strategy", "Replicas at level 0, fully_shard at 1 to 3."),
         "fairscale": (
             "vissl_zero.sharding.fairscale_engine.strategy",
             "fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (3 on CUDA only).",
@@ -294,6 +372,7 @@ STRATEGIES = Registry(
 )
 
 REGISTRIES: dict[str, Registry] = {
+    "methods": METHODS,
     "trunks": TRUNKS,
     "heads": HEADS,
     "losses": LOSSES,

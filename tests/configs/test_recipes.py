@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,10 @@ def test_recipe_resolves(recipe, images):
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
     if compose(recipe.name).run.MODEL.TRUNK.NAME == "auto":
         trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
-        (images / "config.resolved.yaml").write_text(yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}}}))
+        data = asdict(compose("supervised/digits").run.DATA)
+        (images / "config.resolved.yaml").write_text(
+            yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}, "DATA": data}})
+        )
         overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name

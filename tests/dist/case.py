@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vissl_zero.config.resolved import OptimizerPlan
-from vissl_zero.models.keyed_random import key_dropout
+from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.model import Model
+from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
+from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup, param_groups
 from vissl_zero.sharding.precision import dtype_of
@@ -51,6 +53,7 @@ class Case:
         autocast: dtype of autocast around the forward pass, under loss scaling.
         dtype: of parameters, data and all computation.
         lr: in the first step.
+        trunk: "conv", or one of ``TRUNKS``.
     """
 
     optimizer: str = "sgd"
@@ -77,6 +80,7 @@ class Case:
     autocast: str | None = None
     dtype: str = "float64"
     lr: float = LR
+    trunk: str = "conv"
 
 
 @dataclass
@@ -176,12 +180,44 @@ def _block(width_in: int, width_out: int, case: Case) -> Unit:
     return Unit(nn.Conv2d(width_in, width_out, 3, padding=1, bias=case.norm == "none"), layer, nn.Tanh(), *dropout)
 
 
+def _vision_transformer(case: Case) -> nn.Module:
+    """Positions for 3 x 3 patches, interpolated for 2 x 2; dropout of every kind where ``case.dropout``."""
+    sizes = {"IMAGE_SIZE": 6, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
+    more = {"NUM_REGISTERS": 1, "LAYER_SCALE_INIT": 0.5, "QKV_BIAS": True, "PATCH_DROP_RATE": case.dropout}
+    rates = dict.fromkeys(("DROPOUT_RATE", "ATTENTION_DROPOUT_RATE", "DROP_PATH_RATE"), case.dropout)
+    return VisionTransformer(**sizes, **more, **rates)
+
+
+def _timm(name: str, **model_args: Any) -> Callable[[Case], nn.Module]:
+    return lambda case: build_timm_trunk(name, drop_path_rate=case.dropout, model_args=model_args)
+
+
+TRUNKS: dict[str, Callable[[Case], nn.Module]] = {
+    "vit": _vision_transformer,
+    # A chain of units, with dropped paths.
+    "timm_convnext": _timm("convnext_atto", depths=(1, 1, 1, 2), dims=(5, 6, 7, 8)),
+    # Units within timm's own forward pass, each called once per resolution.
+    "timm_xcit": _timm("xcit_nano_12_p16_224", depth=2, embed_dim=8, num_heads=2, cls_attn_layers=1),
+    # Attention in windows with dropout: rows within a unit are more than the batch has.
+    "timm_swin": _timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=64,
+        window_size=4,
+        depths=(2, 1),
+        embed_dim=8,
+        num_heads=(2, 2),
+        attn_drop_rate=0.2,
+        proj_drop_rate=0.2,
+    ),
+}
+
+
 def build(case: Case) -> nn.Module:
     """The model with its initial weights; the same on every rank."""
     torch.manual_seed(7)
-    trunk = Trunk(case)
+    trunk = TRUNKS[case.trunk](case) if case.trunk in TRUNKS else Trunk(case)
     model = Model(trunk, [Head(trunk.feature_dim, case)]).to(dtype_of(case.dtype))
-    key_dropout(model)
+    key_random_layers(model)
     if case.frozen_trunk:
         trunk.stem.requires_grad_(False)
         trunk.blocks[0].requires_grad_(False)
@@ -222,7 +258,7 @@ def micro_batches(case: Case, step: int) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(1000 + position)
         yield [
             torch.randn(crops, size, 3, side, side, generator=generator, dtype=torch.float64).to(dtype_of(case.dtype))
-            for crops, side in ((2, 6), (1, 4))
+            for crops, side in (((2, 64), (1, 32)) if case.trunk.startswith("timm") else ((2, 6), (1, 4)))
         ]
 
 

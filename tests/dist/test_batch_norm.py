@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.models.unit import Unit
-from vissl_zero.sharding.batch_norm import BatchNorm, batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.batch_norm import BatchNorm, batch_norm_group, convert_batch_norms, synchronise_
 
 NUM_FEATURES = 5
 PLACES = {1: (), 2: (4, 3), 3: (2, 3, 2)}
@@ -96,7 +96,8 @@ def test_groups_share_statistics_among_their_own_ranks_only() -> None:
 
 
 def _half_on_rank(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    layer = BatchNorm(_layer(2, {}).float(), dist.group.WORLD)
+    layer = _layer(2, {}).float()
+    synchronise_(layer, dist.group.WORLD)
     x, grad = _rows(2, 8)
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     x = (x[mine] - 100).to(dtype).requires_grad_()
@@ -119,7 +120,7 @@ def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[st
     seen = []
     for checkpoint in (False, True):
         unit = Unit(_layer(2, {}))
-        convert_batch_norms(unit, batch_norm_group(ranks_per_group, 30))
+        convert_batch_norms(unit, batch_norm_group(ranks_per_group, 30), is_recomputed=True)
         unit.checkpoint = checkpoint
         x = _rows(2, 4)[0].requires_grad_()
         outputs = unit([x, x[:2] * 2])

@@ -17,7 +17,7 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.agreement import ModelsDifferError, require_equal_models
+from vissl_zero.sharding.replica_check import ModelsDifferError, require_equal_models
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Sharded
@@ -348,9 +348,7 @@ def _train_in(level: int, precision: Precision, changes: dict[str, Any]) -> dict
     case = Case(optimizer="larc", clip=1.0)
     sharded = shard(case, level, precision=precision, **changes)
     dtypes: set[torch.dtype] = set()
-    layer = sharded.model.get_submodule(
-        "module.trunk.blocks.0" if level == 0 and dist.get_world_size() > 1 else "trunk.blocks.0"
-    )
+    layer = sharded.model.get_submodule("trunk.blocks.0")
     layer[1].register_forward_hook(lambda module, args, output: dtypes.add((module.weight.dtype, output.dtype)))
     losses = []
     for _ in range(3):
@@ -403,7 +401,7 @@ def _differing(kind: str) -> None:
             weight.copy_(weight.flatten().flip(0).view_as(weight))  # the same values in another order
     with pytest.raises(ModelsDifferError) as caught:
         require_equal_models(model, torch.device("cpu"))
-    expected = {"value": "trunk.blocks.1.0.weight differs between them", "layout": "names or shapes"}[kind]
+    expected = {"value": "trunk.blocks.1.0.weight differs between them", "layout": "The ranks differ in parameters or buffers: rank 0 has"}[kind]
     assert expected in str(caught.value)
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.hook import CheckpointHook
-from vissl_zero.checkpoint.rank_check import RankCheck, RanksDifferError
+from vissl_zero.checkpoint.saver import CheckpointHook
+from vissl_zero.checkpoint.replicated import RankCheck, RanksDifferError
 from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import ResolvedRun
@@ -169,13 +169,13 @@ def test_damaged_files_are_named_and_the_newest_whole_one_is_taken(tmp_path: Pat
         assert str(torn) in skipped[1]
     losses = (tmp_path / "metrics.jsonl").read_text()
     first, lines, again = run_on_ranks(2, _go_on, tmp_path)[0]
-    assert first == 4 and "skipped: " in lines[0] and "Going on from step_000000004" in lines[2]
+    assert first == 4 and "skipped: " in lines[0] and "Resuming from step_000000004" in lines[2]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == NUM_STEPS == len(again)
     assert [text.split('"loss":')[1].split(",")[0] for text in losses.splitlines()] == [f" {loss!r}" for loss in again]
     assert not list((tmp_path / "checkpoints").glob(".*"))
     for path in newest[1:]:
         (path / "manifest.json").unlink()
-    assert "is whole, so there is nothing to go on from" in run_on_ranks(2, _no_whole_one, tmp_path)[0]
+    assert "is complete, so there is nothing to resume from" in run_on_ranks(2, _no_whole_one, tmp_path)[0]
 
 
 def test_a_payload_in_any_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
@@ -237,12 +237,12 @@ def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unl
     )[0]
     assert "Changed since then:\n  config.LOG_FREQUENCY: 10 in the checkpoint, 7 now" in harmless
     assert "config.SEED_VALUE: was 0 when the checkpoint was made" in seed and "ALLOW_CHANGED=[SEED_VALUE]" in seed
-    assert "Going on from step_000000008" in allowed_seed
+    assert "Resuming from step_000000008" in allowed_seed
     assert "ConfigError: config.MODEL.HEAD.PARAMS: was" in head and "shapes" in head
     assert "CheckpointError: heads.0" in allowed_head and "has shape" in allowed_head
     assert "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: was 16" in batch
     assert "config.OPTIMIZER.name: was sgd" in optimizer
-    assert "Going on from step_000000008" in allowed_optimizer
+    assert "Resuming from step_000000008" in allowed_optimizer
 
 
 class _Draws(Hook):
@@ -392,8 +392,8 @@ def _never_finite(folder: Path) -> tuple[str, int]:
     scaled = dataclasses.replace(plan.sharding.precision, use_loss_scale=True)
     plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, precision=scaled))
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
-    forward = run.criterion.forward
-    run.criterion.forward = lambda outputs, batch: forward(outputs, batch) * float("nan" if run.rank else 1)
+    forward = run.method.forward
+    run.method.forward = lambda outputs, batch: forward(outputs, batch) * float("nan" if run.rank else 1)
     run.sharded._loss_scale.scale = 4.0  # type: ignore[attr-defined]
     with pytest.raises(DivergedError) as caught:
         train(run, schedules, frozen, [])

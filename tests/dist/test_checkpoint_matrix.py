@@ -27,7 +27,7 @@ from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.folder import name_of
-from vissl_zero.checkpoint.restore import restore
+from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.engine.build import build_run
@@ -103,8 +103,8 @@ class _Trace(Hook):
         self.samples: list[list[int]] = []
 
     def watch(self, run: Run) -> None:
-        forward = run.criterion.forward
-        run.criterion.forward = lambda outputs, batch: (self._note(batch), forward(outputs, batch))[1]
+        forward = run.method.forward
+        run.method.forward = lambda outputs, batch: (self._note(batch), forward(outputs, batch))[1]
 
     def _note(self, batch: Any) -> None:
         parts: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -163,10 +163,10 @@ def _go_on(folder: Path, sources: list[tuple[str, int]], layout: str, optimizer:
     where.mkdir(exist_ok=True)
     plan = _plan(where, layout, dist.get_world_size(), optimizer)
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
-    forward = run.criterion.forward
+    forward = run.method.forward
     outcomes = []
     for source, num_ranks in sources:
-        run.criterion.forward = forward
+        run.method.forward = forward
         trace = _Trace()
         trace.watch(run)
         with open_checkpoint(folder / source / str(num_ranks) / "checkpoints" / name_of(SAVED_AT)) as checkpoint:

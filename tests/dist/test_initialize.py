@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_not_loaded(tmp_path: Path) -> None:
     place = 8 + int.from_bytes(data[:8], "little") + 3  # of the first parameter
     data[place] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RankError, match=r"No checkpoint in .* is whole.*(?s:.*)do not fit their checksum"):
+    with pytest.raises(RankError, match=r"No checkpoint in .* is complete.*(?s:.*)do not fit their checksum"):
         run_on_ranks(2, _load, str(tmp_path))
     with pytest.raises(CheckpointError, match="do not fit their checksum"):
         read_foreign(tmp_path)

@@ -47,3 +47,8 @@ def test_torchvision_from_the_meta_device(tmp_path):
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert weights["layer4.1.conv2.weight"].shape == (512, 512, 3, 3)
     assert "accuracy" in output
+
+
+@pytest.mark.timeout(120)
+def test_verify_proves_its_loop():
+    assert _run("verify_loop.py", num_ranks=2).startswith("equal: 4 steps in float64")

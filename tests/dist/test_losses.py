@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_on_ranks
-from tests.unit.losses.batches import LossBatch
-from tests.unit.losses.slow_swav import slow_swav
+from tests.unit.methods.batches import LossBatch
+from tests.unit.methods.slow_swav import slow_swav
 from vissl_zero import collectives
-from vissl_zero.losses.criterion import Criterion, build_criterion
-from vissl_zero.losses.sinkhorn import sinkhorn
-from vissl_zero.models.heads.swav_head import SwAVHead
+from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.sinkhorn import sinkhorn
+from vissl_zero.methods.swav.head import SwAVHead
 
 NUM_CROPS, DIM, WIDTH, PROTOTYPES = 3, 4, 5, [6, 3]
 BATCHES = [7, 7, 2, 7]  # samples of each step; two of them over three ranks leave one rank with nothing
 QUEUE = {"queue_length": 10, "start_iter": 1}
 
 
-def _health(criterion: Criterion) -> dict[str, float]:
+def _health(criterion: Method) -> dict[str, float]:
     """As the training loop has it."""
     return criterion.health(collectives.all_reduce_sum(criterion.health_sums().double()))
 
@@ -47,7 +47,7 @@ def _swav_run() -> list[tuple[float, list[Tensor], dict[str, float]]]:
     """Per step: the loss and gradients summed as the training loop does it, and the health."""
     head = _head()
     keys = {"num_crops": NUM_CROPS, "num_prototypes": PROTOTYPES, "embedding_dim": DIM, "queue": QUEUE}
-    criterion = build_criterion({"name": "swav_loss", "swav_loss": keys}).double()
+    criterion = build_method({"name": "swav_loss", "swav_loss": keys}).double()
     results = []
     for step, num_samples in enumerate(BATCHES):
         mine = _mine(num_samples)
@@ -113,7 +113,7 @@ LOGITS = torch.randn(2, 7, 3, dtype=torch.float64, generator=torch.Generator().m
 
 def _cross_entropy_run(weight: list[float] | None) -> tuple[float, Tensor, dict[str, float]]:
     mine = _mine(len(TARGETS))
-    criterion = build_criterion({"name": "CrossEntropyLoss", "CrossEntropyLoss": {"weight": weight}}).double()
+    criterion = build_method({"name": "CrossEntropyLoss", "CrossEntropyLoss": {"weight": weight}}).double()
     logits = LOGITS.clone().requires_grad_()
     batch = LossBatch([2], mine, len(TARGETS), TARGETS[mine])
     loss = criterion([logits[:, mine].flatten(0, 1)], batch) * (len(mine) / len(TARGETS))

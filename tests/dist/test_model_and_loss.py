@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_on_ranks
-from tests.unit.losses.batches import LossBatch
+from tests.unit.methods.batches import LossBatch
 from vissl_zero import collectives
-from vissl_zero.losses.criterion import Criterion, build_criterion
+from vissl_zero.methods.method import Method, build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import Model, build_model
@@ -41,9 +41,9 @@ def _model() -> Model:
     return model.double()
 
 
-def _criterion() -> Criterion:
+def _criterion() -> Method:
     keys = {"num_crops": 4, "num_prototypes": [30], "embedding_dim": 16, "queue": {"queue_length": 20}}
-    return build_criterion({"name": "swav_loss", "swav_loss": keys}).double()
+    return build_method({"name": "swav_loss", "swav_loss": keys}).double()
 
 
 def _crops(step: int, samples: Tensor) -> list[Tensor]:
@@ -56,12 +56,12 @@ def _losses(is_sharded: bool, is_checkpointed: bool) -> list[float]:
     """Train a few steps; the loss of each, over all ranks."""
     model, criterion = _model(), _criterion()
     world_size = collectives.world_size()
-    for unit in model.units():
+    for unit in model.zero_units():
         if isinstance(unit, Unit):
             unit.checkpoint = is_checkpointed
     if is_sharded:
         mesh = dist.init_device_mesh("cpu", (world_size,))
-        for module in (*model.units(), model):
+        for module in (*model.zero_units(), model):
             fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     samples = torch.arange(NUM_SAMPLES)

@@ -39,7 +39,7 @@ class Saboteur(Hook):
         if way == "hang":
             time.sleep(600)
         if way == "nan":  # in the next step
-            run.criterion.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
+            run.method.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
 '''
 
 

@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 
 from tests.launch.test_local_launch import SABOTEUR
 
-pytestmark = pytest.mark.skipif(
-    os.getuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2, for network namespaces"
-)
+pytestmark = [
+    pytest.mark.outside,
+    pytest.mark.skipif(
+        os.getuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2, for network namespaces"
+    ),
+]
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 16
 SMALL = [

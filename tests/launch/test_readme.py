@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import vissl_zero
+from tests.plugins.test_fresh_environment import show_dependencies
 from vissl_zero.config.compose import compose
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+ACTIVATE = "source .venv/bin/activate"
 
 
 def block(language: str, first_line: str) -> str:
@@ -76,3 +81,73 @@ def test_every_recipe_the_readme_names_composes():
     assert "quickstart/swav_digits" in recipes
     for recipe in recipes:
         compose(recipe)
+
+
+def lines(fence: str) -> list[str]:
+    """Command lines of the README, without comments: those of plain code blocks, or of the table of machines."""
+    if fence == "table":
+        return re.findall(r"^\| [^|]+ \| [^|`]*`(vissl-zero [^`]+)`", README, re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [line.split("  #")[0].rstrip() for word, text in blocks if not word for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """What ``git clone`` gives, and what the first ``make`` installs; the pins are those of this environment."""
+    folder = tmp_path_factory.mktemp("clone") / "vissl_zero"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True, timeout=60)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    show_dependencies(folder.parent / "dependencies", folder / f".venv/lib/{version}/site-packages")
+    install = [sys.executable, "-m", "pip", "--python", folder / ".venv/bin/python", "install", "-q", "--no-deps"]
+    install += ["--no-index", "--no-build-isolation", "--disable-pip-version-check", "-e", folder]
+    subprocess.run(install, check=True, timeout=200)
+    (folder / ".venv/.installed").touch()
+    return folder
+
+
+def type_in_a_new_shell(folder: Path, *typed: str, timeout: int = 1100) -> str:
+    """What the lines print, typed one after the other into a shell that knows nothing of this environment."""
+    clean = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder.parent), "LANG": "C.UTF-8"}
+    script = "\n".join(["set -e", *typed])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=clean, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, script + done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1400)
+def test_the_first_lines_work_literally(checkout):
+    clone, *typed = lines("plain")[:4]
+    assert clone == "git clone <this repository> && cd vissl_zero"
+    assert typed == ["make quickstart", "source .venv/bin/activate", "vissl-zero list recipes"]
+    said = type_in_a_new_shell(checkout, *typed)
+    for text in ("data ", "loss ", "kNN top-1 ", "sharding ", "run folder", "config=supervised/folder"):
+        assert text in said, text
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1400)
+def test_the_other_commands_are_accepted_as_printed(checkout):
+    for path in ("path/to/photos/a", "my/train/cat", "my/train/dog", "my/test/cat", "my/test/dog"):
+        (checkout / path).mkdir(parents=True)
+        for index in range(40):
+            Image.new("RGB", (64, 64), (index, 0, 0)).save(checkout / path / f"{index}.png")
+    run = "config=quickstart/swav_digits config.TRAINER.MAX_STEPS=2 config.CHECKPOINT.DIR=runs/my_run"
+    typed = [ACTIVATE, f"vissl-zero {run}"]
+    for line in [*lines("plain"), *lines("table")]:
+        if not line.startswith("vissl-zero ") or "SLURM" in line:  # the SLURM tests submit
+            continue
+        for placeholder, value in (("[/", f"[{checkout}/"), ("<0 or 1>", "0")):
+            line = line.replace(placeholder, value)
+        is_training = line.startswith(("vissl-zero config=", "vissl-zero -m")) and "--dry-run" not in line
+        typed.append(line + " --dry-run" * is_training)
+    assert len(typed) > 12
+    said = type_in_a_new_shell(checkout, *typed)
+    assert said.count("nothing was started") >= len(typed) - 6

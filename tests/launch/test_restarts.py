@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ SMALL = [
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=2",
 ]
 KILLER = '''
-import os, signal
+import multiprocessing, os, signal, time
 from pathlib import Path
 from vissl_zero.engine.hook import Hook
 from vissl_zero.registry import HOOKS
@@ -37,6 +38,26 @@ class Killer(Hook):
         canary = run.folder / "killed"
         if run.rank == run.world_size - 1 and record.step == 5 and not canary.exists():
             canary.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+@HOOKS.register("worker_killer")
+class WorkerKiller(Hook):
+    """Sends a signal to a loader worker at step 5, once."""
+
+    def on_step(self, run, record):
+        canary = run.folder / "killed"
+        if run.rank == 0 and record.step == 5 and not canary.exists():
+            canary.touch()
+            os.kill(multiprocessing.active_children()[0].pid, int(os.environ["SIGNAL"]))
+
+@HOOKS.register("late_killer")
+class LateKiller(Hook):
+    """Has the run asked to stop at step 5, and kills rank 1 before it can save."""
+
+    def on_step(self, run, record):
+        if run.rank == 1 and record.step == 5:
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
 '''
 
@@ -71,7 +92,7 @@ def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, out + err
     assert "rank 1 was ended by SIGKILL" in err and "(restart 1 of at most 1)" in err
-    assert "Going on from step_000000004" in out
+    assert "Resuming from step_000000004" in out
     assert len(losses(tmp_path / "killed")) == 8
     assert json.loads((tmp_path / "killed" / "summary.json").read_text())["world_size"] == num_left
     if num_left == 1:  # that the same number of processes changes no bit, the soak shows
@@ -79,6 +100,31 @@ def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
         out, err = undisturbed.communicate(timeout=100)
         assert undisturbed.returncode == 0, out + err
         assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-10)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_loader_worker_is_a_crash_that_restarts(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("SIGNAL", str(int(number)))
+    plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[worker_killer]", "config.TRAINER.MAX_STEPS=10"]
+    loaders = ["config.DATA.NUM_DATALOADER_WORKERS=1", "config.DATA.WORKER_TIMEOUT_S=10"]
+    again = ["config.DISTRIBUTED.MAX_RESTARTS=1", "config.CHECKPOINT.ASYNC=false"]
+    process = start(tmp_path, "run", *plugin, *again, *loaders)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    said = r"worker 0 \(process \d+, which is stopped\)" if number == signal.SIGSTOP else r"was ended by SIGKILL"
+    assert re.search(said, err) and "(restart 1 of at most 1)" in err and "Traceback" not in err
+    assert len(losses(tmp_path / "run")) == 10
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_dies_after_a_request_to_stop_is_no_success(tmp_path):
+    plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[late_killer]"]
+    process = start(tmp_path, "run", *plugin, "config.DISTRIBUTED.MAX_RESTARTS=1")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1, out + err
+    assert "rank 1 was ended by SIGKILL" in err and "Starting again" not in err
+    assert "It was asked to stop (SIGTERM) and could not save any more." in err
 
 
 @pytest.mark.timeout(200)

@@ -97,6 +97,34 @@ def no_process_mentions(text: str) -> bool:
     return True
 
 
+@pytest.mark.timeout(120)
+def test_a_sweep_that_is_killed_leaves_no_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # also tells its processes from others
+    killed = sweep(tmp_path, "hydra/launcher=local", "config.TRAINER.MAX_STEPS=100000", "config.ZERO.LEVEL=0,3")
+    metrics = tmp_path / "sweep/0/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(_processes_of(tmp_path)) > 2
+    killed.kill()
+    killed.communicate(timeout=20)
+    deadline = time.monotonic() + 20
+    while (left := _processes_of(tmp_path) or list(tmp_path.glob("vissl_zero_*"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def _processes_of(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={folder}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_text())
+        except OSError:  # gone, or another user's
+            continue
+    return [command for command in found if command and str(os.getpid()) not in command]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_sixteen_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_path):

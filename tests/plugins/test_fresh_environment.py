@@ -13,10 +13,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from vissl_zero.config.recipes import list_recipes
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """\
@@ -97,7 +100,7 @@ def environment(request, tmp_path_factory) -> Environment:
     found = Environment(folder / "env/bin/python", folder / "work")
     found.work.mkdir()
     site = Path(found.run(found.python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
-    _show_dependencies(folder / "dependencies", site)
+    show_dependencies(folder / "dependencies", site)
     if request.param == "wheel":
         pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
         found.run(*pip, "-w", folder / "dist", source)
@@ -109,13 +112,34 @@ def environment(request, tmp_path_factory) -> Environment:
     return found
 
 
-def _show_dependencies(folder: Path, site: Path) -> None:
+def show_dependencies(folder: Path, site: Path) -> None:
     """Links to every installed package but vissl-zero, in a folder on the new environment's path."""
     folder.mkdir()
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if not re.match(r"(__editable__|vissl_zero|focal_plugin|broken_plugin|.*\.pth$)", path.name):
             (folder / path.name).symlink_to(path)
     (site / "dependencies.pth").write_text(f"{folder}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_recipe_is_installed_and_the_quickstart_trains(environment):
+    command = environment.python.parent / "vissl-zero"
+    listed = set(re.findall(r"^\+?config\S+", environment.run(command, "list", "recipes"), re.MULTILINE))
+    assert listed >= {recipe.argument for recipe in list_recipes()}
+    run = [command, "config=quickstart/swav_digits", "config.TRAINER.MAX_STEPS=3", "config.CHECKPOINT.DIR=quickstart"]
+    environment.run(*run)
+    assert json.loads((environment.work / "quickstart/summary.json").read_text())["num_steps"] == 3
+    for wheel in environment.work.parent.glob("dist/*.whl"):
+        names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        assert {name for name in names if not name.endswith(".dist-info")} == {"vissl_zero"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_torchvision_imports_after_vissl_zero(environment):
+    said = environment.run(environment.python, "-c", "import vissl_zero, torchvision; print(torchvision.models)")
+    assert "torchvision.models" in said
 
 
 @pytest.mark.slow

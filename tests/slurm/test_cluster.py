@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.slurm.conftest import jobs_of
 
+pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 40
 PACE = '''

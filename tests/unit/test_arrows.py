@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "vissl_zero"
-ANYONE = {"errors", "registry", "collectives", "atomic", "torchvision_compat", "__version__", ""}
+ANYONE = {"errors", "registry", "collectives", "atomic", "lifetime", "torchvision_compat", "version", "__version__", ""}
 # room -> rooms it may import
 ALLOWED = {
     "config": set(),
     "models": {"config"},
-    "losses": {"config"},
+    "methods": {"config", "models"},
     "data": {"config"},
     "optim": {"config"},
-    "sharding": {"config", "models", "losses", "data", "optim"},
+    "sharding": {"config", "models", "methods", "data", "optim"},
     "own_loop": {"config", "optim", "sharding", "checkpoint"},
-    "engine": {"config", "models", "losses", "data", "optim", "sharding"},
-    "checkpoint": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
-    "evaluation": {"config", "models", "losses", "data", "optim", "sharding", "engine"},
-    "reporting": {"config", "models", "losses", "data", "optim", "sharding", "engine", "evaluation"},
+    "engine": {"config", "models", "methods", "data", "optim", "sharding"},
+    "checkpoint": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
+    "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
+    "reporting": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "evaluation"},
     "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
     "commands": {"config", "engine", "checkpoint", "reporting", "launch"},
 }

@@ -83,6 +83,51 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(command, words, text):
     assert "HYDRA_FULL_ERROR" not in os.environ
 
 
+@pytest.fixture
+def vissl(tmp_path: Path) -> Path:
+    """A checkout of VISSL, as far as its recipes go."""
+    path = tmp_path / "vissl" / "configs" / "config" / "pretrain" / "swav" / "swav_8node_resnet.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nconfig: {SEED_VALUE: 43}\n")
+    return tmp_path / "vissl"
+
+
+@pytest.mark.parametrize("level", [".", "configs/config"])
+def test_config_dir_at_the_wrong_level_says_the_right_one(command, vissl, level):
+    code, _, err = command("--config-dir", str(vissl / level), "config=pretrain/swav/swav_8node_resnet")
+    assert code == 2 and err.count("\n") == 1
+    assert f"Write --config-dir {vissl / 'configs'}." in err
+
+
+def test_recipes_of_config_dir_are_known(command, vissl):
+    folder = str(vissl / "configs")
+    code, _, err = command("--config-dir", folder, "config=pretrain/swav/swav_8node_resnett")
+    assert code == 2 and "Did you mean config=pretrain/swav/swav_8node_resnet or" in err
+    for words in (["recipes", "--config-dir", folder], [f"--config-dir={folder}", "recipes"]):
+        code, out, _ = command("list", *words)
+        assert code == 0 and out.startswith("config=pretrain/swav/swav_8node_resnet ")
+    assert "must name a folder that exists (got 'nowhere')" in command("list", "recipes", "--config-dir", "nowhere")[2]
+
+
+@pytest.mark.parametrize("part", ["zero/fsdp", "zero/oss", "benchmark/data/folder"])
+def test_a_part_alone_is_told_that_it_is_one(command, part):
+    group, _, file = part.rpartition("/")
+    assert command(f"config={part}") == (
+        2,
+        "",
+        f"config: must name a complete recipe, and this is a part of one (got '{part}'). "
+        f"Add it to a recipe: vissl-zero config=<recipe> +config/{group}={file}.\n",
+    )
+
+
+def test_a_refused_dry_run_leaves_nothing(command, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    assert command("config=pretrain/swav/my_photos", "--dry-run")[0] == 2
+    words = ("config.CHECKPOINT.DIR=a/new/folder", "--dry-run")
+    assert command("config=pretrain/swav/my_photos", *words)[0] == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_who_asks_for_the_trace_gets_it(command, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     code, _, err = command(QUICKSTART, "config.ZERO.LEVL=1")
@@ -94,9 +139,9 @@ def test_all_problems_at_once(command):
     code, _, err = command(QUICKSTART, "config.ZERO.LEVEL=4", "config.LOSS.name=nope", "config.TRAINER.DTYPE=int8")
     assert code == 2
     assert [line.split(":")[0] for line in err.splitlines()] == [
+        "config.TRAINER.DTYPE",
         "config.LOSS.name",
         "config.ZERO.LEVEL",
-        "config.TRAINER.DTYPE",
     ]
 
 
@@ -209,7 +254,7 @@ def run_python(code: str, folder: Path, **variables: str) -> subprocess.Complete
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -239,6 +284,20 @@ assert main(["{QUICKSTART}", "config.ZERO.LEVEL=4", "config.MACHINE.DEVICE=gpu"]
 assert main(["list", "losses"]) == 0
 heavy = {{"torch", "torchvision", "classy_vision", "sklearn", "numpy"}} & sys.modules.keys()
 assert not heavy, heavy
+"""
+    done = run_python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torchvision_imports_after_vissl_zero_also_where_it_failed_before(tmp_path):
+    code = """
+import sys
+try:
+    import torchvision
+except RuntimeError as error:
+    assert "nms does not exist" in str(error)
+import vissl_zero, torchvision
+assert torchvision.models.resnet18(num_classes=3).fc.out_features == 3
 """
     done = run_python(code, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import vissl_zero
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
@@ -64,7 +63,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
         renamed = to_other_names(ours, names)
         pairs, left_out = renamed.names, renamed.unknown
         _require_trunk_names(pairs, left_out, names)
-    weights.require_whole(pairs.values())
+    weights.require_undamaged(pairs.values())
     entries = [
         Entry(new, weights.tensors[old].dtype, weights.tensors[old].shape, partial(weights.read, old))
         for new, old in pairs.items()
@@ -83,7 +82,7 @@ def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], None]:
 
 
 def _write_safetensors(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
-    write_shard_file(path, entries, metadata)
+    write_shard_file(path, entries, metadata, with_checksums=True)
 
 
 def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
@@ -103,7 +102,7 @@ def write_aside(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _metadata(weights: Weights) -> dict[str, str]:
-    known = {"format": "pt", "vissl_zero": vissl_zero.__version__}  # other libraries look for the format
+    known = {"format": "pt"}  # other libraries look for it
     if isinstance(weights.store, Checkpoint):
         manifest = weights.store.manifest
         return known | {"recipe": manifest.recipe, "step": str(manifest.step)}

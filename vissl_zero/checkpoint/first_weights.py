@@ -12,7 +12,7 @@ from vissl_zero import collectives
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.matching import Match, match
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, printable
 
 _FOUND_BY_ITSELF = ("classy_state_dict", "")
 
@@ -44,7 +44,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> None:
         tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
         _say(f"Beginning with {len(found.entries)} tensors of {options['PARAMS_FILE']} ({foreign.layout}).")
-        for sentence in found.sentences():
+        for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
             _say(sentence)
 
 
@@ -61,4 +61,4 @@ def _require(found: Match, path: str, heads_must_fit: bool) -> None:
 
 
 def _say(line: str) -> None:
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    rich.get_console().print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+from vissl_zero.checkpoint.manifest import LaterFormatError
 from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from vissl_zero.errors import CheckpointError
 
@@ -39,13 +40,15 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None) -> Checkpoint:
+def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
     """The checkpoint at ``path``, or, for a run folder, its newest that opens.
 
     Args:
         path: of either.
         passed_over: gets a sentence for each newer one that does not open.
+        with_data: read the data against their checksums too; what is damaged does not count as opening.
     Raises:
+        LaterFormatError: one that is newer than the newest that opens was written by a later vissl_zero.
         CheckpointError: there is none; the message says why each that is there does not open.
     """
     path = Path(path)
@@ -53,11 +56,13 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None) ->
     if not candidates:
         if path.is_dir() and not (path / "manifest.json").exists():
             raise CheckpointError(f"{path} holds no checkpoint.")
-        return open_checkpoint(path)
+        return _opened(path, with_data)
     reasons = []
     for candidate in candidates:
         try:
-            return open_checkpoint(candidate)
+            return _opened(candidate, with_data)
+        except LaterFormatError:
+            raise
         except CheckpointError as error:
             reasons.append(str(error))
             if passed_over is not None:
@@ -65,13 +70,30 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None) ->
     raise CheckpointError(f"{path} holds no checkpoint that opens:\n" + "\n".join(reasons))
 
 
+def _opened(path: Path, with_data: bool) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    problems = list(checkpoint.verify()) if with_data else []
+    if problems:
+        checkpoint.close()
+        raise CheckpointError("\n".join(problems))
+    return checkpoint
+
+
 def remove_leftovers(run_folder: Path) -> list[str]:
     """Remove what interrupted saves have left; gives the names. One process calls this, with no save under way."""
     folder = run_folder / FOLDER_NAME
     found = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
     for path in found:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     return [path.name for path in found]
+
+
+def _remove(path: Path) -> None:
+    """A folder with what is in it; a link itself, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None = None) -> list[Path]:
@@ -95,8 +117,8 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
             continue
         # Renamed first: half a checkpoint must never stand under the name of a whole one.
         doomed = path.with_name(f".{path.name}.old")
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
         path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
         removed.append(path)
     return removed

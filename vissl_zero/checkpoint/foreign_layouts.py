@@ -13,15 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from vissl_zero.checkpoint.foreign_file import read_torch_file
 from vissl_zero.checkpoint.foreign_optimizer import OptimizerState, optimizer_state
-from vissl_zero.checkpoint.fsdp_shards import whole_tensors
+from vissl_zero.checkpoint.fsdp_shards import full_tensors
+from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry
-from vissl_zero.checkpoint.weights import WeightsFile, is_torch_file, open_weights
+from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
+from vissl_zero.checkpoint.weights import is_torch_file, open_weights
 from vissl_zero.errors import CheckpointError, did_you_mean
 
 _MODEL = ("classy_state_dict", "base_model", "model")
@@ -37,13 +36,15 @@ class Foreign:
     Attributes:
         layout: what the file turned out to be, in words.
         entries: tensors under their names there, read one by one.
-        no_tensors: names of entries of the state dict that are no tensors.
+        passed_over: a sentence for each newer checkpoint of a run folder that is damaged.
+        no_tensors: names of entries of the state dict that are not plain tensors.
         iteration, epoch: of the run that wrote it; 0 where it does not say.
         optimizer: its state, by names as in ``entries``; of checkpoints of training only.
     """
 
     layout: str
     entries: list[Entry] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
     no_tensors: list[str] = field(default_factory=list)
     iteration: int = 0
     epoch: int = 0
@@ -58,17 +59,33 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
         key: where a torch file holds the state dict, with dots between ("model.encoder"); empty: found by itself.
     Raises:
         CheckpointError: unreadable, damaged, refused, or without weights.
-    Cost: a checkpoint of ours is read once against its checksums.
+    Cost: what carries checksums is read once against them.
     """
-    if path.is_dir() or (path.is_file() and not is_torch_file(path)):
-        weights = open_weights(path)
-        weights.require_whole()
-        layout = "safetensors" if isinstance(weights.store, WeightsFile) else "a checkpoint of vissl_zero"
-        entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
-        return Foreign(layout, entries)
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
+    if not is_torch_file(path):
+        return _ours_or_safetensors(path)
     content = read_torch_file(path)
+    try:
+        return _foreign(content, key, path)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise CheckpointError(f"{path} is laid out as no program is known to do it ({reason}).") from error
+
+
+def _ours_or_safetensors(path: Path) -> Foreign:
+    passed_over: list[str] = []
+    weights = open_weights(path, passed_over, with_data=True)
+    layout = "safetensors"
+    if isinstance(weights.store, Checkpoint):
+        layout = f"the checkpoint of step {weights.store.manifest.step}, {weights.path}"
+    elif path.is_dir():
+        layout = f"the weights of the end of the run, {weights.path}"
+    entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
+    return Foreign(layout, entries, passed_over)
+
+
+def _foreign(content: Any, key: str, path: Path) -> Foreign:
     if key:
         return _state_dict(_at(content, key, path), f"a torch file, at {key}", path)
     kind = content.get("type") if isinstance(content, Mapping) else None
@@ -115,7 +132,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
         prefix = f"heads.{index}."
         if meta:
             states = [model["heads"][index] for model in models]
-            _add_entries(found, whole_tensors(states, [entry["heads"][index] for entry in metas]), prefix)
+            _add_entries(found, full_tensors(states, [entry["heads"][index] for entry in metas]), prefix)
         else:
             _add(found, heads[index], prefix)
     return _not_empty(found, path)
@@ -126,7 +143,7 @@ def _whole(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]], part
         found = Foreign("")
         _add(found, models[0].get(part, {}), "")
         return found.entries
-    return whole_tensors([model[part] for model in models], [meta[part] for meta in metas])
+    return full_tensors([model[part] for model in models], [meta[part] for meta in metas])
 
 
 def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
@@ -148,7 +165,7 @@ def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
 def _slice(path: Path) -> Tensor:
     content = read_torch_file(path)
     weight = content.get("weight") if isinstance(content, Mapping) and content.get("type") == "slice" else None
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or not is_plain_tensor(weight):
         raise CheckpointError(f"{path} is no slice of a VISSL checkpoint.")
     return weight.detach()
 
@@ -186,7 +203,7 @@ def _add(found: Foreign, state: Any, prefix: str) -> None:
         found.no_tensors.append(prefix.rstrip("."))
         return
     for name, value in state.items():
-        tensor = _tensor(value)
+        tensor = _tensor(value) if isinstance(name, str) else None
         if tensor is None:
             found.no_tensors.append(f"{prefix}{name}")
         else:
@@ -198,11 +215,9 @@ def _add_entries(found: Foreign, entries: list[Entry], prefix: str) -> None:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value.detach() if value.layout == torch.strided and not value.is_quantized else None
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.from_numpy(np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="))))
-    return None
+    if isinstance(value, NumpyArray):
+        return value.tensor()
+    return value.detach() if is_plain_tensor(value) else None
 
 
 def _heads(heads: Any) -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.checkpoint.shard_file import Entry
+from vissl_zero.checkpoint.torch_file import is_plain_tensor
 from vissl_zero.errors import CheckpointError
 
 
@@ -36,7 +37,7 @@ class _Group:
     is_whole: bool
 
 
-def whole_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> list[Entry]:
+def full_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> list[Entry]:
     """Parameters, each put together when it is read, and buffers as rank 0 has them.
 
     Args:
@@ -52,7 +53,9 @@ def whole_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Map
             entries.append(Entry(target, found.dtype, found.shape, found.read))
         names = {entry.key for entry in entries}
         buffers = {name: states[0][name] for name in metadata[0]["buffer_names"] if name not in names}
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+        if not all(is_plain_tensor(buffer) for buffer in buffers.values()):
+            raise TypeError("a buffer is not a plain tensor")
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration) as error:
         raise CheckpointError(f"The shards lack what fairscale writes ({type(error).__name__}: {error}).") from error
     return entries + [Entry.of(name, buffer) for name, buffer in buffers.items()]
 
@@ -97,12 +100,18 @@ def _old_groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str,
 def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entry]:
     parts = []
     for state, padding in zip(states, group.padding, strict=True):
-        part = state[group.key].reshape(-1)
+        if not is_plain_tensor(state[group.key]):
+            raise CheckpointError(f"The shards of {group.key} are not plain tensors.")
+        part = state[group.key].detach().reshape(-1)
         if not 0 <= padding <= part.numel():
             raise CheckpointError(f"The shards of {group.key} have impossible padding.")
         parts.append(part[: part.numel() - padding])
         if group.is_whole:
             break
+    if any(part.dtype != parts[0].dtype for part in parts):
+        raise CheckpointError(f"The shards of {group.key} have different types.")
+    if not all(type(size) is int and size >= 0 for shape in group.shapes for size in shape):
+        raise CheckpointError(f"The parameters of {group.key} have impossible shapes.")
     sizes = [prod(shape) for shape in group.shapes]
     have = sum(part.numel() for part in parts)
     if sum(sizes) != have:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import vissl_zero
 from vissl_zero.checkpoint.export import SAFETENSORS, write_aside
 from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.foreign_layouts import Foreign
@@ -21,6 +20,7 @@ from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS
 from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import OPTIMIZER, Part
+from vissl_zero.version import __version__
 
 _BUFFER_ENDINGS = ("running_mean", "running_var", COUNTERS)
 
@@ -42,7 +42,7 @@ def write_imported(
     if target.suffix in SAFETENSORS:
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
-        metadata = {"format": "pt", "vissl_zero": vissl_zero.__version__, "imported": foreign.layout}
+        metadata = {"format": "pt", "imported": foreign.layout}
         write_aside(target, lambda temporary: _write_file(temporary, found, metadata))
         reason = foreign.optimizer.reason
         if foreign.optimizer.of:
@@ -57,7 +57,7 @@ def write_imported(
 
 
 def _write_file(path: Path, found: Match, metadata: Mapping[str, str]) -> None:
-    write_shard_file(path, found.entries, metadata)
+    write_shard_file(path, found.entries, metadata, with_checksums=True)
 
 
 def _optimizer_state(
@@ -76,7 +76,7 @@ def _optimizer_state(
         lost = sorted(optimizer.of.keys() - set(found.theirs.values()))
         reason = f"{len(lost)} parameters that have some are left out themselves, such as {lost[0]}"
     if reason:
-        return {}, f"Optimizer state is not taken: {reason}. A run that goes on from here begins with none."
+        return {}, f"Optimizer state is not taken: {reason}. A run that resumes from here starts with none."
     kinds = sorted({key for of_one in state.values() for key in of_one})
     return state, f"Optimizer state is taken: {', '.join(kinds)} of {len(state)} parameters." if state else ""
 
@@ -104,7 +104,7 @@ def _write_checkpoint(
         engine="torch",
         global_batch=int(config.get("global_batch", 0)),
         recipe=f"imported: {foreign.layout}",
-        vissl_zero=vissl_zero.__version__,
+        vissl_zero=__version__,
         torch=str(torch.__version__),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ranks={},

@@ -14,13 +14,19 @@ from typing import Any
 import torch
 import xxhash
 
+from vissl_zero.atomic import read_regular
 from vissl_zero.errors import CheckpointError
 
 FORMAT = "vissl_zero checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _RANK_FILE = re.compile(r"rank\d{5,7}")
-_MAX_JSON_BYTES = 2**30
+_MAX_JSON_BYTES = 2**28
+_MAX_DEPTH = 100
+
+
+class LaterFormatError(CheckpointError):
+    """A checkpoint of a later version of vissl_zero. It is never passed over for an older one, nor replaced."""
 
 
 @dataclass(frozen=True)
@@ -154,30 +160,49 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     """Body and digest of a JSON file of ours.
 
     Raises:
-        CheckpointError: missing, a link, damaged, not ours, or of a later version.
+        LaterFormatError: a later version has written it.
+        CheckpointError: missing, no regular file, damaged or not ours.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > _MAX_JSON_BYTES:
-                raise CheckpointError(f"{path} is too large for what it should be.")
-            whole = json.loads(file.read())
+        whole = json.loads(read_regular(path, _MAX_JSON_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON.") from error
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not part of a vissl_zero checkpoint.")
     version = whole.get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version!r}; this vissl_zero reads version {FORMAT_VERSION}. "
+    if type(version) is int and version > FORMAT_VERSION:
+        raise LaterFormatError(
+            f"{path} has format version {version}; this vissl_zero reads version {FORMAT_VERSION}. "
             "Open it with the version of vissl_zero that wrote it, or a later one."
         )
     body = whole.get("body")
-    if not isinstance(body, dict) or xxhash.xxh3_64_hexdigest(canonical(body).encode()) != whole.get("xxh3"):
+    if _is_deeper(body, _MAX_DEPTH):
+        raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
+    try:
+        digest = xxhash.xxh3_64_hexdigest(canonical(body).encode())
+    except (ValueError, RecursionError):  # NaN, half of a surrogate pair
+        digest = ""
+    if (
+        type(version) is not int
+        or version != FORMAT_VERSION
+        or not isinstance(body, dict)
+        or digest != whole.get("xxh3")
+    ):
         raise CheckpointError(f"{path} is damaged: its content does not fit its checksum.")
-    return body, str(whole["xxh3"])
+    return body, digest
+
+
+def _is_deeper(tree: Any, most: int) -> bool:
+    level = [tree]
+    for _ in range(most):
+        level = [item for node in level if isinstance(node, dict) for item in node.values()] + [
+            item for node in level if isinstance(node, list) for item in node
+        ]
+        if not level:
+            return False
+    return True
 
 
 def canonical(body: Any) -> str:
@@ -191,19 +216,26 @@ def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     Raises:
         CheckpointError: fields are missing or of the wrong kind, or a file name leads elsewhere.
     """
-    known = {f.name: f for f in fields(Manifest)}
+    known = {f.name for f in fields(Manifest)}
     try:
         manifest = Manifest(**{key: value for key, value in body.items() if key in known})
     except TypeError as error:
         raise CheckpointError(f"{path} lacks what a manifest must have.") from error
-    numbers = (manifest.step, manifest.epoch, manifest.epoch_samples, manifest.position, manifest.world_size)
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(manifest.ranks, dict):
-        raise CheckpointError(f"{path} has fields of the wrong kind.")
-    if not all(isinstance(field, dict) for field in (manifest.config, manifest.hooks, manifest.results)):
+    m = manifest
+    numbers = (m.step, m.epoch, m.epoch_samples, m.position, m.world_size, m.level, m.global_batch)
+    texts = (m.engine, m.recipe, m.vissl_zero, m.torch, m.created)
+    blocks = (m.ranks, m.config, m.criterion, m.hooks, m.results, m.loss_scale or {})
+    is_sound = all(_is_count(number) for number in numbers) and all(isinstance(text, str) for text in texts)
+    is_sound = is_sound and isinstance(m.groups, list) and all(isinstance(group, dict) for group in m.groups)
+    if not is_sound or not all(isinstance(block, dict) for block in blocks):
         raise CheckpointError(f"{path} has fields of the wrong kind.")
     for name in manifest.ranks:
         require_plain_name(name)
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
@@ -214,14 +246,19 @@ def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
     """
     try:
         pieces = {
-            name: PieceFacts(**{**piece, "shape": tuple(int(size) for size in piece["shape"])})
-            for name, piece in body["pieces"].items()
+            name: PieceFacts(**{**piece, "shape": tuple(piece["shape"])}) for name, piece in body["pieces"].items()
         }
         rank = RankManifest(**{**body, "pieces": pieces})
-        numbers = [number for piece in pieces.values() for number in (piece.first_element, piece.num_elements)]
-        if not all(type(number) is int and number >= 0 for number in (*numbers, rank.num_bytes)):
+        numbers = [number for p in pieces.values() for number in (p.first_element, p.num_elements, *p.shape)]
+        texts = [text for p in pieces.values() for text in (p.dtype, p.digest)]
+        if not all(_is_count(number) for number in (*numbers, rank.num_bytes)):
             raise ValueError
-        if not isinstance(rank.scalars, dict) or not isinstance(rank.rng, dict):
+        if not all(isinstance(text, str) for text in (*texts, rank.header_digest)):
+            raise ValueError
+        if any(math.prod(max(size, 1) for size in p.shape) >= 2**63 or len(p.shape) > 64 for p in pieces.values()):
+            raise ValueError
+        blocks = (rank.rng, rank.scalars, *rank.scalars.values())
+        if not all(isinstance(block, dict) for block in blocks):
             raise ValueError
         return rank
     except (TypeError, KeyError, ValueError, AttributeError) as error:

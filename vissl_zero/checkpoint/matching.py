@@ -50,7 +50,7 @@ class Match:
             ("other shape, left out", shapes),
             ("not in the file", [name for name in self.missing if not name.endswith(COUNTERS)]),
             ("not understood, left out", self.unknown),
-            ("no tensors, left out", self.no_tensors),
+            ("not plain tensors, left out", self.no_tensors),
         )
         for title, names in kinds:
             if names:
@@ -76,7 +76,7 @@ def match(
     found = Match(no_tensors=list(foreign.no_tensors))
     renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in foreign.entries}
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
-    ours = to_our_names(name for name in renamed if name not in direct)
+    ours = to_our_names((name for name in renamed if name not in direct), shapes or ())
     found.unknown += [renamed[name].key for name in ours.unknown]
     for name, old in {**ours.names, **direct}.items():
         entry = renamed[old]

@@ -68,7 +68,7 @@ class Checkpoint:
             if rank_digest != digest:
                 raise CheckpointError(f"{rank_path} is not the file that the manifest lists.")
             rank = self.ranks[stem] = rank_manifest_from(rank_body, rank_path)
-            self._require_whole(stem, rank)
+            self._require_described(stem, rank)
             for name, facts in rank.pieces.items():
                 piece = _Piece(facts.first_element, facts.num_elements, stem)
                 found.setdefault(name, []).append((piece, facts))
@@ -164,7 +164,7 @@ class Checkpoint:
             self._files[stem] = ShardFile(self.path / f"{stem}.safetensors")
         return self._files[stem]
 
-    def _require_whole(self, stem: str, rank: RankManifest) -> None:
+    def _require_described(self, stem: str, rank: RankManifest) -> None:
         """The data file is the one that the rank's manifest describes, and has its size."""
         with opened(self.path / f"{stem}.safetensors") as file:
             if file.num_bytes != rank.num_bytes or file.header_digest != rank.header_digest:

@@ -1,22 +1,29 @@
-"""Going on from the newest checkpoint that is whole: which one that is, and what was passed over."""
+"""Resuming from the newest complete checkpoint: which one that is, and filling a freshly built run from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vissl_zero import collectives
-from vissl_zero.checkpoint.config_difference import describe, differences, require_resumable
+from vissl_zero.checkpoint.comparison import describe, differences, require_resumable
 from vissl_zero.checkpoint.folder import find_checkpoints, remove_leftovers
-from vissl_zero.checkpoint.reader import open_checkpoint
-from vissl_zero.checkpoint.restore import restore
+from vissl_zero.checkpoint.manifest import LaterFormatError, stem_of
+from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from vissl_zero.checkpoint.replicated import stored_name
+from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, printable
+from vissl_zero.sharding.state import restore_counters
+from vissl_zero.sharding.strategy import Sharded
 
 _MOST_LINES = 20
 
@@ -26,8 +33,8 @@ class Found:
     """What the search for a checkpoint came to; equal on every rank.
 
     Attributes:
-        path: the newest whole one; None: the run folder has none at all.
-        skipped: a sentence for each newer one that is not whole.
+        path: the newest complete one; None: the run folder has none at all.
+        skipped: a sentence for each newer one that is not complete.
     """
 
     path: Path | None = None
@@ -41,7 +48,8 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
         run_folder: the same on every rank.
         nth_newest: 1: the newest, 2: the one before it, ...
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        LaterFormatError: a later vissl_zero has written one that is newer than the newest complete one.
+        CheckpointError: there are checkpoints, and none is complete.
     """
     paths = collectives.broadcast_object(find_checkpoints(run_folder) if collectives.rank() == 0 else [])
     found = Found()
@@ -54,17 +62,17 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
     if paths:
         reasons = "\n".join(found.skipped[:_MOST_LINES] or [f"There is no {nth_newest}th newest."])
         raise CheckpointError(
-            f"No checkpoint in {run_folder} is whole, so there is nothing to go on from:\n{reasons}\n"
+            f"No checkpoint in {run_folder} is complete, so there is nothing to resume from:\n{reasons}\n"
             "Restore one from a copy, or move the folder 'checkpoints' away to train from the start."
         )
     return found
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
-    """Put ``run`` where its newest whole checkpoint was made; leave it alone if there is none. Collective.
+    """Put ``run`` where its newest complete checkpoint was made; leave it alone if there is none. Collective.
 
     Raises:
-        CheckpointError: checkpoints are there and none is whole, or it is of another model.
+        CheckpointError: checkpoints are there and none is complete, or it is of another model.
         ConfigError: the configuration has changed in what must not change.
     """
     options = plan.config["CHECKPOINT"]
@@ -90,27 +98,138 @@ def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
     changed = describe(differences(manifest.config, as_data(plan)))
     ranks = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
     lines.append(
-        f"Going on from {found.path.name} (step {manifest.step}, epoch {manifest.epoch}; written at ZeRO level "
+        f"Resuming from {found.path.name} (step {manifest.step}, epoch {manifest.epoch}; written at ZeRO level "
         f"{manifest.level}, {manifest.engine} engine, {ranks})."
     )
     if changed:
         lines += ["Changed since then:", *(f"  {line}" for line in changed[:_MOST_LINES])]
     if len(changed) > _MOST_LINES:
         lines.append(f"  ... and {len(changed) - _MOST_LINES} more")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _problems(path: Path) -> list[str]:
     """What is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
     rank, world_size = collectives.rank(), collectives.world_size()
     own: list[str] = []
+    later: LaterFormatError | None = None
     try:
         with open_checkpoint(path) as checkpoint:
             own = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
+    except LaterFormatError as error:
+        later = error
     except CheckpointError as error:
         own = [str(error)]
-    if world_size == 1:
-        return own
-    gathered: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(gathered, own)
-    return list(dict.fromkeys(sentence for part in gathered for sentence in part))
+    gathered: list[tuple[list[str], LaterFormatError | None]] = [(own, later)]
+    if world_size > 1:
+        gathered = gathered * world_size
+        dist.all_gather_object(gathered, (own, later))
+    if found := next((error for _, error in gathered if error), None):
+        raise LaterFormatError(
+            f"{found}\nTo resume without it, move {path} away: training on from an older checkpoint would replace it."
+        )
+    return list(dict.fromkeys(sentence for sentences, _ in gathered for sentence in sentences))
+
+
+class StoredState:
+    """A checkpoint as strategies read it (``sharding.state.SavedState``).
+
+    Args:
+        checkpoint: open.
+        with_optimizer: False: as if no optimizer state had been stored.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, with_optimizer: bool = True):
+        self._checkpoint = checkpoint
+        self._with_optimizer = with_optimizer
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See ``SavedState``."""
+        info = self._checkpoint.tensors.get(name)
+        return None if info is None else info.shape
+
+    def names(self, prefix: str) -> list[str]:
+        """See ``SavedState``."""
+        if prefix.startswith("optimizer/") and not self._with_optimizer:
+            return []
+        return [name for name in self._checkpoint.tensors if name.startswith(prefix)]
+
+    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
+        """See ``SavedState``."""
+        self._checkpoint.read_into(name, first_element, out)
+
+    def scalars(self, parameter: str) -> Mapping[str, Any]:
+        """See ``SavedState``."""
+        return self._checkpoint.scalars(parameter) if self._with_optimizer else {}
+
+    @property
+    def loss_scale(self) -> Mapping[str, Any] | None:
+        """See ``SavedState``."""
+        return self._checkpoint.manifest.loss_scale
+
+
+def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
+    """Put ``run`` where the checkpoint was made. Every rank calls it, before ``train``.
+
+    On the number of ranks that wrote it, what each rank had of its own (random numbers, batch norm that is not
+    synchronised) comes back too.
+
+    Raises:
+        CheckpointError: it is of another model or loss.
+    """
+    manifest = checkpoint.manifest
+    run.sharded.restore(StoredState(checkpoint, with_optimizer))
+    if with_optimizer:
+        restore_counters(run.sharded.optimizer, checkpoint.manifest.groups)
+    restore_buffers(run.sharded, checkpoint)
+    _restore_criterion(run, checkpoint)
+    run.step = run.first_step = manifest.step
+    run.epoch, run.epoch_samples, run.position = manifest.epoch, manifest.epoch_samples, manifest.position
+    run.results.update(manifest.results)
+    for name, hook in zip(hook_names(hooks), hooks, strict=True):
+        if name in manifest.hooks:
+            hook.load_state_dict(manifest.hooks[name])
+    if manifest.world_size == collectives.world_size():
+        random_state = checkpoint.ranks[stem_of(collectives.rank())].rng
+        if random_state:  # what was imported has none
+            restore_random_state(random_state, run.device)
+
+
+@torch.no_grad()
+def restore_buffers(sharded: Sharded, checkpoint: Checkpoint) -> None:
+    """Running statistics and the like; on the number of ranks that wrote them, each rank its own.
+
+    Raises:
+        CheckpointError: the model has others.
+    """
+    buffers = sharded.buffers()
+    _require_same_names("buffers", buffers, checkpoint, "buffer/")
+    for name, buffer in buffers.items():
+        stored = stored_name(checkpoint.tensors, "buffer", name, checkpoint.manifest.world_size)
+        _require_shape(stored, tuple(buffer.shape), checkpoint)
+        flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        checkpoint.read_into(stored, 0, flat)
+        buffer.copy_(flat.view(buffer.shape))
+
+
+def _restore_criterion(run: Run, checkpoint: Checkpoint) -> None:
+    state: dict[str, Any] = dict(checkpoint.manifest.criterion)
+    here = run.method.state_dict()
+    tensors = {name: value for name, value in here.items() if isinstance(value, Tensor)}
+    _require_same_names("tensors of the loss", tensors, checkpoint, "criterion/")
+    for name, value in tensors.items():
+        stored = stored_name(checkpoint.tensors, "criterion", name, checkpoint.manifest.world_size)
+        _require_shape(stored, tuple(value.shape), checkpoint)
+        state[name] = checkpoint.read(stored).to(value.dtype)
+    run.method.load_state_dict(state)
+
+
+def _require_same_names(kind: str, here: Mapping[str, Any], checkpoint: Checkpoint, prefix: str) -> None:
+    stored = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
+    if missing := sorted(here.keys() ^ stored):
+        raise CheckpointError(f"{checkpoint.path} is of another model: {kind} that differ: {', '.join(missing[:5])}.")
+
+
+def _require_shape(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> None:
+    if (stored := checkpoint.tensors[name].shape) != shape:
+        raise CheckpointError(f"{name} has shape {stored} in {checkpoint.path} and {shape} here.")

@@ -3,6 +3,9 @@
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
 header, the data. Its own library needs a second copy of all tensors to write, and whole tensors in memory to read; a
 rank that stores or takes a range of a few hundred gigabytes can afford neither.
+
+The format has no checksums. Those of a checkpoint's shards stand in ``rank<k>.json``; a file of weights carries its own
+(``with_checksums``), in the texts that the format lets anyone add to the header: any other reader takes it as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from vissl_zero.atomic import open_regular
 from vissl_zero.errors import CheckpointError
+from vissl_zero.version import __version__
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -43,6 +48,9 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SLICE_BYTES = 8 * 2**20  # hashed and written in turn, while they are in the processor's cache
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_MAX_DIMS = 64  # as torch has it
+# Texts of the header. A file with one of them and not the other was ours, and has been damaged.
+WRITER, CHECKSUMS = "vissl_zero", "vissl_zero_xxh3"
 
 
 @dataclass(frozen=True)
@@ -85,19 +93,27 @@ class Written:
     digests: dict[str, str]
 
 
-def write_shard_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+def write_shard_file(
+    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, with_checksums: bool = False
+) -> Written:
     """Write a new file, synced to the disk. One tensor at a time is in memory besides what ``read`` shares.
 
     Args:
         path: of the file.
         entries: what to write.
         metadata: texts for the header.
+        with_checksums: add checksums of the header and of every tensor to it, and who wrote the file.
 
     Raises:
         OSError: no room, or the disk failed; or the file exists.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # keeps every tensor aligned
-    header = _header(ordered, metadata)
+    texts = dict(metadata or {})
+    if with_checksums:
+        texts[WRITER] = __version__
+        # Of the length that the checksums will have: they are known when the data are written.
+        texts[CHECKSUMS] = _checksums("0" * 16, {entry.key: "0" * 16 for entry in ordered})
+    header = _header(ordered, texts)
     digests: dict[str, str] = {}
     with path.open("xb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))
@@ -109,6 +125,11 @@ def write_shard_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str
                 digest.update(part)
                 _write_all(file.fileno(), part)
             digests[entry.key] = digest.hexdigest()
+        if with_checksums:
+            texts[CHECKSUMS] = _checksums(_header_digest(json.loads(header[8:])), digests)
+            size, header = len(header), _header(ordered, texts)
+            assert len(header) == size
+            os.pwrite(file.fileno(), header, 0)
         os.fsync(file.fileno())
     size = len(header) + sum(entry.num_bytes for entry in ordered)
     return Written(size, xxhash.xxh3_64_hexdigest(header), digests)
@@ -123,15 +144,17 @@ class ShardFile:
         shapes, dtypes: by key.
         metadata: texts in the header.
         header_digest: checksum of the header.
+        digests: checksums of the tensors by key that the file itself carries; empty if it carries none.
         num_bytes: size of the file.
     Raises:
-        CheckpointError: the file is missing, a link, or no whole safetensors file.
+        CheckpointError: the file is missing, no regular file, or no complete safetensors file; or it carries a checksum
+            of its header, which does not fit.
     """
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
         try:
@@ -140,6 +163,7 @@ class ShardFile:
             self.shapes: dict[str, tuple[int, ...]] = {}
             self.dtypes: dict[str, torch.dtype] = {}
             self.metadata: dict[str, str] = {}
+            self.digests: dict[str, str] = {}
             self.header_digest = self._read_header()
         except BaseException:
             os.close(self._fd)
@@ -177,6 +201,16 @@ class ShardFile:
             digest.update(bytes_of(part))
         return digest.hexdigest()
 
+    def damaged(self, keys: Iterable[str] | None = None) -> Iterator[str]:
+        """Read data against the checksums that the file carries; a sentence for each tensor that does not fit its own.
+
+        Args:
+            keys: tensors to read; None: all.
+        """
+        for key in self.shapes if keys is None else keys:
+            if self.digests and self.digest(key) != self.digests[key]:
+                yield f"{self.path} is damaged: the data of {key} do not fit their checksum."
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
@@ -190,10 +224,13 @@ class ShardFile:
             raise self._damaged("it ends within its header")
         try:
             entries = json.loads(text)
+            if {WRITER, CHECKSUMS} & entries.get("__metadata__", {}).keys():
+                self.digests = _checked(entries)
             self.metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
+            self.metadata.pop(CHECKSUMS, None)
             for key, entry in entries.items():
                 self._take(key, entry, 8 + length)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise self._damaged("its header makes no sense") from error
         end = 8 + length
         for begin, stop in sorted(self._spans.values()):
@@ -208,7 +245,9 @@ class ShardFile:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         numbers = (*shape, begin, end)
-        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        if len(shape) > _MAX_DIMS or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError
+        if math.prod(max(size, 1) for size in shape) >= 2**63:  # torch counts so even where a size is 0
             raise ValueError
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError
@@ -231,6 +270,30 @@ def opened(path: Path) -> Iterator[ShardFile]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; shared."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _checksums(header: str, tensors: Mapping[str, str]) -> str:
+    return json.dumps({"header": header, "tensors": dict(tensors)}, sort_keys=True, separators=(",", ":"))
+
+
+def _header_digest(header: Mapping[str, Any]) -> str:
+    """Checksum of all that a header says, but for the checksums themselves."""
+    texts = {key: text for key, text in header["__metadata__"].items() if key != CHECKSUMS}
+    plain = json.dumps({**header, "__metadata__": texts}, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(plain.encode())
+
+
+def _checked(header: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors' checksums of a file of ours.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is not what was written.
+    """
+    found = json.loads(header["__metadata__"][CHECKSUMS])
+    tensors: dict[str, str] = found["tensors"]
+    if found["header"] != _header_digest(header) or tensors.keys() != header.keys() - {"__metadata__"}:
+        raise ValueError
+    return tensors
 
 
 def _on_host(entry: Entry) -> Tensor:

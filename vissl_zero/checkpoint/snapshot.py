@@ -1,26 +1,27 @@
-"""What a run stores of itself at one step: this rank's part, and on rank 0 the manifest."""
+"""What a run stores of itself at one step: this rank's part, its random state, and on rank 0 the manifest."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-import vissl_zero
 from vissl_zero.checkpoint.manifest import Manifest
-from vissl_zero.checkpoint.random_state import random_state
 from vissl_zero.checkpoint.replicated import replicated_parts
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import Part
+from vissl_zero.version import __version__
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
         engine=layout["engine"],
         global_batch=run.plan.global_batch,
         recipe=run.plan.recipe,
-        vissl_zero=vissl_zero.__version__,
+        vissl_zero=__version__,
         torch=str(torch.__version__),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         ranks={},
@@ -139,7 +140,7 @@ def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State of the loss: tensors, and what is none."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for name, value in run.criterion.state_dict().items():
+    for name, value in run.method.state_dict().items():
         if isinstance(value, Tensor):
             tensors[name] = value
         elif _is_plain(value):
@@ -175,3 +176,39 @@ def _is_plain(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """torch's (CPU, and ``device`` if it is a GPU), numpy's and Python's. Bytes are hexadecimal."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "python": [version, list(words), gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what ``random_state`` gave.
+
+    Raises:
+        CheckpointError: it is not such a state.
+    """
+    try:
+        torch.set_rng_state(_bytes(state["torch"]))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"The checkpoint's random number generators cannot be restored ({error}).") from error
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,26 +1,41 @@
-"""A plain torch state dict written tensor by tensor: what ``torch.load`` reads, without the whole model in memory.
+"""Files of ``torch.save``: state dicts written tensor by tensor, and files read without running what is in them.
 
-``torch.save`` wants all tensors at once. Its file is an ordinary zip archive, nothing in it compressed: ``data.pkl``,
-in which every tensor is a call of ``torch._utils._rebuild_tensor_v2`` on a storage named by number, and the bytes of
-storage k as ``data/<k>``, each at a multiple of 64 bytes so that it can be mapped into memory
+*Writing.* ``torch.save`` wants all tensors at once. Its file is an ordinary zip archive, nothing in it compressed:
+``data.pkl``, in which every tensor is a call of ``torch._utils._rebuild_tensor_v2`` on a storage named by number, and
+the bytes of storage k as ``data/<k>``, each at a multiple of 64 bytes so that it can be mapped into memory
 (https://docs.pytorch.org/docs/stable/notes/serialization.html). ``torch.load(weights_only=True)`` takes it.
+
+*Reading.* These files are pickles, and a pickle can call any function. Two guards stand here, one before the other.
+``_inspect`` reads the pickle as a list of opcodes, builds nothing, and refuses every name outside a short list: plain
+tensors, containers and numbers. ``torch.load(weights_only=True)`` then builds these, and would itself refuse anything
+else. NumPy scalars and arrays, which VISSL's meters and older weights hold, are built by the classes below in place of
+NumPy's own: ``numpy.dtype.__setstate__`` takes fields and flags from the file as they are, and a file of a few hundred
+bytes makes it follow pointers of the file's choosing.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import pickletools
+import re
 import sys
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from vissl_zero.atomic import open_regular
 from vissl_zero.checkpoint.shard_file import SLICE_BYTES, Entry, bytes_of
+from vissl_zero.errors import CheckpointError
 
 _ROOT = "archive"
 _ALIGNMENT = 64
@@ -117,3 +132,188 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+_NUMBERS = re.compile(r"[<>=|]?(\?|b1|[iu][1248]|f[248])")
+_MAX_PICKLE_BYTES = 2**25  # VISSL's own are below 2**22; the tensors' data are not part of it
+_MAX_TUPLE = 2**20  # elements of a tuple, those of the tuples in it included: hashing one takes that long
+_REFUSED_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "FRAME")
+_TORCH_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_sparse_tensor")
+_NAMES = {
+    *(f"torch._utils.{name}" for name in (*_TORCH_FUNCTIONS, "_rebuild_parameter")),
+    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex"),
+    *("__builtin__.set", "__builtin__.complex", "torch.Size", "torch.device", "torch.serialization._get_layout"),
+    *("torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"),
+    *(f"torch.{value}Storage" for value in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char")),
+    *(f"torch.{value}Storage" for value in ("Byte", "Bool", "ComplexFloat", "ComplexDouble")),
+    *(f"torch.{name}" for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+}
+
+
+class NumpyArray:
+    """What stands for a NumPy array: bytes, and how they are to be read."""
+
+    def __init__(self, *arguments: Any):
+        self._read: tuple[bytes, str, tuple[int, ...], bool] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, data = state
+        if not isinstance(dtype, _Dtype) or dtype.text is None:
+            return  # texts, objects, records: not a tensor, and nobody asks for their content
+        shape = tuple(shape)
+        if not all(type(size) is int and size >= 0 for size in shape) or type(data) is not bytes:
+            raise ValueError("an array has an impossible shape")
+        if len(data) != math.prod(shape) * np.dtype(dtype.text).itemsize:
+            raise ValueError("an array's data do not fit its shape")
+        self._read = data, dtype.text, shape, bool(is_fortran)
+
+    def tensor(self) -> Tensor | None:
+        """A copy as a tensor; None if it does not hold numbers."""
+        if self._read is None:
+            return None
+        data, text, shape, is_fortran = self._read
+        array = np.frombuffer(data, dtype=text).reshape(shape, order="F" if is_fortran else "C")
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+class _Dtype:
+    """What stands for ``numpy.dtype``: a number format, or None."""
+
+    def __init__(self, text: Any = None, *flags: Any):
+        self.text = text if isinstance(text, str) and _NUMBERS.fullmatch(text) else None
+
+    def __setstate__(self, state: Any) -> None:
+        if self.text is not None and state[1] in ("<", ">"):
+            self.text = state[1] + self.text.lstrip("<>=|")
+
+
+def _array(*arguments: Any) -> NumpyArray:
+    return NumpyArray()
+
+
+def _scalar(dtype: Any, data: Any = None) -> Any:
+    if not isinstance(dtype, _Dtype) or dtype.text is None or type(data) is not bytes:
+        return None
+    if len(data) != np.dtype(dtype.text).itemsize:
+        raise ValueError("a number's bytes do not fit its type")
+    return np.frombuffer(data, dtype=dtype.text)[0].item()
+
+
+_STAND_INS: list[Any] = [
+    (_Dtype, "numpy.dtype"),
+    (NumpyArray, "numpy.ndarray"),
+    *((_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
+_KNOWN = _NAMES | {name for _, name in _STAND_INS}
+
+
+def read_torch_file(path: Path) -> Any:
+    """What a file of ``torch.save`` holds, on the CPU; arrays of NumPy as ``NumpyArray``.
+
+    Tensors of a zip file (torch 1.6 and later) stay on the disk until they are used.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or asks for something to be run.
+    """
+    try:
+        is_zip = _inspect(path)
+        with torch.serialization.safe_globals(_STAND_INS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols; what is not understood is refused
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} is refused: it is no plain file of torch.save. Nothing was run.") from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Whatever a damaged or hostile file makes torch stumble over: nothing was run, the remedy is the same.
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise CheckpointError(f"{path} is damaged or no file of torch.save ({reason}). Copy it again.") from error
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Whether a value is a tensor with memory of its own for every element, in a format that safetensors has."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    if value.is_quantized or value.is_complex() or value.is_nested:
+        return False
+    # A stride of 0 makes terabytes of four bytes.
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _inspect(path: Path) -> bool:
+    """Read the opcodes and build nothing; whether it is a zip file.
+
+    Raises:
+        CheckpointError: it names what is not data.
+        OSError, ValueError, zipfile.BadZipFile, ...: it is damaged.
+    """
+    with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        is_zip = file.read(4) == b"PK\x03\x04"
+        file.seek(0)
+        if not is_zip:
+            for _ in range(5):  # magic number, version, the machine's facts, the object, keys of storages
+                _inspect_pickle(file, path)
+            return False
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(m.compress_type != zipfile.ZIP_STORED for m in members) or sum(m.file_size for m in members) > size:
+                raise ValueError("its members are compressed or overlap")
+            pickles = [member for member in members if member.filename.endswith("data.pkl")]
+            if not pickles:
+                raise ValueError("it has no data.pkl")
+            for member in pickles:
+                with archive.open(member) as stream:
+                    _inspect_pickle(stream, path)
+    return True
+
+
+def _inspect_pickle(file: IO[bytes], path: Path) -> None:
+    """One pickle. ``stack`` and ``memo`` hold the number of elements of each object, nested tuples counted out."""
+    stack: list[int | None] = []  # None: a mark
+    memo: dict[Any, int | None] = {}
+    start = file.tell()
+    for opcode, argument, position in pickletools.genops(file):
+        if (position or 0) - start > _MAX_PICKLE_BYTES:
+            raise ValueError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes")
+        name = opcode.name
+        if name in _REFUSED_OPCODES:
+            raise pickle.UnpicklingError(name)
+        if name == "GLOBAL" and (asked := str(argument).replace(" ", ".", 1)) not in _KNOWN:
+            raise CheckpointError(
+                f"{path} is refused: it holds more than data ({asked[:80]}), which loading it would run. "
+                "Nothing was run. Ask whoever made it for a plain state dict, or for safetensors."
+            )
+        if name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[argument])
+        else:
+            taken = _pop(stack, opcode.stack_before)
+            of_tuple = 1 + sum(count or 0 for count in taken) if name.startswith("TUPLE") else 1
+            if of_tuple > _MAX_TUPLE:
+                raise ValueError("its tuples are nested without end")
+            is_mark = name == "MARK"
+            stack += [None if is_mark else of_tuple for _ in opcode.stack_after]
+
+
+def _pop(stack: list[int | None], before: Sequence[Any]) -> list[int | None]:
+    """Take what an opcode takes off the stack; back to the last mark where it asks for one."""
+    if pickletools.markobject in before:
+        place = len(stack) - 1
+        while place >= 0 and stack[place] is not None:
+            place -= 1
+        if place < 0:
+            raise ValueError("its pickle takes more than it has put down")
+        fixed = before.index(pickletools.markobject)
+        taken = stack[place + 1 :]
+        del stack[place - fixed :]
+        return taken
+    taken = stack[len(stack) - len(before) :] if before else []
+    if len(taken) < len(before):
+        raise ValueError("its pickle takes more than it has put down")
+    del stack[len(stack) - len(before) :]
+    return taken

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
-from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
+from vissl_zero.atomic import open_regular
+from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint, step_of
 from vissl_zero.checkpoint.manifest import MANIFEST_NAME, TensorInfo
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import ShardFile
+from vissl_zero.config.saved import RESOLVED_FILE, read_saved
 from vissl_zero.errors import CheckpointError
 
 WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"
+TEACHER_WEIGHTS_FILE = "weights_teacher.safetensors"
 PARAMETERS, BUFFERS = "model/", "buffer/"
-AVERAGED_PARAMETERS, AVERAGED_BUFFERS = "average/", "buffer/average:"  # of the running average of the weights
+_TEACHER_BUFFERS, _AVERAGED_BUFFERS = "buffer/teacher:", "buffer/average:"
+# Which of the models in a store -> how names of its parameters and buffers begin.
+_PREFIXES = {
+    "student": (PARAMETERS, BUFFERS),
+    "average": ("average/", _AVERAGED_BUFFERS),
+    "teacher": ("teacher/", _TEACHER_BUFFERS),
+}
+_MISSING = {
+    "average": "no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one in training",
+    "teacher": "no teacher. docs/methods.md says which methods have one",
+}
 
 
 class WeightsFile:
@@ -47,6 +60,19 @@ class WeightsFile:
     def read_into(self, name: str, first_element: int, out: Tensor) -> None:
         """Fill ``out`` (1-d, contiguous, of the stored dtype) with the elements from ``first_element`` on."""
         self._file.read_into(name, first_element, out)
+
+    def verify(self, names: Iterable[str] | None = None) -> Iterator[str]:
+        """Read data against the checksums that the file carries; a sentence for each damaged tensor.
+
+        Args:
+            names: tensors to read; None: all.
+        """
+        return self._file.damaged(names)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Files that vissl_zero has written carry checksums; those of other programs do not."""
+        return bool(self._file.digests) or not self.tensors
 
     def close(self) -> None:
         """Close the file."""
@@ -85,18 +111,17 @@ class Weights:
         self.store.read_into(self._stored[name], first_element, flat)
         return flat
 
-    def require_whole(self, names: Iterable[str] | None = None) -> None:
-        """Read the data of a checkpoint against their checksums; other files have none.
+    def require_undamaged(self, names: Iterable[str] | None = None) -> None:
+        """Read the data against their checksums, where the file carries any (``WeightsFile.has_checksums``).
 
         Args:
             names: plain names; None: all.
         Raises:
             CheckpointError: with a sentence for each damaged tensor.
         """
-        if isinstance(self.store, Checkpoint):
-            wanted = self._stored if names is None else names
-            if problems := list(self.store.verify(names={self._stored[name] for name in wanted})):
-                raise CheckpointError("\n".join(problems))
+        wanted = self._stored if names is None else names
+        if problems := list(self.store.verify(names={self._stored[name] for name in wanted})):
+            raise CheckpointError("\n".join(problems))
 
     def close(self) -> None:
         """Close the store."""
@@ -111,76 +136,103 @@ class Weights:
         self.close()
 
 
-def open_store(path: str | Path, passed_over: list[str] | None = None) -> Checkpoint | WeightsFile:
-    """What a user points at: a checkpoint, a run folder (its newest checkpoint that opens, else the weights written at
-    its end), or a safetensors file.
+def open_store(
+    path: str | Path, passed_over: list[str] | None = None, with_data: bool = False
+) -> Checkpoint | WeightsFile:
+    """What a user points at: a checkpoint, a run folder or a safetensors file.
+
+    Of a run folder it is the newest checkpoint that opens; the weights written at the end of the run if there is none,
+    or if they are of a later step.
 
     Args:
         path: of any of these.
         passed_over: gets a sentence for each newer checkpoint of the run folder that does not open.
+        with_data: read the data against their checksums too, where there are any.
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
     path = Path(path).expanduser()
     if not path.exists() and not path.is_symlink():
         raise CheckpointError(f"There is no {path}. Give a run folder, a checkpoint folder or a safetensors file.")
-    if path.is_dir():
-        if (path / MANIFEST_NAME).exists() or find_checkpoints(path):
-            return newest_checkpoint(path, passed_over)
-        if (path / WEIGHTS_FILE).is_file():
-            return WeightsFile(path / WEIGHTS_FILE)
-        raise CheckpointError(
-            f"{path} holds neither checkpoints nor {WEIGHTS_FILE}. Give a run folder, one of its "
-            "checkpoints/step_<steps> folders, or a safetensors file."
-        )
-    if is_torch_file(path):
-        raise CheckpointError(
-            f"{path} is a file of torch.save. Convert it first: "
-            f"vissl-zero checkpoint import {path} --to weights.safetensors"
-        )
-    return WeightsFile(path)
+    if not path.is_dir():
+        if is_torch_file(path):
+            raise CheckpointError(
+                f"{path} is a file of torch.save. Convert it first: "
+                f"vissl-zero checkpoint import {path} --to weights.safetensors"
+            )
+        return _weights_file(path, with_data)
+    final = path / WEIGHTS_FILE
+    if (path / MANIFEST_NAME).exists():
+        return newest_checkpoint(path, with_data=with_data)
+    if found := find_checkpoints(path):
+        if (step := final_step(path)) is not None and step > (step_of(found[0]) or 0):
+            return _weights_file(final, with_data)
+        return newest_checkpoint(path, passed_over, with_data)
+    if os.path.lexists(final):
+        return _weights_file(final, with_data)
+    raise CheckpointError(
+        f"{path} holds neither checkpoints nor {WEIGHTS_FILE}. Give a run folder, one of its "
+        "checkpoints/step_<steps> folders, or a safetensors file."
+    )
 
 
-def weights_of(store: Checkpoint | WeightsFile, is_averaged: bool = False) -> Weights:
+def final_step(run_folder: Path) -> int | None:
+    """The step of the weights written at the end of a run; None where there are none, or they do not say."""
+    try:
+        file = WeightsFile(run_folder / WEIGHTS_FILE)
+    except CheckpointError:
+        return None
+    file.close()
+    text = file.metadata.get("step", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+def _weights_file(path: Path, with_data: bool) -> WeightsFile:
+    file = WeightsFile(path)
+    if problems := list(file.verify()) if with_data else []:
+        file.close()
+        raise CheckpointError("\n".join(problems))
+    return file
+
+
+def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weights:
     """The model in a store, without optimizer and other state.
 
     Args:
         store: open.
-        is_averaged: the running average of the weights in place of the weights (``HOOKS.EMA_MODEL``).
+        which: "student", the model that was trained; "average", the running average of its weights
+            (``HOOKS.EMA_MODEL``); "teacher", the momentum copy that some methods have.
     Raises:
-        CheckpointError: it holds no average.
+        CheckpointError: it holds none.
     """
     if isinstance(store, WeightsFile):
-        if is_averaged:
+        if which == "average":
             raise CheckpointError(
                 f"{store.path} holds one set of weights. Where a run has kept an average, it stands beside "
                 f"{WEIGHTS_FILE}, in {AVERAGED_WEIGHTS_FILE}, and in the run's checkpoints: give one of these."
             )
         return Weights(store, {name: name for name in store.tensors})
-    prefixes = (AVERAGED_PARAMETERS, AVERAGED_BUFFERS) if is_averaged else (PARAMETERS, BUFFERS)
-    others = () if is_averaged else (AVERAGED_BUFFERS,)
+    others = (_AVERAGED_BUFFERS, _TEACHER_BUFFERS) if which == "student" else ()
     stored = {
         key.removeprefix(prefix): key
-        for prefix in prefixes
+        for prefix in _PREFIXES[which]
         for key in store.tensors
         if key.startswith(prefix) and not key.startswith(others)
     }
-    if is_averaged and not stored:
-        raise CheckpointError(
-            f"{store.path} holds no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one in training."
-        )
+    if which != "student" and not stored:
+        raise CheckpointError(f"{store.path} holds {_MISSING[which]}.")
     return Weights(store, stored)
 
 
-def open_weights(path: str | Path, passed_over: list[str] | None = None) -> Weights:
+def open_weights(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Weights:
     """The model in whatever ``path`` is; see ``open_store``."""
-    return weights_of(open_store(path, passed_over))
+    return weights_of(open_store(path, passed_over, with_data))
 
 
 def is_torch_file(path: Path) -> bool:
     """Whether a file begins as torch.save's do: a zip file, or a pickle."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             start = file.read(9)
     except OSError:
         return False
@@ -192,11 +244,9 @@ def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:
     """The resolved run that wrote a store, as data; empty if it is not known. Nothing in it is run."""
     if isinstance(store, Checkpoint):
         return store.manifest.config
-    beside = store.path.parent / "config.resolved.yaml"
-    if store.path.name != WEIGHTS_FILE or not beside.is_file():
+    if store.path.name not in (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE):
         return {}
     try:
-        config = yaml.safe_load(beside.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_saved(store.path.parent / RESOLVED_FILE)
+    except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}

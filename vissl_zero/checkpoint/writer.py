@@ -12,6 +12,7 @@ from typing import Any
 from vissl_zero.checkpoint.folder import FOLDER_NAME, name_of, partial_name_of
 from vissl_zero.checkpoint.manifest import (
     MANIFEST_NAME,
+    LaterFormatError,
     Manifest,
     PieceFacts,
     RankManifest,
@@ -21,6 +22,7 @@ from vissl_zero.checkpoint.manifest import (
     write_json,
 )
 from vissl_zero.checkpoint.shard_file import NAMES, Entry, write_shard_file
+from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import Part
 
 
@@ -70,6 +72,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     Raises:
         OSError: no room, or the disk failed.
         CheckpointError: a rank's file is not there or not whole.
+        LaterFormatError: a later version of vissl_zero has written a checkpoint of this step; it is left alone.
     """
     base = run_folder / FOLDER_NAME
     partial, final = base / partial_name_of(manifest.step), base / name_of(manifest.step)
@@ -78,7 +81,8 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     digests = {stem: read_json(partial / f"{stem}.json")[1] for stem in stems}
     write_json(partial / MANIFEST_NAME, plain(replace(manifest, ranks=digests)))
     sync_folder(partial)
-    if final.exists():  # of an earlier try, which was found damaged or comes from another course of the run
+    if os.path.lexists(final):  # of an earlier try, which was found damaged or comes from another course of the run
+        _require_replaceable(final)
         old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
@@ -89,6 +93,15 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     partial.rename(final)
     sync_folder(base)
     return final
+
+
+def _require_replaceable(path: Path) -> None:
+    try:
+        read_json(path / MANIFEST_NAME)
+    except LaterFormatError:
+        raise
+    except CheckpointError:
+        pass  # damaged
 
 
 def discard(run_folder: Path, step: int) -> None:

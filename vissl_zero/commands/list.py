@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +16,12 @@ from vissl_zero.registry import REGISTRIES, load_plugins
 KINDS = ("recipes", *REGISTRIES)
 
 
-def list_kind(kind: str = "") -> int:
+def list_kind(kind: str = "", folders: Sequence[str] = ()) -> int:
     """Print everything of one kind by name, installed plugins' components too.
 
     Args:
         kind: one of ``KINDS``.
+        folders: more folders with recipes (--config-dir).
     Raises:
         ConfigError: another word.
     """
@@ -28,7 +29,7 @@ def list_kind(kind: str = "") -> int:
         asked = f"vissl-zero list {kind}".rstrip()
         raise ConfigError(f"{asked}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     if kind == "recipes":
-        _print((recipe.argument, recipe.summary) for recipe in list_recipes())
+        _print((recipe.argument, recipe.summary) for recipe in list_recipes(folders))
     else:
         for broken in load_plugins([]):
             print(broken, file=sys.stderr)

@@ -15,12 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.commands.completion import completed_recipes
-from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE, explain
+from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
+from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE
 from vissl_zero.config.recipes import recipe_names
-from vissl_zero.config.store import new_folders, register
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.side_by_side import register_launcher
@@ -56,19 +56,21 @@ def train(arguments: Sequence[str]) -> int:
 
     register()
     register_launcher()
+    remember_new(Path("runs"))
     sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
     warnings.filterwarnings("error", message="provider=hydra.searchpath")  # a folder that is not there
-    sys.argv = [sys.argv[0], *_for_hydra(arguments)]
+    flags, overrides, folders = _for_hydra(arguments)
+    sys.argv = [sys.argv[0], *flags, *overrides]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
     try:
         job()
     except EXPLAINABLE as error:
-        raise explain(error) from error
+        raise explained(error, overrides, folders) from error
     except BEFORE_A_JOB as error:
         if in_job:
             raise
-        raise explain(error) from error
+        raise explained(error, overrides, folders) from error
     except SystemExit as end:
         if end.code != 1 or in_job:
             raise
@@ -83,8 +85,8 @@ def train(arguments: Sequence[str]) -> int:
     return max([*codes, swept or 0])
 
 
-def _for_hydra(arguments: Sequence[str]) -> list[str]:
-    """The words as Hydra's parser takes them: flags first, then the overrides in one piece.
+def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
         ConfigError: a flag that there is not.
@@ -98,21 +100,30 @@ def _for_hydra(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"command line: {word} is not a flag.{near} See vissl-zero --help and --hydra-help.")
     overrides = [*parsed.overrides, *rest]
     flags = [word for word in words if word not in overrides]
-    overrides = [_recipes_of_glob(word) for word in overrides]
+    folders = [parsed.config_dir] if parsed.config_dir else []
+    overrides = [_quoted(_recipes_of_glob(word, folders)) for word in plain_words(overrides)]
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
         overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
-    return [*flags, *overrides]
+    return flags, overrides, folders
 
 
-def _recipes_of_glob(word: str) -> str:
+def _quoted(word: str) -> str:
+    """A plain value with letters beyond ASCII in quotes, which Hydra's grammar asks for (``DIR=/home/jörg/runs``)."""
+    key, is_set, value = word.partition("=")
+    if value.isascii() or not is_set or {*value} & {*"'\"[]{}(),\\"}:
+        return word
+    return f"{key}='{value}'"
+
+
+def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
     """``config=glob(pretrain/*)`` as a list: Hydra does not look into the folders of a group."""
     if not word.startswith("config=glob("):
         return word
     glob = OverridesParser.create().parse_override(word).value()
     assert isinstance(glob, Glob)
-    found = glob.filter(recipe_names())
+    found = glob.filter(recipe_names(folders))
     return f"config={','.join(found)}" if found else word
 
 
@@ -142,8 +153,13 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
     from vissl_zero.launch.run import run
 
     try:
-        composed = typed(cfg, recipe)
-        plan = resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written)
+        # Not resolved: a word with ${...} in it would be.
+        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        assert isinstance(overrides, list)
+        sources = HydraConfig.get().runtime.config_sources
+        folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
+        composed = typed(cfg, recipe, overrides, folders)
+        plan = resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
         code = run(plan, composed.user_yaml(), composed.node_id)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)
@@ -156,6 +172,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
 
 def _remove_if_empty(folder: Path) -> None:
     """Take back the folder that Hydra makes before a run is checked."""
-    if folder in new_folders or folder.is_relative_to(Path("runs").absolute()):
-        with suppress(OSError):  # not empty
+    with suppress(OSError):  # not empty
+        while folder in new_folders or Path("runs").absolute() in folder.parents:
             folder.rmdir()
+            folder = folder.parent

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from vissl_zero.config.explain import EXPLAINABLE, explain
-from vissl_zero.config.plain_tree import without_vissl_keys
-from vissl_zero.config.run import RunConfig
-from vissl_zero.config.store import register
-from vissl_zero.config.unknown_key import added_keys
-from vissl_zero.config.vissl_twins import use_own_names
+from vissl_zero.config.catalogue import find_catalogue, use_catalogue
+from vissl_zero.config.derive.data import use_own_images
+from vissl_zero.config.explain import EXPLAINABLE, added_keys, every_mistake, explain
+from vissl_zero.config.recipes import recipe_folders, register_search_path
+from vissl_zero.config.run import Root, RunConfig
+from vissl_zero.config.vissl import use_own_names, without_vissl_keys
 from vissl_zero.errors import ConfigError, Problem
+
+# Run folders, and those above them, that Hydra made: removed again where a run comes to nothing.
+new_folders: set[Path] = set()
+
+
+@cache  # building the schema's node takes a fifth of a second
+def register() -> None:
+    """Register the schema, the search path and the resolvers. Repeating it does nothing."""
+    ConfigStore.instance().store(name="root_schema", node=Root, provider="vissl_zero")
+    register_search_path()
+    OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
+
+
+def _run_dir(chosen: str | None, recipe: str | None) -> str:
+    """The folder Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
+    if chosen:
+        folder = Path(chosen).expanduser()
+        remember_new(folder)
+        return str(folder)
+    # To the millisecond: runs that a script starts side by side must not share a folder.
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    folder = Path("runs") / f"{stamp}_{(recipe or 'several').replace('/', '-')}"  # config=[a,b] has no one name
+    remember_new(folder)
+    return str(folder)
+
+
+def remember_new(folder: Path) -> None:
+    """Remember a folder that is about to be made, and those above it, as far as they are not there yet."""
+    folder = folder.absolute()
+    new_folders.update(path for path in (folder, *folder.parents) if not path.exists())
 
 
 @dataclass(frozen=True)
@@ -24,16 +60,18 @@ class Composed:
     """A composed recipe.
 
     Attributes:
-        run: typed, every ``${...}`` resolved, VISSL's second names replaced (``vissl_twins``).
+        run: typed, every ``${...}`` resolved, VISSL's second names replaced.
         written: the same tree as plain containers, with every ``${...}`` as it was written.
         recipe: what ``config=`` named.
         node_id: number of this machine, from 0.
+        notes: sentences to say once.
     """
 
     run: RunConfig
     written: dict[str, Any]
     recipe: str
     node_id: int = 0
+    notes: tuple[str, ...] = ()
 
     def user_yaml(self) -> str:
         """Text of ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
@@ -41,9 +79,17 @@ class Composed:
         return f"# @package _global_\n# {self.recipe}, as composed.\n{tree}"
 
 
-def typed(cfg: DictConfig, recipe: str) -> Composed:
+def typed(
+    cfg: DictConfig, recipe: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None
+) -> Composed:
     """A composed tree (the root that holds ``config:``) as dataclasses.
 
+    Args:
+        cfg: what Hydra composed.
+        recipe: what ``config=`` named.
+        overrides: of the command line.
+        folders: in which Hydra looked for recipes, those of the command line first; unset: those that
+            ``overrides`` name and ``recipe_folders()``.
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
     """
@@ -55,12 +101,54 @@ def typed(cfg: DictConfig, recipe: str) -> Composed:
     except EXPLAINABLE as error:
         raise explain(error) from error
     assert isinstance(run, RunConfig) and isinstance(written, dict)
+    if problems := one_or_many(run):
+        raise ConfigError(problems)
     use_own_names(run)
+    notes = use_own_images(run.DATA, {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides})
+    notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
         fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES says how many there are."
         raise ConfigError([Problem("node_id", str(cfg.node_id), must, fix)])
-    return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id)
+    return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id, tuple(notes))
+
+
+def _named_folders(overrides: Sequence[str]) -> list[Path]:
+    """Folders outside of packages in which recipes are looked for, those of the command line first."""
+    words = [word for word in overrides if word.startswith("hydra.searchpath=")]
+    values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
+    named = [str(path) for value in values if isinstance(value, list) for path in value]
+    return [*(Path(path.removeprefix("file://")) for path in named), *recipe_folders()]
+
+
+def one_or_many(block: Any, path: str = "config") -> list[Problem]:
+    """Make a single text a list of one wherever a field takes both, in place.
+
+    Returns:
+        What is neither, and blocks in whose place an interpolation put a value.
+    """
+    problems: list[Problem] = []
+    for item in fields(block):
+        key, value = f"{path}.{item.name}", getattr(block, item.name)
+        if is_dataclass(value):
+            problems += one_or_many(value, key)
+        elif isinstance(item.default_factory, type) and is_dataclass(item.default_factory):
+            problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}.<key>=<value>."))
+        elif "texts" in item.metadata:
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(text, (str, int, float)) for text in values):
+                problems.append(Problem(key, str(value), "must be a text or a list of texts", f"Write {key}=[a,b]."))
+            setattr(block, item.name, [str(text) for text in values])
+    return problems
+
+
+def plain_words(overrides: Sequence[str]) -> list[str]:
+    """Overrides with list positions as Hydra takes them: ``a[1].b=2`` becomes ``a.1.b=2``."""
+    words = []
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        words.append(re.sub(r"\[(\d+)\]", r".\1", key) + equals + value)
+    return words
 
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
@@ -85,10 +173,43 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
-            cfg = hydra.compose("defaults", [f"config={recipe}", *overrides])
-            return typed(cfg, recipe)
+            words = plain_words(overrides)
+            cfg = hydra.compose("defaults", [f"config={recipe}", *words])
+            return typed(cfg, recipe, words)
     except EXPLAINABLE as error:
-        raise explain(error) from error
+        raise explained(error, [f"config={recipe}", *overrides]) from error
+
+
+def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[str] = ()) -> ConfigError:
+    """What composing refused as one ConfigError: every mistyped key and value, though Hydra stops at the first.
+
+    Args:
+        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        overrides: of the command line, ``config=`` too.
+        folders: that --config-dir and hydra.searchpath name.
+    """
+    first = explain(error, folders)
+    try:
+        found = every_mistake(_untyped(plain_words(overrides), folders))
+    except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
+        return first
+    return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+
+
+def _untyped(overrides: Sequence[str], folders: Sequence[str]) -> DictConfig:
+    """The same composition without types, which refuses no key and no value."""
+    is_value = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
+    words = [f"++{word.lstrip('+')}" if is_value.match(word) else word for word in overrides]
+    if folders:
+        words.append(f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]")
+    GlobalHydra.instance().clear()
+    store = ConfigStore.instance()
+    store.store(name="root_schema", node={"VERSION": 1, "node_id": 0, "engine_name": "train"}, provider="vissl_zero")
+    try:
+        with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
+            return hydra.compose("defaults", words)
+    finally:
+        store.store(name="root_schema", node=Root, provider="vissl_zero")
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
-    ValidationError,
 )
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.recipes import list_recipes, recipe_names
-from vissl_zero.config.unknown_key import unknown_key
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.config.run import Root
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
@@ -29,8 +29,33 @@ EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
 
-def explain(error: BaseException) -> ConfigError:
-    """The same error as a ``ConfigError`` with one sentence; ``error`` is of ``EXPLAINABLE`` or ``BEFORE_A_JOB``."""
+_MOST_LISTED = 20
+# What people write for an everyday wish, in lower case without underscores -> the key that does it.
+EVERYDAY = {
+    "config.OPTIMIZER.lr": ("lr", "learningrate", "baselr", "maxlr", "rate"),
+    "config.OPTIMIZER.weight_decay": ("weightdecay", "wd", "decay"),
+    "config.OPTIMIZER.num_epochs": ("epochs", "epoch", "numepochs", "maxepochs", "nepochs"),
+    "config.TRAINER.MAX_STEPS": ("steps", "maxsteps", "numsteps", "maxiter", "maxiterations", "iterations"),
+    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA": ("batchsize", "batch", "bs", "batchsizeperreplica", "batchsizepergpu"),
+    "config.DATA.IMG_SIZE": ("imgsize", "imagesize", "size", "resolution", "cropsize", "inputsize"),
+    "config.DATA.TRAIN.DATA_PATHS": ("data", "datapath", "datapaths", "datadir", "dataset", "images", "trainpath"),
+    "config.DATA.NUM_DATALOADER_WORKERS": ("workers", "numworkers", "numdataloaderworkers"),
+    "config.ZERO.LEVEL": ("zero", "level", "stage", "zerolevel", "zerostage"),
+    "config.DISTRIBUTED.NUM_PROC_PER_NODE": ("gpus", "numgpus", "procs", "nproc", "nprocpernode", "numprocpernode"),
+    "config.MACHINE.DEVICE": ("device",),
+    "config.SEED_VALUE": ("seed",),
+    "config.CHECKPOINT.DIR": ("output", "outputdir", "out", "dir", "rundir", "outdir", "savedir"),
+    "config.MODEL.WEIGHTS_INIT.PARAMS_FILE": ("weights", "pretrained", "paramsfile", "checkpoint", "ckpt"),
+}
+
+
+def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
+    """The same error as a ``ConfigError`` with one sentence.
+
+    Args:
+        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: that --config-dir and hydra.searchpath name, to look for recipes in.
+    """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
@@ -39,13 +64,13 @@ def explain(error: BaseException) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         return ConfigError([explain_value(cause)])
     if isinstance(error, MissingConfigException):
-        return ConfigError([_missing_file(error)])
+        return ConfigError([_missing_file(error, folders)])
     if isinstance(error, OverrideParseException):
         fix = "Write key=value; quote what the shell would change, such as 'config.A=[1, 2]'."
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
     if "You must specify 'config'" in text:
-        return ConfigError([no_recipe()])
+        return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
 
 
@@ -55,9 +80,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def no_recipe() -> Problem:
+def no_recipe(folders: Sequence[str] = ()) -> Problem:
     """The problem of a command without ``config=``."""
-    return Problem("config", "", "must name a recipe", f"Write config=<recipe>. Recipes: {', '.join(recipe_names())}.")
+    return Problem("config", "", "must name a recipe", f"Write config=<recipe>. Recipes: {_recipes(folders)}.")
+
+
+def _recipes(folders: Sequence[str]) -> str:
+    names = recipe_names(folders)
+    return ", ".join(names if len(names) <= _MOST_LISTED else [*names[:_MOST_LISTED], "..."])
 
 
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
@@ -74,7 +104,7 @@ def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
     return Problem("command line", "", text.rstrip("."), "See vissl-zero --help and --hydra-help.")
 
 
-def _missing_file(error: MissingConfigException) -> Problem:
+def _missing_file(error: MissingConfigException, folders: Sequence[str]) -> Problem:
     name = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, _, option = name.partition("/")
     if not name:
@@ -83,14 +113,30 @@ def _missing_file(error: MissingConfigException) -> Problem:
         options = error.options or []
         hint = f"Known: {', '.join(options)}." if options else "See vissl-zero --help."
         return Problem("command line", repr(name), "must name a configuration file that exists", hint)
-    arguments = {recipe.name: recipe.argument for recipe in list_recipes()}
+    for folder in folders:
+        if fix := _level_of_folder(Path(folder), option):
+            return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
+    arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
         fix = "A recipe is named by its path under a folder config/, which --config-dir or ./configs holds."
     elif near := get_close_matches(option, arguments, cutoff=0.5):
         fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
     else:
-        fix = f"Recipes: {', '.join(recipe_names())}."
-    return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes lists all.")
+        fix = f"Recipes: {_recipes(folders)}."
+    where = f" --config-dir {folders[0]}" if folders else ""
+    return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes{where} lists all.")
+
+
+def _level_of_folder(folder: Path, option: str) -> str:
+    """What to write for --config-dir where it is a level too low or too high; empty if it is neither."""
+    if (folder / "config").is_dir():
+        return ""
+    if (folder / f"{option}.yaml").is_file() or folder.name == "config":
+        return f"Write --config-dir {folder.parent}."
+    inside = next(
+        (path for path in (folder / "configs", *folder.glob("*/configs")) if (path / "config").is_dir()), None
+    )
+    return f"Write --config-dir {inside}." if inside else f"There is no folder {folder / 'config'}."
 
 
 def _yaml(error: YAMLError) -> Problem:
@@ -120,9 +166,7 @@ def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictCon
             first_line = f"needs the environment variable {missing.group(1)}, which is not set"
             fix = "Set it, or give a default as in ${oc.env:NAME,default}."
         return Problem(key, "", first_line.rstrip("."), fix)
-    if isinstance(error, ValidationError):
-        return _wrong_type(key, first_line)
-    return Problem(key, "", first_line.rstrip("."), "See docs/configuration.md.")
+    return _wrong_type(key, first_line)
 
 
 _REFUSALS: tuple[tuple[str, str], ...] = (
@@ -132,6 +176,10 @@ _REFUSALS: tuple[tuple[str, str], ...] = (
     (r"Value '(?P<got>.*)' is not a valid bool", "true or false"),
     (r"Cannot convert '\w+' to string: '(?P<got>.*)'", "text"),
     (r".*is not a ListConfig, list or tuple", "a list"),
+    (r"Cannot merge DictConfig with ListConfig", "a list"),
+    (r"Cannot merge ListConfig with DictConfig", "a block of keys"),
+    (r"Cannot assign container .* to Union\[int, str\]", "a number or a word"),
+    (r"list index out of range", "a position that the list has, counted from 0"),
     (r"Invalid type assigned: \w+ is not a subclass of \w+. value: (?P<got>.*)", "a block of keys"),
     (r"Cannot assign \w+ to .*Dict", "a block of keys"),
     (r"Value '(?P<got>.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "a number or a word"),
@@ -150,3 +198,82 @@ def _wrong_type(key: str, message: str) -> Problem:
     if "not Optional" in message or "None" in message:
         return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
     return Problem(key, "", message.rstrip("."), "See docs/configuration.md.")
+
+
+def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> Problem:
+    """The problem of a key that is not there, with the closest keys beside it or where else it stands.
+
+    Args:
+        key: path in ``tree``.
+        prefix: of that path, for messages.
+        tree: where to look; by default the whole typed tree.
+    """
+    root = OmegaConf.structured(Root) if tree is None else tree
+    node, parts, depth = root, key.split("."), 0
+    while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
+        node = node._get_node(parts[depth])
+        depth += 1
+    wrong, full = parts[depth], prefix + key
+    if "/" in wrong:
+        known = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
+        return Problem(f"+{full}", "", "must name a folder of recipes and a file in it", f"Parts: {known}.")
+    if OmegaConf.get_type(node) is dict:
+        fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
+        return Problem(full, "", "is not in the recipe yet", fix)
+    siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
+    if wish := _everyday(wrong):
+        return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
+    elsewhere = [prefix + path for path in _paths(root) if path.rsplit(".", 1)[-1] == wrong][:3]
+    fix = did_you_mean(wrong, siblings).strip()
+    if full.startswith("config.config"):
+        fix = "Head the recipe's file with the line '# @package _global_'."
+    if not fix and elsewhere:
+        fix = f"A key of that name stands at {', '.join(elsewhere)}."
+    return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:_MOST_LISTED])}.")
+
+
+def _everyday(word: str) -> str:
+    """The key that does what somebody wants who writes this word; empty if that cannot be told."""
+    plain = word.lower().replace("_", "").replace("-", "")
+    return next((key for key, words in EVERYDAY.items() if plain in words), "")
+
+
+def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
+    """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
+    problems: list[Problem] = []
+    schema = OmegaConf.get_type(cfg)
+    names = {f.name for f in fields(schema)} if is_dataclass(schema) else None
+    for name in map(str, cfg):
+        child = cfg._get_node(name)
+        if names is not None and name not in names:
+            problems.append(unknown_key(f"{prefix}{name}"))
+        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+            problems += added_keys(child, f"{prefix}{name}.")
+    return problems
+
+
+def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every key path below a node."""
+    for name in map(str, node):
+        yield f"{prefix}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _paths(child, f"{prefix}{name}.")
+
+
+def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
+    """Every key and value of an untyped tree that the typed one refuses."""
+    node = OmegaConf.structured(Root) if typed is None else typed
+    is_open, problems = OmegaConf.get_type(node) is dict, []
+    for name in map(str, given):
+        child, below = given._get_node(name), node._get_node(name) if name in node else None
+        if name not in node:
+            problems += [] if is_open else [unknown_key(f"{prefix}{name}")]
+        elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
+            problems += every_mistake(child, below, f"{prefix}{name}.")
+        else:
+            try:
+                node[name] = child._value() if isinstance(child, ValueNode) else child
+            except OmegaConfBaseException as error:
+                problems.append(explain_value(error))
+    return problems

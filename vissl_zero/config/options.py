@@ -10,14 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vissl_zero.config.components import BUILTIN
+from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import Component, Registry
 
 
 def component_keys(registry: Registry, name: str) -> type | None:
     """Dataclass of a registered component's keys; of a built-in one without importing torch."""
-    return BUILTIN.get(registry.kind, {}).get(name) or registry.get(name).config
+    return builtin_keys(registry.kind).get(name) or registry.get(name).config
 
 
 def typed_options(component: Component | type | None, given: Mapping[str, Any], key_path: str) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def typed_options(component: Component | type | None, given: Mapping[str, Any], 
             problems.append(Problem(f"{key_path}.{name}", "", "is not a key", fix))
             continue
         try:
-            node = OmegaConf.merge(node, {name: copy.deepcopy(value)})
+            node.merge_with({name: copy.deepcopy(value)})
         except OmegaConfBaseException as error:
             problems.append(_explained(error, key_path, node))
     for name in OmegaConf.missing_keys(node):
@@ -60,7 +61,9 @@ def typed_options(component: Component | type | None, given: Mapping[str, Any], 
 def _plain(node: Any, key_path: str) -> dict[str, Any]:
     assert isinstance(node, DictConfig)
     try:
-        OmegaConf.to_object(node)  # runs __post_init__, where a dataclass checks its own ranges
+        typed = OmegaConf.to_object(node)  # runs __post_init__, where a dataclass checks its own ranges
+        if problems := list(constraint_problems(typed, key_path)):
+            raise ConfigError(problems)
     except OmegaConfBaseException as error:
         raise ConfigError([_explained(error, key_path)]) from error
     except ValueError as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vissl_zero.config.vissl_block import vissl_keys
-
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Key path and value of everything that is neither a dict nor a list; list positions are numbers in the path."""
@@ -37,29 +35,3 @@ def _place(tree: Any, part: str) -> Any:
     if isinstance(tree, Mapping):
         return part if part in tree else None
     return int(part) if isinstance(tree, list) and part.isdigit() and int(part) < len(tree) else None
-
-
-def without_vissl_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain configuration without VISSL's unused keys that are at their defaults: what a person wants to read."""
-    unused: dict[str, Any] = {}
-    for key in vissl_keys():
-        *parents, last = key.path.split(".")
-        node = unused
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = key.allowed
-    return _pruned(tree, unused)
-
-
-def _pruned(tree: Mapping[str, Any], unused: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for name, value in tree.items():
-        below = unused.get(name)
-        if isinstance(below, tuple) and value == below[0]:
-            continue
-        if isinstance(below, dict) and isinstance(value, Mapping):
-            value = _pruned(value, below)
-            if not value:
-                continue
-        kept[name] = value
-    return kept

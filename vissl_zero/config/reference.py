@@ -6,12 +6,12 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vissl_zero.config.components import BUILTIN
+from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.run import RunConfig
 
 _HEADER = """\
@@ -35,7 +35,7 @@ def reference() -> str:
     """The page: a table per block under ``config:``, then those of components that are not blocks."""
     tables = list(_blocks(RunConfig(), "config"))
     for kind in ("head", "base optimizer"):
-        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in BUILTIN[kind].items()]
+        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in builtin_keys(kind).items()]
     return "\n".join([_HEADER, *tables])
 
 
@@ -51,11 +51,13 @@ def _blocks(block: Any, path: str) -> Iterator[str]:
 
 def _table(title: str, block: Any) -> str:
     rows = []
+    constraints = {item.name: item.metadata["constraint"] for item in fields(block) if "constraint" in item.metadata}
     for key in keys_of(type(block)):
         value = getattr(block, key.name)
         if not is_dataclass(value):
-            kind = key.type.replace("|", "\\|")
-            rows.append(f"| `{key.name}` | `{kind}` | {_default(value)} | {key.sentence} |")
+            kind = f"`{key.type}`".replace("|", "\\|")
+            kind += f", {constraints[key.name]}" if key.name in constraints else ""
+            rows.append(f"| `{key.name}` | {kind} | {_default(value)} | {key.sentence} |")
     heading = f"## {title}\n{inspect.cleandoc(type(block).__doc__ or '')}\n"
     head = ["| key | type | default | |", "| --- | --- | --- | --- |"] if rows else []
     return "\n".join([heading, *head, *rows, ""])

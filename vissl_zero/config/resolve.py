@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.components import head_options, inferred_notes, loss_options, trunk_options
+from vissl_zero.config.derive.data import with_image_size
+from vissl_zero.config.derive.inactive import inactive_keys
 from vissl_zero.config.derive.optimizer import optimizer_plan
-from vissl_zero.config.derive.placement import global_batch, placement
+from vissl_zero.config.derive.placement import GPU_NAMES, global_batch, placement, ranks
 from vissl_zero.config.derive.sharding import sharding_plan
-from vissl_zero.config.derive.switched_off import switched_off
-from vissl_zero.config.derive.weights import with_trunk_of_weights
-from vissl_zero.config.host import Host, cluster_host, this_host
-from vissl_zero.config.plain_tree import find, leaves, without_vissl_keys
+from vissl_zero.config.derive.weights import with_run_of_weights
+from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
+from vissl_zero.config.plain_tree import find, leaves
+from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.rules import problems
 from vissl_zero.config.rules.vissl import no_effect
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.saved import load_resolved, save_resolved
-from vissl_zero.config.search_path import recipe_packages
-from vissl_zero.errors import ConfigError
+from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
+from vissl_zero.config.vissl import without_vissl_keys
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
@@ -34,6 +36,7 @@ def resolve(
     *,
     recipe: str = "",
     written: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
     host: Host | None = None,
 ) -> ResolvedRun:
     """Check a configuration and decide every derived value. Imports the user's modules (``IMPORTS``), never torch.
@@ -43,20 +46,31 @@ def resolve(
         run_dir: the run folder where CHECKPOINT.DIR is null.
         recipe: what ``config=`` named.
         written: the tree with ``${...}`` as written (``Composed.written``), so that their values can be masked on disk.
+        notes: sentences of composing (``Composed.notes``).
         host: the machine to plan for; this one by default.
     Raises:
         ConfigError: everything that is wrong, all problems at once.
     """
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
-    cfg = with_trunk_of_weights(cfg)
+    if problem := part_alone(cfg, recipe):
+        raise ConfigError([problem])
+    cfg = with_image_size(with_run_of_weights(cfg))
     host = host or _host(cfg)
     if found := problems(cfg, host):
         raise ConfigError([*found, *broken])
     place, step = placement(cfg, host), global_batch(cfg, host)
     sharding, sharding_notes = sharding_plan(cfg, place)
     optimizer, optimizer_notes = optimizer_plan(cfg, step)
-    notes = (*map(str, broken), *place.notes, *sharding_notes, *optimizer_notes)
+    notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
     config = _config(cfg)
+    interpolations = _interpolations(written or {}, config)
+
+    def derived(changed: RunConfig) -> dict[str, Any]:
+        return {
+            "sharding": asdict(sharding_plan(changed, place)[0]),
+            "optimizer": asdict(optimizer_plan(changed, step)[0]),
+        }
+
     return ResolvedRun(
         config=config,
         recipe=recipe,
@@ -70,21 +84,39 @@ def resolve(
         seed=cfg.SEED_VALUE,
         batch_per_rank=cfg.DATA.TRAIN.BATCHSIZE_PER_REPLICA,
         accumulation_steps=cfg.ZERO.gradient_accumulation_steps,
+        exact_accumulation=cfg.TRAINER.EXACT_ACCUMULATION,
         global_batch=step,
         num_epochs=cfg.OPTIMIZER.num_epochs,
         max_steps=cfg.TRAINER.MAX_STEPS,
         sharding=sharding,
         optimizer=optimizer,
-        notes=(*notes, *inferred_notes(cfg), *switched_off(cfg), *no_effect(cfg)),
-        interpolations=_interpolations(written or {}, config),
+        notes=(*notes, *inferred_notes(cfg), *inactive_keys(cfg), *no_effect(cfg)),
+        interpolations=interpolations,
+        copies=copies_of(derived, cfg, interpolations) if interpolations else {},
     )
+
+
+def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
+    """A part of a recipe given as one: its comment says so, or it names neither images nor heads."""
+    part = next((found for found in list_recipes() if found.name == recipe and found.is_part), None)
+    if not recipe or (part is None and (cfg.DATA.TRAIN.DATA_SOURCES or cfg.MODEL.HEAD.PARAMS)):
+        return None
+    group, _, file = recipe.rpartition("/")
+    argument = part.argument if part else f"+config/{group}={file}"
+    must = "must name a complete recipe, and this is a part of one"
+    return Problem("config", repr(recipe), must, f"Add it to a recipe: vissl-zero config=<recipe> {argument}.")
 
 
 def _host(cfg: RunConfig) -> Host:
     """The machine to plan for: this one, or a node of the cluster that the run is submitted to."""
     here = this_host()
+    if cfg.DRY_RUN and not cfg.SLURM.USE_SLURM:
+        procs = ranks(cfg, here)[1]
+        is_elsewhere = cfg.MACHINE.DEVICE in GPU_NAMES and here.num_gpus < procs
+        return assumed_host(here, procs) if is_elsewhere else here
     if not cfg.SLURM.USE_SLURM or here.torchrun:
-        return here
+        is_asked = cfg.TRAINER.THREADS_PER_RANK or here.num_threads
+        return here if is_asked else replace(here, num_idle_cores=idle_cores(here))
     procs = cfg.DISTRIBUTED.NUM_PROC_PER_NODE
     return cluster_host(procs, cfg.SLURM.NUM_CPU_PER_PROC * procs, cfg.MACHINE.DEVICE, cfg.SLURM.PARTITION)
 
@@ -99,6 +131,13 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
         model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]
     if path := cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
         model["WEIGHTS_INIT"]["PARAMS_FILE"] = str(Path(path).expanduser().absolute())  # workers may start elsewhere
+    if cfg.DATA.WORKER_TIMEOUT_S is None:
+        tree["DATA"]["WORKER_TIMEOUT_S"] = cfg.DISTRIBUTED.TIMEOUT_S / 2
+    for split in ("TRAIN", "TEST"):
+        paths = tree["DATA"][split]["DATA_PATHS"]
+        tree["DATA"][split]["DATA_PATHS"] = [str(Path(path).expanduser().absolute()) for path in paths]
+    if factors := cfg.OPTIMIZER.head_optimizer_params.lr_factors:
+        model["HEAD"]["PARAMS"] *= len(factors)
     loss = cfg.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: loss_options(cfg)}
     return tree

@@ -5,7 +5,7 @@ No torch here; dtypes are named by strings ("float32", "bfloat16", ...).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -52,6 +52,7 @@ class OptimizerPlan:
         lr_head: the head's, likewise (equal to ``lr`` unless use_different_lr).
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
+        head_lr_factors: of the learning rate, one per head; empty: 1 for all.
     """
 
     name: str
@@ -66,6 +67,7 @@ class OptimizerPlan:
     regularize_bn: bool = False
     regularize_bias: bool = True
     non_regularized: tuple[str, ...] = ()
+    head_lr_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class ShardingPlan:
         wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
         clip_grad: largest global L2 norm of the gradients, None: off.
         sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronised.
+        sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
         precision: number formats.
@@ -114,6 +117,8 @@ class ShardingPlan:
         clear_autocast_cache: fairscale at level 3 drops autocast's cached casts after each unit.
         force_sync_cuda: fairscale at level 3 waits for the GPU before and after each unit.
         reshard_after_forward: fairscale at level 3 frees the whole parameters of a unit after its forward pass.
+        keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
+        needs_whole_tensors: the optimizer's update of an element depends on its whole tensor; found by trial.
     """
 
     level: int
@@ -122,6 +127,7 @@ class ShardingPlan:
     wrap_threshold: int = 0
     clip_grad: float | None = None
     sync_bn_group: int = 0
+    sync_bn_only_marked: bool = False
     checkpoint_every: int = 0
     stage_checkpoints: tuple[tuple[int, ...], ...] = ()
     precision: Precision = Precision()
@@ -137,6 +143,8 @@ class ShardingPlan:
     clear_autocast_cache: bool = True
     force_sync_cuda: bool = False
     reshard_after_forward: bool = True
+    keep_gradients: bool = False
+    needs_whole_tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,11 +164,13 @@ class ResolvedRun:
         seed: SEED_VALUE.
         batch_per_rank: BATCHSIZE_PER_REPLICA, source images per rank and micro-batch.
         accumulation_steps: micro-batches per optimizer step.
+        exact_accumulation: the loss is one over all micro-batches of a step.
         global_batch: source images per optimizer step = batch_per_rank * world_size * accumulation_steps.
         num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
         sharding, optimizer: see there.
         notes: sentences to say once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
         interpolations: key path under ``config`` (list positions as numbers) -> the ``${...}`` that was written there.
+        copies: path in the plan ("optimizer.weight_decay") -> the interpolated key whose value was copied there.
     """
 
     config: dict[str, Any]
@@ -180,5 +190,57 @@ class ResolvedRun:
     max_steps: int | None
     sharding: ShardingPlan
     optimizer: OptimizerPlan
+    exact_accumulation: bool = False
     notes: tuple[str, ...] = ()
     interpolations: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+
+
+NO_UNITS = " has no effect at levels 1 and 2 on the CPU, where parameters stay whole."
+
+
+def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
+    """Whether the torch engine leaves parameters whole on every rank between steps, instead of gathering them.
+
+    So at levels 1 and 2 on the CPU, in one number format and with one copy of the state: ``fully_shard`` would copy all
+    of them in and out of buffers, which costs as much there as the communication.
+
+    Args:
+        plan: level, engine, precision, tiers.
+        num_ranks: that share one copy of the state.
+        world_size: all ranks.
+        device_type: "cpu" or "cuda".
+    """
+    precision = plan.precision
+    return (
+        plan.engine == "torch"
+        and plan.level in (1, 2)
+        and device_type == "cpu"
+        and num_ranks == world_size
+        and plan.offload_params.device != "nvme"
+        and {precision.compute, precision.reduce} == {precision.master}
+    )
+
+
+def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
+    """The plan for the most processes below the present number, at least ``least``, that divide the micro-batch.
+
+    None if there are none. For runs on one machine.
+    """
+    micro_batch = plan.batch_per_rank * plan.world_size
+    for number in range(plan.world_size - 1, least - 1, -1):
+        if number < 1 or micro_batch % number:
+            continue
+        sharding = plan.sharding
+        if sharding.shard_group_size == plan.world_size:
+            sharding = replace(sharding, shard_group_size=number)
+        if sharding.sync_bn_group == plan.world_size:
+            sharding = replace(sharding, sync_bn_group=number)
+        return replace(
+            plan,
+            world_size=number,
+            procs_per_node=number,
+            batch_per_rank=micro_batch // number,
+            sharding=sharding,
+        )
+    return None

@@ -12,7 +12,8 @@ from vissl_zero.config.blocks.model import Model
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor
 from vissl_zero.config.blocks.sharding import Zero
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.constraints import number
+from vissl_zero.config.vissl import with_vissl_keys
 
 
 @with_vissl_keys("")
@@ -20,9 +21,9 @@ from vissl_zero.config.vissl_block import with_vissl_keys
 class RunConfig:
     """Everything under ``config:``: exactly what the user wrote, plus defaults. Never written back to."""
 
-    SEED_VALUE: int = 0
+    SEED_VALUE: int = number(0, least=0)
     """Seed of weights, order of images, augmentation and dropout."""
-    LOG_FREQUENCY: int = 10
+    LOG_FREQUENCY: int = number(10, least=1)
     """Optimizer steps between lines of the plain display, and between measurements of memory by kind."""
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
@@ -30,6 +31,8 @@ class RunConfig:
     """Check everything, print the plan of the run and start nothing; also written --dry-run."""
     TEST_ONLY: bool = False
     """Measure, and train nothing."""
+    TEST_EVERY_NUM_EPOCH: int = number(1, least=0)
+    """Epochs between measurements of top-1 on TEST while a supervised run trains; 0: only at the end."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
     MODEL: Model = field(default_factory=Model)

@@ -6,6 +6,7 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from vissl_zero.errors import DataError
@@ -17,6 +18,7 @@ MAX_PIXELS = 89_478_485
 # Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
 
 class BrokenImageError(DataError):
@@ -35,7 +37,8 @@ def read_image(path: str | Path) -> Image.Image:
     """The image at ``path`` as 8-bit RGB, wholly decoded.
 
     Raises:
-        BrokenImageError: missing, damaged, truncated, not an image, or more than ``MAX_PIXELS`` pixels.
+        BrokenImageError: missing, damaged, truncated, not an image, more than ``MAX_PIXELS`` pixels, or of pixels whose
+            range is not known (floating point, 32-bit integers, 12-bit TIFF).
     """
     try:
         with warnings.catch_warnings():
@@ -44,7 +47,7 @@ def read_image(path: str | Path) -> Image.Image:
             image = Image.open(path, formats=FORMATS)
         with image:
             _check_size(image, path)
-            return image.convert("RGB")
+            return _as_8_bits(image, path).convert("RGB")
     except BrokenImageError:
         raise
     except Exception as error:
@@ -58,6 +61,35 @@ def _check_size(image: Image.Image, path: str | Path) -> None:
         raise BrokenImageError(
             str(path), f"its {width} x {height} pixels are more than the {MAX_PIXELS:,} that are read (oversized)"
         )
+
+
+def _as_8_bits(image: Image.Image, path: str | Path) -> Image.Image:
+    """Grey of 16 bits as grey of 8, 65,535 as 255; Pillow's own ``convert`` would cut off all above 255.
+
+    Pillow reads color of 16 bits as 8 by itself. What is in a float or a 32-bit image only its maker knows.
+    """
+    is_16_bits = image.mode == "I" and image.format in ("PPM", "PNG")  # PNG: before Pillow 10
+    if image.mode.startswith("I;16") or is_16_bits:
+        depths = _tag(image, _BITS_PER_SAMPLE)
+        if _tag(image, _PHOTOMETRIC) == {0}:
+            raise BrokenImageError(str(path), "its 16-bit grey is stored with 0 for white, which is not read")
+        if depths <= {16}:
+            grey = np.asarray(image).astype(np.uint32)
+            return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8))
+        raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits, and 1, 8 and 16 are read")
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        kind = "floating-point numbers" if image.mode == "F" else "32-bit integers"
+        raise BrokenImageError(
+            str(path), f"its pixels are {kind}, and which of them is white is not known (save it with 8 or 16 bits)"
+        )
+    return image
+
+
+def _tag(image: Image.Image, number: int) -> set[int]:
+    """What a TIFF says; empty for other formats, which leave no choice."""
+    tags = getattr(image, "tag_v2", None)
+    found = tags.get(number, ()) if tags is not None else ()
+    return set(found) if isinstance(found, tuple) else {found}
 
 
 def _reason(error: Exception) -> str:

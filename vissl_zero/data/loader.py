@@ -9,7 +9,7 @@ from typing import Any
 
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.dataset import MicroBatchDataset
-from vissl_zero.data.order import EpochOrder
+from vissl_zero.data.order import EpochOrder, MicroBatchPlan
 from vissl_zero.data.source import Source, build_source
 from vissl_zero.data.transforms.pipeline import Pipeline, build_pipeline
 from vissl_zero.data.workers import BatchStream
@@ -45,12 +45,28 @@ class Loader:
             epoch: from 0.
             start_sample: samples of this epoch that were already trained on, over all ranks.
         Raises:
-            DataError: an image cannot be used, or a loader worker died. On this rank alone.
+            DataError: an image cannot be used. On this rank alone.
+            ProcessLostError: a loader worker died or does not answer. On this rank alone.
         """
         plans = chain.from_iterable(self.order.steps(epoch, start_sample))
         batches = self._stream.load(plans)
         for step in self.order.steps(epoch, start_sample):
             yield [next(batches) for _ in step]
+
+    def first_images(self, most: int) -> tuple[Batch, int, int]:
+        """A look at the first micro-batch without loading all of it.
+
+        Args:
+            most: images to load.
+        Returns:
+            A batch of at most that many images; this rank's images of the whole micro-batch, and those of all ranks.
+        Raises:
+            DataError: as ``epoch``.
+        """
+        plan = next(self.order.steps(0))[0]
+        ids = plan.sample_ids[:most]
+        batch = next(iter(self._stream.load([MicroBatchPlan(plan.epoch, ids, len(ids))])))
+        return batch, len(plan.sample_ids), plan.num_global
 
 
 def build_loader(
@@ -61,6 +77,7 @@ def build_loader(
     rank: int,
     world_size: int,
     accumulation_steps: int,
+    is_exact: bool = False,
 ) -> Loader:
     """The loader of one split. Every rank builds its own; nothing is communicated.
 
@@ -71,6 +88,7 @@ def build_loader(
         batch_per_rank: samples per rank and micro-batch.
         rank, world_size: of this process.
         accumulation_steps: micro-batches per optimizer step.
+        is_exact: see ``EpochOrder``.
     Raises:
         ConfigError: an unknown source or transform, or wrong arguments.
         DataError: a path is missing or empty, or there are fewer images than ranks or than a batch needs.
@@ -82,6 +100,7 @@ def build_loader(
         num_samples=len(source),
         micro_batch=batch_per_rank * world_size,
         accumulation_steps=accumulation_steps,
+        is_exact=is_exact,
         rank=rank,
         world_size=world_size,
         seed=seed,

@@ -44,6 +44,8 @@ class EpochOrder:
         accumulation_steps: micro-batches per step.
         rank, world_size: of this process.
         seed: of the shuffling.
+        is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
+            together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
         drop_last: leave out the samples after the last whole step.
     """
 
@@ -54,6 +56,7 @@ class EpochOrder:
     world_size: int
     seed: int
     drop_last: bool = False
+    is_exact: bool = False
 
     @property
     def num_kept(self) -> int:
@@ -84,8 +87,17 @@ class EpochOrder:
         if len(order) % self.micro_batch < self.world_size:  # a tail of another length than an epoch from its start has
             order = order[: len(order) - len(order) % self.micro_batch]
         for step in order.split(self.micro_batch * self.accumulation_steps):
-            if len(step):  # split of an empty tensor gives one empty part
+            if len(step) and self.is_exact:
+                yield self._together(epoch, step)
+            elif len(step):  # split of an empty tensor gives one empty part
                 yield [self._plan(epoch, part) for part in step.split(self.micro_batch)]
+
+    def _together(self, epoch: int, step: Tensor) -> list[MicroBatchPlan]:
+        """A step dealt to ranks as a whole; fewer micro-batches where there are not enough samples for one each."""
+        shares = [step[rank_slice(len(step), rank, self.world_size)] for rank in range(self.world_size)]
+        count = max(1, min(self.accumulation_steps, *map(len, shares)))
+        parts = [[share[rank_slice(len(share), index, count)] for share in shares] for index in range(count)]
+        return [MicroBatchPlan(epoch, tuple(part[self.rank].tolist()), sum(map(len, part))) for part in parts]
 
     def _plan(self, epoch: int, part: Tensor) -> MicroBatchPlan:
         own = part[rank_slice(len(part), self.rank, self.world_size)]

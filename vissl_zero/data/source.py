@@ -12,7 +12,7 @@ from PIL import Image
 from vissl_zero.config.options import typed_options
 from vissl_zero.data.labels import relabel
 from vissl_zero.errors import ConfigError, DataError, Problem
-from vissl_zero.registry import DATA_SOURCES
+from vissl_zero.registry import DATA_SOURCES, require_interface
 
 
 class Source(Protocol):
@@ -47,6 +47,8 @@ class SourceRequest:
         image_size: DEFAULT_GRAY_IMG_SIZE, the side in pixels of images that are made.
         seed: SEED_VALUE.
         class_names: classes that labels must count by (those of TRAIN, for TEST), or empty to take the source's own.
+        dataset_names: DATASET_NAMES, for a source that knows data sets by name.
+        path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
     """
 
     split: str
@@ -55,6 +57,8 @@ class SourceRequest:
     image_size: int = 224
     seed: int = 0
     class_names: tuple[str, ...] = ()
+    dataset_names: tuple[str, ...] = ()
+    path_prefix: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,19 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         image_size=cfg["DEFAULT_GRAY_IMG_SIZE"],
         seed=seed,
         class_names=tuple(class_names),
+        dataset_names=tuple(cfg.get("DATASET_NAMES", ())),
+        path_prefix=(cfg.get("REMOVE_IMG_PATH_PREFIX", ""), cfg.get("NEW_IMG_PATH_PREFIX", "")),
     )
     options = typed_options(component, cfg.get("SOURCE_PARAMS", {}), f"config.DATA.{split}.SOURCE_PARAMS")
     source: Source = component.build(request, **options)
+    meanings = {
+        "class_names": "names of the classes, empty without labels",
+        "__len__": "number of images",
+        "image": "image(index), an RGB PIL image",
+        "label": "label(index), an int or None",
+        "name": "name(index), what messages call the image",
+    }
+    require_interface(DATA_SOURCES, _source_name(cfg, split), source, members=meanings)
     return _limit(_with_labels(source, cfg, request), request.limit)
 
 
@@ -116,6 +130,15 @@ def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, 
     if not data_cfg["TEST"]["DATA_SOURCES"]:
         return train, None
     return train, build_source(data_cfg, "TEST", seed, train.class_names)
+
+
+def described(data_cfg: Mapping[str, Any], split: str) -> str:
+    """What a person calls the images of a split: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
+    cfg = data_cfg[split]
+    if not cfg["DATA_SOURCES"]:
+        return ""
+    limit = f" ({cfg['DATA_LIMIT']:,} of the images)" if cfg["DATA_LIMIT"] > 0 else ""
+    return " ".join([str(cfg["DATA_SOURCES"][0]), ", ".join(map(str, cfg["DATA_PATHS"]))]).strip() + limit
 
 
 def _source_name(cfg: Mapping[str, Any], split: str) -> str:

@@ -1,19 +1,30 @@
-"""torch's DataLoader as it is used here: a micro-batch per item, clear errors, workers from a clean process."""
+"""torch's DataLoader as it is used here: a micro-batch per item, clear errors, workers that end with their rank.
+
+A worker that is killed, stopped or hung ends the iteration with a sentence that names it. torch alone would wait for a
+stopped one for ever, in places that its own ``timeout`` does not reach: between epochs, and while it asks a worker for
+the file descriptor of a batch.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import multiprocessing
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.dataset import Loaded, MicroBatchDataset
 from vissl_zero.data.order import MicroBatchPlan
-from vissl_zero.errors import DataError
+from vissl_zero.errors import DataError, ProcessLostError
+from vissl_zero.lifetime import end_with_creator, note_shares, signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +32,9 @@ logger = logging.getLogger(__name__)
 # import torch anew in every worker. The fork server imports once and has a single thread.
 START_METHOD = "forkserver"
 _PRELOAD = ["vissl_zero.data.workers", "vissl_zero.data.transforms.pipeline"]
+_END = object()
+_START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
+_REAPED_S = 2.0  # until the fork server has told how a worker ended
 
 
 class Plans:
@@ -38,24 +52,31 @@ class BatchStream:
 
     Args:
         dataset: turns a plan into a batch.
-        data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY).
+        data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY, WORKER_TIMEOUT_S).
     """
 
     def __init__(self, dataset: MicroBatchDataset, data_cfg: Mapping[str, Any]):
         num_workers = data_cfg["NUM_DATALOADER_WORKERS"]
+        self._timeout_s = 0.0
         self._plans = Plans()
         self._said: set[str] = set()
+        self._has_begun = False
         if num_workers:
+            self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
             multiprocessing.get_context(START_METHOD).set_forkserver_preload(_PRELOAD)
+            note_shares()
+        pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
+        self._device = torch.cuda.current_device() if pins else None
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,
+            _Shared(dataset) if num_workers else dataset,
             sampler=self._plans,
             batch_size=None,  # an index is a whole micro-batch already
             collate_fn=_as_is,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             multiprocessing_context=START_METHOD if num_workers else None,
-            pin_memory=data_cfg["PIN_MEMORY"] and torch.cuda.is_available(),
+            worker_init_fn=_begin_worker if num_workers else None,
+            pin_memory=pins,
             generator=torch.Generator(),  # otherwise every epoch takes a number from the global generator
         )
 
@@ -63,16 +84,73 @@ class BatchStream:
         """The micro-batches of ``plans``, in order; one such iteration at a time.
 
         Raises:
-            DataError: an image cannot be used, or a worker died.
+            DataError: an image cannot be used, or there is no shared memory for a batch.
+            ProcessLostError: a worker died, or has not answered for WORKER_TIMEOUT_S.
         """
         self._plans.plans = plans
+        for loaded in self._from_workers() if self._loader.num_workers else self._loader:
+            yield self._open(loaded)
+
+    def _from_workers(self) -> Iterator[Loaded]:
+        """What the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
+        requests: SimpleQueue[bool] = SimpleQueue()
+        answers: SimpleQueue[Any] = SimpleQueue()
+        arguments = (self._loader, self._device, requests, answers)
+        Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
         try:
-            for loaded in self._loader:
-                yield self._open(loaded)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise DataError(_lost_worker(error, self._loader.num_workers)) from error
+            for number in itertools.count():
+                requests.put(True)
+                try:
+                    answer = answers.get(timeout=self._timeout_s + (0.0 if self._has_begun else _START_S))
+                except Empty:
+                    raise ProcessLostError(self._give_up_on(number % self._loader.num_workers)) from None
+                if isinstance(answer, BaseException):
+                    raise self._explained(answer)
+                if answer is _END:
+                    return
+                self._has_begun = True
+                yield answer
+        finally:
+            requests.put(False)
+
+    def _workers(self) -> list[Any]:
+        return list(getattr(self._loader._iterator, "_workers", ()))  # torch has no public name for them
+
+    def _kill_workers(self) -> None:
+        for worker in self._workers():
+            with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
+                worker.kill()
+
+    def _give_up_on(self, turn: int) -> str:
+        """Kill all workers; the sentence that names those to blame: the stopped ones, else the one whose turn it is."""
+        workers = [(index, worker.pid) for index, worker in enumerate(self._workers())]
+        stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
+        slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]
+        names = " and ".join(stopped or slow) or "workers, which have not begun"
+        self._kill_workers()
+        return (
+            f"A micro-batch has not come within {self._timeout_s:g} s from data loading {names}. Look at the disk that "
+            "the images are on; raise config.DATA.WORKER_TIMEOUT_S if a micro-batch may take that long."
+        )
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """A dead worker shows as an error of torch's, or of the socket that a batch was to come through."""
+        if not isinstance(error, OSError | EOFError) and not str(error).startswith("DataLoader worker"):
+            return error
+        for worker in self._workers():
+            worker.join(_REAPED_S / self._loader.num_workers)
+        dead = [(index, worker) for index, worker in enumerate(self._workers()) if not worker.is_alive()]
+        if not dead and isinstance(error, OSError | EOFError):
+            return error
+        names = ", ".join(f"worker {index} (process {one.pid}) {_how_ended(one.exitcode)}" for index, one in dead)
+        self._kill_workers()
+        lost = ProcessLostError(
+            f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory, or /dev/shm "
+            f"did: lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
+            "training process itself)."
+        )
+        lost.__cause__ = error
+        return lost
 
     def _open(self, loaded: Loaded) -> Batch:
         for name, reason in loaded.skipped.items():
@@ -84,13 +162,68 @@ class BatchStream:
         return loaded.batch
 
 
+class _Shared(Dataset[Loaded]):
+    """Puts what a worker has loaded into shared memory.
+
+    torch would do so in a thread that prints what goes wrong and drops the batch, which the training process then
+    waits for in vain.
+    """
+
+    def __init__(self, dataset: MicroBatchDataset):
+        self._dataset = dataset
+
+    def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
+        loaded = self._dataset[plan]
+        if loaded.batch is None:
+            return loaded
+        tensors = [*loaded.batch.images, loaded.batch.targets, loaded.batch.sample_ids]
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        try:
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.share_memory_()
+        except RuntimeError as error:
+            if "shared memory" not in str(error):
+                raise
+            return Loaded(None, error=_NO_ROOM.format(size=size / 2**20, error=str(error).splitlines()[0]))
+        return loaded
+
+
+_NO_ROOM = (
+    "/dev/shm has no room for a micro-batch of {size:.3g} MiB ({error}). Give it more (docker run --shm-size=8g), "
+    "lower config.DATA.NUM_DATALOADER_WORKERS (each worker holds up to 3 micro-batches there), or set it to 0."
+)
+
+
+def _serve(loader: DataLoader[Any], device: int | None, requests: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
+    """Runs in a thread: a batch, an error or the end for each request, until there is none."""
+    if device is not None:
+        torch.cuda.set_device(device)  # each thread has its own, and the loader pins memory for it
+    batches: Iterator[Any] | None = None
+    while requests.get():
+        try:
+            if batches is None:
+                batches = iter(loader)
+            answers.put(next(batches, _END))
+        except BaseException as error:  # noqa: BLE001 - the other thread raises it
+            answers.put(error)
+
+
+def _begin_worker(index: int) -> None:
+    end_with_creator()
+    note_shares()
+
+
 def _as_is(loaded: Any) -> Any:
     return loaded
 
 
-def _lost_worker(error: RuntimeError, num_workers: int) -> str:
-    return (
-        f"A data loading worker died ({str(error).split(chr(10), 1)[0].rstrip('.')}). Usually the machine ran out of "
-        f"memory, or /dev/shm did: lower config.DATA.NUM_DATALOADER_WORKERS ({num_workers} per process; 0 loads in "
-        "the training process itself)."
-    )
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _how_ended(code: int | None) -> str:
+    return f"was ended by {signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"

@@ -1,7 +1,8 @@
-"""From a resolved configuration to a run that can be trained: data, model, loss, sharding."""
+"""From a resolved configuration to a run that can be trained: data, model, method, sharding."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.losses.criterion import build_criterion
+from vissl_zero.methods.method import build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
@@ -46,9 +47,12 @@ def build_run(
         rank=rank,
         world_size=world_size,
         accumulation_steps=plan.accumulation_steps,
+        is_exact=plan.exact_accumulation,
     )
-    model = build_model(plan.config["MODEL"])
+    model = build_model(plan.config["MODEL"], len(loader.source.class_names))
     initialize_(model, plan.seed)
+    for head in model.heads[1:] if plan.optimizer.head_lr_factors else ():
+        head.load_state_dict(model.heads[0].state_dict())  # a sweep: the rates alone differ
     if fill is not None:
         fill(model)
     model.to(dtype)
@@ -56,16 +60,20 @@ def build_run(
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-    criterion = build_criterion(plan.config["LOSS"]).to(device=device, dtype=dtype)
+    method = build_method(plan.config["LOSS"]).to(device=device, dtype=dtype)
+    method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
+    teacher = copy.deepcopy(model).as_teacher() if method.has_teacher else None
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device)
+    if teacher is not None:
+        sharded.adopt_teacher(teacher)
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,
         sharded=sharded,
-        criterion=criterion,
+        method=method,
         loader=loader,
         device=device,
         rank=rank,

@@ -18,7 +18,7 @@ from vissl_zero.sharding.strategy import Bytes, Sharded
 if TYPE_CHECKING:
     from vissl_zero.config.resolved import ResolvedRun
     from vissl_zero.data.loader import Loader
-    from vissl_zero.losses.criterion import Criterion
+    from vissl_zero.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepRecord:
         skipped: the loss scaler skipped the update.
         grad_norm: global L2 norm before clipping; None if the step was skipped.
         loss_scale: 1.0 without loss scaling.
-        watch: figures of the criterion on its own health (``Criterion.health``), possibly empty.
+        watch: figures of the method on its own health (``Method.health``), possibly empty.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Run:
     Attributes:
         plan: the resolved configuration.
         sharded: model and optimizer.
-        criterion: the loss.
+        method: what is learned: the loss, what student and teacher see.
         loader: training data.
         device: where the model computes.
         rank, world_size: global.
@@ -74,7 +74,7 @@ class Run:
 
     plan: ResolvedRun
     sharded: Sharded
-    criterion: Criterion
+    method: Method
     loader: Loader
     device: torch.device
     rank: int

@@ -1,22 +1,26 @@
-"""The training loop: steps, epochs, hooks. It knows nothing of levels, engines, losses or files."""
+"""The training loop: steps, epochs, hooks. It knows nothing of levels, engines, methods or files."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.data.batch import Batch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.divergence import diverged
+from vissl_zero.engine.exact_accumulation import accumulate_exactly
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.methods.method import Method
+from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random_key
+from vissl_zero.sharding.strategy import Bytes, Sharded
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -31,7 +35,9 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
     """
     try:
         if not run.is_resumed:
-            run.sharded.normalize_rows(run.criterion.normalized_rows())
+            run.sharded.normalize_rows(run.method.normalized_rows())
+            if run.method.has_teacher:
+                run.sharded.follow(0.0)  # weights may have come from elsewhere since it was copied
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
@@ -68,28 +74,22 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
 
 def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float) -> StepRecord:
     """One optimizer step over its micro-batches. ``started``: clock before the data was asked for."""
-    sharded, criterion = run.sharded, run.criterion
+    sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-    criterion.on_step(run.step, run.epoch)
-    for index, cpu_batch in enumerate(micro_batches):
-        batch = cpu_batch.to(run.device, getattr(torch, run.plan.sharding.precision.master))
-        set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        is_first = run.step == run.first_step and index == 0
-        with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
-            with sharded.measure_activations() if is_first else nullcontext():
-                outputs = sharded.model(batch.images, criterion.probe())
-                loss = criterion(outputs, batch)
-            sharded.backward(loss, batch.num_local * run.world_size / num_samples)
-        criterion.after_micro_batch(outputs, batch)
-        loss_sum += loss.detach() * (batch.num_local / num_samples)
+    dtype = getattr(torch, run.plan.sharding.precision.master)
+    method.on_step(run.step, run.epoch)
+    watch = _watched(run) if run.step == run.first_step else nullcontext()
+    accumulate = accumulate_exactly if run.plan.exact_accumulation and len(micro_batches) > 1 else _accumulate
+    loss_sum = accumulate(run, micro_batches, dtype, watch)
     memory = _memory(run)  # before the step: gradients are still there
     result = sharded.step()
     sharded.zero_grad()
-    sharded.normalize_rows(criterion.normalized_rows())
+    sharded.normalize_rows(method.normalized_rows())
+    if method.has_teacher and not result.skipped:
+        sharded.follow(method.momentum(run.step), method.normalized_rows())
     # All that ranks must agree on travels as one message.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)
-    totals = all_reduce_sum(torch.cat((torch.stack((loss_sum, asked)), criterion.health_sums().to(loss_sum))))
+    totals = all_reduce_sum(torch.cat((torch.stack((loss_sum, asked)), method.health_sums().to(loss_sum))))
     loss_value, num_asked = totals[:2].tolist()
     run.is_asked_to_stop = num_asked > 0
     run.step += 1
@@ -107,8 +107,42 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
         skipped=result.skipped,
         grad_norm=None if result.skipped else float(result.grad_norm),
         loss_scale=result.loss_scale,
-        watch=criterion.health(totals[2:]),
+        watch=method.health(totals[2:]),
     )
+
+
+@contextmanager
+def _watched(run: Run) -> Iterator[None]:
+    """Around the first forward pass of a run: measure it, and see that nothing draws numbers of its own."""
+    with run.sharded.measure_activations(), refuse_unkeyed_randomness(run.sharded.model):
+        yield
+
+
+def _accumulate(
+    run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype, watch: AbstractContextManager[None]
+) -> Tensor:
+    """Gradients of the mean of the micro-batches' losses; as ``accumulate_exactly``."""
+    sharded, method = run.sharded, run.method
+    num_samples = sum(batch.num_global for batch in micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    for index, cpu_batch in enumerate(micro_batches):
+        batch = cpu_batch.to(run.device, dtype)
+        set_random_key(run.plan.seed, run.step, batch.sample_ids)
+        taught = _taught(sharded, method, batch)
+        with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
+            with watch if index == 0 else nullcontext():
+                outputs = method.run_student(sharded.model, batch)
+                loss = method.loss(outputs, batch, taught)
+            sharded.backward(loss, batch.num_local * run.world_size / num_samples)
+        method.after_micro_batch(outputs, batch)
+        loss_sum += loss.detach() * (batch.num_local / num_samples)
+    return loss_sum
+
+
+@torch.no_grad()
+def _taught(sharded: Sharded, method: Method, batch: Batch) -> list[Any] | None:
+    """The teacher's outputs, where there is a teacher."""
+    return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
 def _memory(run: Run) -> Bytes:

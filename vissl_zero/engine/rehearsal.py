@@ -1,4 +1,7 @@
-"""A run built with fake tensors (shapes, no memory): what it will hold, how long it is."""
+"""A run built with fake tensors (shapes, no memory): what it will hold, where, and how long it is.
+
+The machine described need not be this one. Images that are not here are assumed, and what is assumed is said.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +20,18 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.eval_images import require_evaluation
 from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.losses.criterion import build_criterion
+from vissl_zero.methods.method import build_method
+from vissl_zero.methods.supervised.method import require_classes
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
-from vissl_zero.registry import HOOKS, load_plugins
+from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.sharding.forecast import Forecast, forecast
+
+_NUM_READ = 8  # images, for the shapes of their crops
+_ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Rehearsal:
         forecast: units and memory.
         num_params, num_trained: elements of the model, and those the optimizer updates.
         num_images, steps_per_epoch, num_steps: length of the run.
+        assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
     """
 
@@ -44,41 +54,74 @@ class Rehearsal:
     num_images: int
     steps_per_epoch: int
     num_steps: int
+    assumed: tuple[str, ...]
     lr_first: float
     lr_peak: float
     lr_last: float
 
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Most bytes of a rank at any moment of a step, by where they are: device, host memory, disk.
+
+        On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
+        """
+        held, sharding = self.forecast.memory, self.plan.sharding
+        tiers = {"device": held.activations + held.buffers + held.teacher, "host": 0, "disk": 0}
+        place = {"none": "device", "cpu": "host", "nvme": "disk"}
+        params = place[sharding.offload_params.device]
+        tiers[params] += held.params
+        tiers["device"] += held.params_step_peak - held.params  # units that are gathered
+        tiers["disk" if params == "disk" else "device"] += held.grads
+        tiers[place[sharding.offload_optimizer.device]] += held.optimizer
+        if self.plan.device == "cpu":
+            tiers["device"] += tiers.pop("host")
+        return {name: num_bytes for name, num_bytes in tiers.items() if num_bytes}
+
 
 def rehearse(plan: ResolvedRun) -> Rehearsal:
-    """Build everything but the processes. Cost: indexing the data, reading one micro-batch, a second or two."""
+    """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
+
+    Raises:
+        ConfigError, DataError: what the run would be refused for.
+    """
     load_plugins(plan.config["IMPORTS"])
     for name in plan.config["HOOKS"]["EXTRA"]:
-        HOOKS.get(name)
-    loader = _loader(plan)
-    batch = next(loader.epoch(0))[0]
+        require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
+    data, assumed = _data(plan)
+    loader = _loader(plan, data)
+    batch, num_local, num_global = loader.first_images(_NUM_READ)
     if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
-        require_evaluation(plan.config["DATA"], plan.seed)
+        require_evaluation(data, plan.seed)
+    num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
     dtype = getattr(torch, plan.sharding.precision.master)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _default_dtype(dtype):
-        model = build_model(plan.config["MODEL"])
+    num_steps = loader.steps_per_epoch * plan.num_epochs
+    with FakeTensorMode(allow_non_fake_inputs=True), _default_dtype(dtype):
+        model = build_model(plan.config["MODEL"], num_classes)
         freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
         groups = param_groups(model, plan.optimizer)
         names = [name for name, _ in model.named_parameters()]
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-        criterion = build_criterion(plan.config["LOSS"])
-        fakes = _faked(batch, fake, dtype)
+        method = build_method(plan.config["LOSS"])
+        method.set_length(num_steps, loader.steps_per_epoch)
+        teacher = build_model(plan.config["MODEL"]).as_teacher() if method.has_teacher else None
+        fakes = _faked(batch, num_local, num_global, dtype)
 
         def run_forward() -> torch.Tensor:
-            criterion.on_step(0, 0)
-            outputs = model(fakes.images, criterion.probe())
-            return criterion(outputs, fakes)
+            method.on_step(0, 0)
+            taught = None
+            if teacher is not None:
+                with torch.no_grad():
+                    taught = method.run_teacher(teacher, fakes)
+            outputs = method.run_student(model, fakes)
+            if method.ignored_label is not None and not assumed:
+                require_classes(outputs, num_classes)
+            return method.loss(outputs, fakes, taught)
 
         optimizer = functools.partial(build_optimizer, plan.optimizer)
         is_averaged = plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]
         found = forecast(
-            model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward, is_averaged
+            model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward, is_averaged, teacher
         )
-    num_steps = loader.steps_per_epoch * plan.num_epochs
     schedules = Schedules(plan, groups, loader.steps_per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
@@ -89,6 +132,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
         num_params=sum(param.numel() for param in model.parameters()),
         num_trained=sum(param.numel() for param in model.parameters() if param.requires_grad),
         num_images=len(loader.source),
+        assumed=assumed,
         steps_per_epoch=loader.steps_per_epoch,
         num_steps=end,
         lr_first=rates[0],
@@ -108,8 +152,24 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _loader(plan: ResolvedRun) -> Loader:
+def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The DATA block, with images made up where the run's are not on this machine, and a sentence that says so."""
     data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
+    train, test = data["TRAIN"], data["TEST"]
+    lacking = [path for split in (train, test) for path in split["DATA_PATHS"] if not Path(path).exists()]
+    if not lacking:
+        return data, ()
+    num_images = train["DATA_LIMIT"] if train["DATA_LIMIT"] > 0 else _ASSUMED_IMAGES
+    made_up = {"DATA_SOURCES": ["synthetic"], "DATA_PATHS": [], "LABEL_SOURCES": [], "LABEL_PATHS": []}
+    train |= {**made_up, "SOURCE_PARAMS": {}, "DATA_LIMIT": num_images, "DEFAULT_GRAY_IMG_SIZE": _ASSUMED_SIDE}
+    test |= {"DATA_SOURCES": [], "DATA_PATHS": []}
+    return data, (
+        f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT says "
+        f"another number): {', '.join(map(str, lacking))} is not on this machine.",
+    )
+
+
+def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
     data["NUM_DATALOADER_WORKERS"] = 0  # one micro-batch: no processes for that
     return build_loader(
         data,
@@ -119,14 +179,17 @@ def _loader(plan: ResolvedRun) -> Loader:
         rank=0,
         world_size=plan.world_size,
         accumulation_steps=plan.accumulation_steps,
+        is_exact=plan.exact_accumulation,
     )
 
 
-def _faked(batch: Batch, mode: FakeTensorMode, dtype: torch.dtype) -> Batch:
+def _faked(batch: Batch, num_local: int, num_global: int, dtype: torch.dtype) -> Batch:
+    """A micro-batch of ``num_local`` images with the shapes of ``batch``; call it in ``FakeTensorMode``."""
+    shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     return Batch(
-        images=[mode.from_tensor(image.to(dtype)) for image in batch.images],
+        images=[torch.empty(shape, dtype=dtype) for shape in shapes],
         num_crops=batch.num_crops,
-        targets=None if batch.targets is None else mode.from_tensor(batch.targets),
-        sample_ids=mode.from_tensor(batch.sample_ids),
-        num_global=batch.num_global,
+        targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
+        sample_ids=torch.arange(num_local),
+        num_global=num_global,
     )

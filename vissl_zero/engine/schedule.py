@@ -44,7 +44,7 @@ class Schedules:
         """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
-            group["lr"] = self._lr_of[name](step)
+            group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor
             schedule = self._wd_of.get(name)
             if schedule is not None:
                 group["weight_decay"] = schedule(step)

@@ -7,7 +7,7 @@ starts runs (the local launcher, a batch system) needs this file and nothing els
 
     from vissl_zero.engine import stopping
 
-    stopping.listen()           # in a rank's process: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C mean save and stop
+    stopping.listen()           # in a rank's process: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, Ctrl-C: save and stop
     stopping.ask("preempted")   # the same without a signal; from any thread, or from a signal handler
     stopping.end_at(deadline)   # the time limit, as Unix time; VISSL_ZERO_END_AT in the environment does it too
     ...
@@ -15,7 +15,8 @@ starts runs (the local launcher, a batch system) needs this file and nothing els
         requeue()
 
 A batch system that sends a warning signal before the end of a job (``#SBATCH --signal=USR1@300``) may send it to the
-launcher or to the ranks: the launcher passes SIGTERM, SIGUSR1 and SIGUSR2 on. A second Ctrl-C ends at once, unsaved.
+launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal is gone) stays ignored under nohup. A second
+Ctrl-C ends at once, unsaved.
 
 Other exit codes: 0 done, 1 a crash, 2 the user's input.
 """
@@ -31,7 +32,7 @@ from types import FrameType
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "temporary failure, the user is invited to retry"
 INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 END_AT_VARIABLE = "VISSL_ZERO_END_AT"
 
 
@@ -87,11 +88,16 @@ def forget() -> None:
     _asked = _end_at = None
 
 
+def heard() -> tuple[signal.Signals, ...]:
+    """``SIGNALS``, but for a SIGHUP that is ignored: nohup has seen to that."""
+    return tuple(s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN)
+
+
 def listen(ctrl_c: bool = True) -> None:
     """Let ``SIGNALS`` (and Ctrl-C, if wanted) mean save and stop. Only in the main thread; does nothing elsewhere."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in SIGNALS:
+    for number in heard():
         signal.signal(number, _on_signal)
     if ctrl_c:
         signal.signal(signal.SIGINT, _on_signal)

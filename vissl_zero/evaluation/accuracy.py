@@ -1,39 +1,96 @@
-"""Supervised top-1 on images the model was not trained on."""
+"""Supervised accuracy on images the model was not trained on: while it trains, and at the end."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.data.eval_images import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.inference import evaluating, own_batches
-from vissl_zero.losses.cross_entropy import CrossEntropy
+
+TOP_K = 5
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of images, 0 to 1, of one head.
+
+    Attributes:
+        top1: whose largest logit is their label's.
+        top5: whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
+    """
+
+    top1: float
+    top5: float | None
 
 
 class AccuracyHook(Hook):
-    """Adds ``top1`` (0 to 1) of the first head on TEST's images to the results of a run trained with cross-entropy.
+    """Top-1 and top-5 on TEST's images of a run that predicts classes, every TEST_EVERY_NUM_EPOCH epochs and last.
 
-    None where TEST has no images or no labels; nothing is added for other losses, or where nothing was trained and the
-    heads are as new.
+    Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
+    ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). Of several heads the best
+    counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``. Nothing is added for other methods, or where
+    nothing was trained and the heads are as new.
     """
 
+    def __init__(self) -> None:
+        self._curve: list[list[float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curve so far."""
+        return {"curve": self._curve}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._curve = [list(point) for point in state["curve"]]
+
     def on_start(self, run: Run) -> None:
-        if _criterion(run) is not None:
+        if _ignored_label(run) is not None:
             require_evaluation(run.plan.config["DATA"], run.plan.seed)
 
-    def on_end(self, run: Run) -> None:
-        if (criterion := _criterion(run)) is None:
+    def on_epoch_end(self, run: Run) -> None:
+        every = run.plan.config["TEST_EVERY_NUM_EPOCH"]
+        if every < 1 or (run.epoch + 1) % every or run.step >= run.num_steps:  # on_end measures the last
             return
+        if (found := self._measure(run)) is not None:
+            run.results |= {"top1_latest": found.top1, "top5_latest": found.top5}
+
+    def on_end(self, run: Run) -> None:
+        if _ignored_label(run) is None:
+            return
+        found = self._measure(run)
+        for name in ("top1_latest", "top5_latest"):
+            run.results.pop(name, None)
+        run.results["top1"] = None if found is None else found.top1
+        if found is not None and found.top5 is not None:
+            run.results["top5"] = found.top5
+
+    def _measure(self, run: Run) -> Accuracy | None:
+        """Accuracy of the best head as it is now, which joins the curve. Collective."""
+        if (ignored_label := _ignored_label(run)) is None:
+            return None
+        # Opened anew each time: loader workers then live only as long as the evaluation.
         _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
-        run.results["top1"] = None if images is None else top1(run, images, criterion.ignore_index)
+        if images is None or not (heads := accuracies(run, images, ignored_label)):
+            return None
+        best = max(range(len(heads)), key=lambda index: heads[index].top1)
+        if factors := run.plan.optimizer.head_lr_factors:
+            rates = [peak(run.plan.optimizer.lr_head or run.plan.optimizer.lr) * factor for factor in factors]
+            run.results["top1_by_lr"] = {f"{lr:g}": head.top1 for lr, head in zip(rates, heads, strict=True)}
+            run.results["best_lr"], run.results["best_head"] = rates[best], best
+        if not self._curve or self._curve[-1][0] < run.step:
+            self._curve.append([run.step, heads[best].top1])
+        run.results["top1_by_step"] = [list(point) for point in self._curve]
+        return heads[best]
 
 
-def _criterion(run: Run) -> CrossEntropy | None:
-    """The loss of a run whose top-1 means something."""
-    if run.num_steps == 0 and _heads_are_new(run):
-        return None
-    return run.criterion if isinstance(run.criterion, CrossEntropy) else None
+def _ignored_label(run: Run) -> int | None:
+    """``Method.ignored_label`` of a run whose accuracy means something."""
+    return None if run.num_steps == 0 and _heads_are_new(run) else run.method.ignored_label
 
 
 def _heads_are_new(run: Run) -> bool:
@@ -41,24 +98,38 @@ def _heads_are_new(run: Run) -> bool:
     return bool(settings["EVAL_MODE_ON"] and not settings["EVAL_TRUNK_AND_HEAD"])
 
 
-def top1(run: Run, images: EvalImages, ignored_label: int) -> float | None:
-    """Share of images whose largest logit of the first head is their label's. Collective.
+def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accuracy]:
+    """Accuracy of each head. Collective.
 
     Args:
         run: with a sharded model in any mode.
         images: of any number; each is counted once.
         ignored_label: images with this label do not count.
     Returns:
-        Equal on every rank; None if no image has a label.
+        Equal on every rank; empty if no image has a label.
     """
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
-    counts = torch.zeros(2, dtype=torch.int64, device=run.device)  # right, counted
+    num_heads = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"])
+    counts = torch.zeros(2 * num_heads + 1, dtype=torch.int64, device=run.device)  # right by head, top-k by head, all
+    widths = [0] * num_heads
     with evaluating(run.sharded.model):
         for batch, num_own in own_batches(run, images):
-            logits = run.sharded.model(batch.images)[0]
+            outputs = run.sharded.model(batch.images)
+            widths = [logits.shape[1] for logits in outputs]
             if batch.targets is not None:
-                is_counted = batch.targets[:num_own] != ignored_label
-                is_right = logits[:num_own].argmax(dim=1) == batch.targets[:num_own]
-                counts += torch.stack([(is_right & is_counted).sum(), is_counted.sum()])
-    num_right, num_counted = all_reduce_sum(counts).tolist()
-    return num_right / num_counted if num_counted else None
+                labels = batch.targets[:num_own]
+                is_counted = labels != ignored_label
+                top1, topk = [], []
+                for logits in outputs:
+                    rows = logits[:num_own]
+                    top1.append(((rows.argmax(dim=1) == labels) & is_counted).sum())
+                    nearest = rows.topk(min(TOP_K, rows.shape[1]), dim=1).indices
+                    topk.append(((nearest == labels[:, None]).any(dim=1) & is_counted).sum())
+                counts += torch.stack([*top1, *topk, is_counted.sum()])
+    *right, num_counted = all_reduce_sum(counts).tolist()
+    if not num_counted:
+        return []
+    return [
+        Accuracy(top1 / num_counted, topk / num_counted if width > TOP_K else None)
+        for top1, topk, width in zip(right[:num_heads], right[num_heads:], widths, strict=True)
+    ]

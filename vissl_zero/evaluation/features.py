@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows
@@ -13,7 +14,6 @@ from vissl_zero.data.eval_images import EvalImages
 from vissl_zero.data.transforms.pipeline import Pipeline
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.inference import evaluating, own_batches
-from vissl_zero.torchvision_compat import torchvision
 
 # Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
 THUMBNAIL_SIDE = 16

@@ -76,14 +76,18 @@ class KnnHook(Hook):
 
     def on_epoch_end(self, run: Run) -> None:
         every = self._options["EVERY_NUM_EPOCHS"]
-        is_due = every > 0 and (run.epoch + 1) % every == 0 and run.step < run.num_steps  # on_end measures the last
+        is_frozen = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]
+        is_due = (
+            every > 0 and not is_frozen and (run.epoch + 1) % every == 0 and run.step < run.num_steps
+        )  # on_end measures the last
         if self._index_source is not None and is_due:
             run.results["knn_top1_latest"] = self._record(run, self._measure(run))
 
     def on_end(self, run: Run) -> None:
         if self._index_source is None:
             return
-        if run.num_steps == 0:  # nothing was trained
+        if run.num_steps == 0 or run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]:
+            # The features are what they were: no need to measure again.
             run.results["knn_top1_after"] = run.results["knn_top1_before"]
             self.neighbours_after = self.neighbours_before
             return

@@ -11,15 +11,31 @@ In a notebook::
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from yaml import YAMLError
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from vissl_zero.config.saved import load_resolved
+from vissl_zero.checkpoint.reader import Checkpoint
+from vissl_zero.checkpoint.weights import (
+    AVERAGED_WEIGHTS_FILE,
+    TEACHER_WEIGHTS_FILE,
+    WEIGHTS_FILE,
+    Weights,
+    WeightsFile,
+    final_step,
+    open_store,
+    weights_of,
+)
+from vissl_zero.config.components.trunks import trunk_component
+from vissl_zero.config.plain_tree import leaves
+from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline
 from vissl_zero.data.transforms.pipeline import Pipeline
 from vissl_zero.errors import CheckpointError
@@ -27,6 +43,9 @@ from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
 
 _PREFIX = "trunk."
+_FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
+_WEIGHTS_FILES = (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE)
+_LEAST_LIMIT = 100_000
 
 
 class LoadedTrunk(nn.Module):
@@ -35,10 +54,12 @@ class LoadedTrunk(nn.Module):
     Attributes:
         trunk: as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
+        path: of the weights: a file, or a checkpoint's folder.
     """
 
-    def __init__(self, trunk: nn.Module, pipeline: Pipeline):
+    def __init__(self, trunk: nn.Module, pipeline: Pipeline, path: Path):
         super().__init__()
+        self.path = path
         self.trunk = trunk
         self.feature_dim: int = trunk.feature_dim  # type: ignore[assignment]
         self._pipeline = pipeline
@@ -55,87 +76,160 @@ class LoadedTrunk(nn.Module):
         return crop
 
 
-def load_trunk(run_folder: str | Path, *, imports: bool = False) -> LoadedTrunk:
-    """The trunk of a finished run with its trained weights, in float32 on the CPU.
+def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool = False) -> LoadedTrunk:
+    """The trunk of a run with its trained weights, in float32 on the CPU.
 
-    Nothing that the folder names is run. A trunk of your own is known once the module that registers it is imported.
+    Of a run that has ended these are its final weights; of one in progress or stopped, those of its newest complete
+    checkpoint, and a warning says of which. Data are checked against their checksums.
+
+    Nothing that the folder names is run, and nothing is taken from the environment. A trunk of your own is known once
+    the module that registers it is imported.
 
     Args:
-        run_folder: ``config.CHECKPOINT.DIR`` of the run.
+        run_folder: ``config.CHECKPOINT.DIR`` of the run; or one of its checkpoints or weights files.
+        which: "student", the model that was trained, or "teacher", the momentum copy of a method that has one.
         imports: import the modules that the run's ``config.IMPORTS`` names; for a folder that you trust.
     Raises:
-        CheckpointError: the folder is not one of a finished run, or its files are damaged or do not fit each other.
+        CheckpointError: it is not of a run, its files are damaged or do not fit each other, or it has no teacher.
+        ValueError: ``which`` is neither.
     """
-    folder = Path(run_folder)
-    config_file, weights_file = folder / "config.resolved.yaml", folder / "weights.safetensors"
-    _check_files(folder, config_file, weights_file)
-    config = _read_config(config_file)
-    load_plugins(list(config["IMPORTS"]) if imports else [])
-    _require_known(config, folder)
-    no_heads = {**config["MODEL"]["HEAD"], "PARAMS": []}
-    trunk = build_model({**config["MODEL"], "HEAD": no_heads}).trunk
-    weights = _read(weights_file)
-    _check_fit(weights, trunk.state_dict(), weights_file)
-    trunk.load_state_dict(weights)
-    return LoadedTrunk(trunk, build_eval_pipeline(config["DATA"]))
+    if which not in _FINAL_FILES:
+        raise ValueError(f"which must be {' or '.join(map(repr, _FINAL_FILES))}, not {which!r}")
+    path = Path(run_folder).expanduser()
+    with weights_of(_store(path, _FINAL_FILES[which]), which) as weights:
+        source = weights.path
+        config = _config(weights)
+        try:
+            load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
+            _require_known(config, path)
+            return LoadedTrunk(_trunk(config, weights), build_eval_pipeline(config["DATA"]), source)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # The configuration may come from anywhere: whatever building from it stumbles over, the remedy is the same.
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise CheckpointError(
+                f"No trunk can be built from the configuration of {source} ({reason}). "
+                "Copy it again from where the run wrote it."
+            ) from error
 
 
-def _require_known(config: dict[str, Any], folder: Path) -> None:
+def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
+    """Final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
+    if not path.exists():
+        raise CheckpointError(f"There is no folder {path}. Give the run folder that training printed at its end.")
+    passed_over: list[str] = []
+    store = open_store(path, passed_over)
+    final = path / final_name
+    if isinstance(store, WeightsFile) and path.is_dir() and final_name != WEIGHTS_FILE:
+        store.close()
+        if not final.is_file():
+            raise CheckpointError(f"{path} holds no teacher. docs/methods.md says which methods have one.")
+        return WeightsFile(final)
+    if isinstance(store, WeightsFile) or store.path == path:
+        return store
+    if final.is_file() and (final_step(path) or 0) >= store.manifest.step:
+        store.close()
+        return WeightsFile(final)
+    about = f"{path} has no final weights yet: these are of step {store.manifest.step}, {store.path}."
+    warnings.warn(" ".join([about, *map("Passed over: {}".format, passed_over)]), stacklevel=3)
+    return store
+
+
+def _config(weights: Weights) -> dict[str, Any]:
+    """The run's configuration as data."""
+    if isinstance(weights.store, Checkpoint):
+        path, data = weights.path, dict(weights.store.manifest.config)
+    else:
+        path = weights.path.parent / RESOLVED_FILE
+        if weights.path.name not in _WEIGHTS_FILES:
+            raise CheckpointError(f"{weights.path} does not say which trunk it is of. Give the run folder.")
+        try:
+            data = read_saved(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path.parent} is not a run folder: it has no {RESOLVED_FILE}. Give the folder that "
+                "config.CHECKPOINT.DIR named, or that training printed at its end."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}). Copy it again from where the run wrote it."
+            ) from error
+    config = with_references(data["config"]) if isinstance(data.get("config"), dict) else {}
+    try:
+        trunk = config["MODEL"]["TRUNK"]
+        if not isinstance(trunk["NAME"], str) or not isinstance(config["IMPORTS"], list):
+            raise TypeError
+        config["DATA"], config["MODEL"]["HEAD"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read (it does not describe a trunk). Copy it again from where the run wrote it."
+        ) from error
+    for key, value in leaves(trunk, "config.MODEL.TRUNK"):
+        if isinstance(value, str) and "${" in value:
+            raise CheckpointError(
+                f"{path}: {key} is {value}, and nothing is taken from the environment here. Write the value itself "
+                "into a copy of the file."
+            )
+    return config
+
+
+def _require_known(config: Mapping[str, Any], path: Path) -> None:
     name, modules = config["MODEL"]["TRUNK"]["NAME"], ", ".join(map(str, config["IMPORTS"]))
-    if name not in TRUNKS:
+    if trunk_component(name) not in TRUNKS:
         trusting = f" It says that {modules} did; load_trunk(..., imports=True) imports that." if modules else ""
         raise CheckpointError(
-            f"{folder} is of a run with a trunk of its own, {name!r}. Import the module that registers it first."
+            f"{path} is of a run with a trunk of its own, {name!r}. Import the module that registers it first."
             f"{trusting}"
         )
 
 
-def _check_files(folder: Path, config_file: Path, weights_file: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"There is no folder {folder}. Give the run folder that training printed at its end.")
-    if not config_file.is_file():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no {config_file.name}. Give the folder that config.CHECKPOINT.DIR "
-            "named, or that training printed at its end."
-        )
-    if not weights_file.is_file():
-        raise CheckpointError(
-            f"{folder} has no {weights_file.name}: that is written when a run ends. Let it finish, or train again."
-        )
+def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
+    """The trunk with its weights: built without memory first, and for real once it is known to fit them."""
+    infos = {name.removeprefix(_PREFIX): i for name, i in weights.tensors.items() if name.startswith(_PREFIX)}
+    limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
+    numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
+    if any(abs(number) > limit for number in numbers):
+        raise CheckpointError(f"{weights.path} is of another trunk than its configuration describes, a far larger one.")
+    model = {**config["MODEL"], "HEAD": {**config["MODEL"]["HEAD"], "PARAMS": []}}
+    with torch.device("meta"), _at_most(1000 + 100 * len(infos), weights.path):
+        wanted = build_model(model).trunk.state_dict()
+    _require_fit({n: i.shape for n, i in infos.items()}, {n: tuple(t.shape) for n, t in wanted.items()}, weights.path)
+    weights.require_undamaged(_PREFIX + name for name in infos)
+    trunk = build_model(model).trunk
+    trunk.load_state_dict({name: weights.read(_PREFIX + name) for name in infos})
+    return trunk
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+@contextmanager
+def _at_most(num_modules: int, path: Path) -> Iterator[None]:
+    """End a construction that a hostile configuration makes endless."""
+    count = 0
+
+    def on_module(parent: nn.Module, name: str, child: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count > num_modules:
+            raise CheckpointError(f"{path} is of another trunk than its configuration describes, a far larger one.")
+
+    handle = register_module_module_registration_hook(on_module)
     try:
-        return load_resolved(path).config
-    # The file is ours, but people edit and truncate files: whatever is wrong with it, the remedy is the same.
-    except (OSError, YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(
-            f"{path} cannot be read ({problem}). Copy it again from where the run wrote it."
-        ) from error
+        yield
+    finally:
+        handle.remove()
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """The trunk's tensors, without their prefix. The heads' are not read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(_PREFIX)]  # noqa: SIM118 - not a mapping
-            return {name.removeprefix(_PREFIX): file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again from where the run wrote it.") from error
-
-
-def _check_fit(weights: dict[str, Tensor], wanted: dict[str, Any], path: Path) -> None:
-    missing = sorted(wanted.keys() - weights.keys())
-    extra = sorted(weights.keys() - wanted.keys())
-    other = sorted(n for n in wanted.keys() & weights.keys() if wanted[n].shape != weights[n].shape)
+def _require_fit(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    missing = sorted(wanted.keys() - found.keys())
+    extra = sorted(found.keys() - wanted.keys())
+    other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
     for names, what in (
         (missing, "lacks"),
-        (extra, "has, and the trunk of config.resolved.yaml has not,"),
+        (extra, f"has, and the trunk of {RESOLVED_FILE} has not,"),
         (other, "has in another shape"),
     ):
         if names:
             raise CheckpointError(
                 f"{path} {what} {_PREFIX}{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}. "
-                "The weights and config.resolved.yaml must be of the same run."
+                f"The weights and {RESOLVED_FILE} must be of the same run."
             )

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import rich
 
-from vissl_zero.checkpoint.hook import CheckpointHook
-from vissl_zero.checkpoint.rank_check import RankCheck
+from vissl_zero.checkpoint.replicated import RankCheck
 from vissl_zero.checkpoint.resume import opening_lines, resume
-from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.reporting import summary
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.atomic import replacing
+from vissl_zero.errors import ProcessLostError, VisslZeroError
+from vissl_zero.lifetime import signal_name
 
 FAILURE_FOLDER_VARIABLE = "VISSL_ZERO_FAILURES"
 
@@ -25,7 +28,7 @@ class Failure:
 
     Attributes:
         rank: global rank.
-        time_ns: when, on this machine's clock.
+        time_ns: when, on this machine's clock; 0: the rank was killed, or left no record.
         is_user_error: the text is a sentence for the user, not a traceback.
         text: sentence or traceback.
     """
@@ -37,13 +40,20 @@ class Failure:
 
 
 def write_failure(error: BaseException, rank: int) -> Failure:
-    """Record why this rank is about to exit, for the launcher (ours or torchrun), if one is listening."""
+    """Record why this rank is about to exit, for the launcher (ours or torchrun), if one is listening.
+
+    Where the record cannot be written (a full disk), the text goes to stderr.
+    """
     is_user_error = isinstance(error, VisslZeroError)
-    text = str(error) if is_user_error else "".join(traceback.format_exception(error)).rstrip()
+    is_sentence = is_user_error or isinstance(error, ProcessLostError)
+    text = str(error) if is_sentence else "".join(traceback.format_exception(error)).rstrip()
     failure = Failure(rank, time.time_ns(), is_user_error, text)
     if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
-        path = Path(folder) / f"rank{rank}.json"
-        path.write_text(json.dumps(failure.__dict__))
+        try:
+            with replacing(Path(folder) / f"rank{rank}.json") as temporary:
+                temporary.write_text(json.dumps(failure.__dict__))
+        except OSError as problem:
+            print(f"[rank {rank}] {text}\n(not recorded in {folder}: {problem.strerror})", file=sys.stderr, flush=True)
     elif path_name := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         info = {"py_callstack": text, "timestamp": str(failure.time_ns // 10**9)}
         message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": info}}
@@ -58,14 +68,22 @@ def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
         folder: where ranks wrote their failures.
         exit_codes: of the ranks that ended badly, as ``Popen.returncode`` gives them (negative: a signal).
     """
-    reports = [Failure(**json.loads(path.read_text())) for path in sorted(folder.glob("rank*.json"))]
+    reports = [report for path in sorted(folder.glob("rank*.json")) if (report := _read(path)) is not None]
     reported = {report.rank for report in reports}
     for rank, code in sorted(exit_codes.items()):
         if rank not in reported and code < 0 and -code != signal.SIGTERM:
-            name = signal.Signals(-code).name
             hint = " (often the kernel, out of memory)" if -code == signal.SIGKILL else ""
-            return Failure(rank, 0, False, f"rank {rank} was ended by {name}{hint}.")
+            return Failure(rank, 0, False, f"rank {rank} was ended by {signal_name(-code)}{hint}.")
     if reports:
         return min(reports, key=lambda report: report.time_ns)
     rank, code = min(exit_codes.items(), default=(0, 1))
-    return Failure(rank, 0, False, f"rank {rank} ended with exit code {code} and left no traceback.")
+    is_user_error = code == 2 and bool(exit_codes)  # it could not be recorded, and was printed
+    return Failure(rank, 0, is_user_error, f"rank {rank} ended with exit code {code} and left no record of why.")
+
+
+def _read(path: Path) -> Failure | None:
+    """A report, or None if it is damaged."""
+    try:
+        return Failure(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

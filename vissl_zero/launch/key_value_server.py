@@ -24,6 +24,9 @@ MAX_FRAME = 1 << 26
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0
+# Connections that have not proved anything yet: one more, and the oldest is cut. Who holds the secret is done within
+# milliseconds; a stranger who opens thousands and says nothing takes no more threads and descriptors than these.
+_MOST_GREETING = 64
 
 
 class RefusedError(ConnectionError):
@@ -36,16 +39,20 @@ def send(sock: socket.socket, fields: Sequence[bytes]) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket, max_bytes: int = MAX_FRAME) -> list[bytes]:
+def receive(sock: socket.socket, max_bytes: int = MAX_FRAME, deadline: float | None = None) -> list[bytes]:
     """Read one frame.
 
+    Args:
+        sock: to read from.
+        max_bytes: of the frame.
+        deadline: when all of it must have come, on the monotonic clock; None: the socket's timeout, for each part.
     Raises:
         ConnectionError: the other side is gone, or sends what is no frame.
     """
-    (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, deadline))
     if size > max_bytes:
         raise ConnectionError("a frame is too large")
-    body, fields = _exactly(sock, size), []
+    body, fields = _exactly(sock, size, deadline), []
     while body:
         if len(body) < _LENGTH.size:
             raise ConnectionError("a frame is torn")
@@ -55,9 +62,13 @@ def receive(sock: socket.socket, max_bytes: int = MAX_FRAME) -> list[bytes]:
     return fields
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
     parts = []
     while size:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the other side is too slow")
+            sock.settimeout(left)
         part = sock.recv(min(size, 1 << 20))
         if not part:
             raise ConnectionError("the other side closed the connection")
@@ -73,16 +84,17 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
         RefusedError: the other side does not.
         ConnectionError, TimeoutError: it is gone or says nothing.
     """
+    deadline = time.monotonic() + _HANDSHAKE_S  # of all of it, or a byte now and then would hold it for ever
     sock.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
-    theirs = b"".join(receive(sock, 256))
+    theirs = b"".join(receive(sock, 256, deadline))
     own, other = (b"server", b"client") if is_server else (b"client", b"server")
     if len(theirs) != _NONCE_BYTES or theirs == ours:
         raise RefusedError("no proper greeting")
     send(sock, [_proof(secret, own, ours, theirs)])
     try:
-        proof = b"".join(receive(sock, 256))
+        proof = b"".join(receive(sock, 256, deadline))
     except ConnectionError as error:
         raise RefusedError("the other side ended the greeting") from error
     if not hmac.compare_digest(proof, _proof(secret, other, theirs, ours)):
@@ -110,6 +122,8 @@ class KeyValueServer:
         self._changed = threading.Condition()
         self._heard: dict[str, float] = {}
         self._open: set[socket.socket] = set()
+        self._greeting: dict[socket.socket, None] = {}  # in the order in which they came
+        self._is_closed = False
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server(address, family=family, backlog=256)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -117,6 +131,7 @@ class KeyValueServer:
 
     def close(self) -> None:
         """Stop listening and cut all connections."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept, which would take one more client
         self._listener.close()
@@ -128,13 +143,25 @@ class KeyValueServer:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(0.1)  # no descriptor is free at the moment
+                continue
+            self._greeting[sock] = None
+            if len(self._greeting) > _MOST_GREETING:
+                with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it may just be done
+                    oldest = next(iter(self._greeting))
+                    self._greeting.pop(oldest, None)
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread is told so, and ends
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
-            prove(sock, self._secret, is_server=True)
+            try:
+                prove(sock, self._secret, is_server=True)
+            finally:
+                self._greeting.pop(sock, None)
             self._open.add(sock)
             try:
                 while True:
@@ -181,6 +208,8 @@ class KeyValueServer:
             return [b"1" if all(key in values for key in rest) else b"0"]
         if operation == b"delete":
             return [b"1" if values.pop(rest[0], None) is not None else b"0"]
+        if operation == b"time":
+            return [str(time.time_ns()).encode()]
         if operation == b"count":
             return [str(len(values)).encode()]
         return []

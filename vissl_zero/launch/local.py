@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from vissl_zero.config.derive.fewer_ranks import with_fewer_ranks
 from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
 from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import Failure, first_failure
 from vissl_zero.launch.membership import Membership
 from vissl_zero.launch.rank_group import RankGroup
+from vissl_zero.lifetime import Scratch
 from vissl_zero.sharding.allocator import allocator_environment
 
 INTERRUPTED = stopping.INTERRUPTED
@@ -48,26 +47,35 @@ def launch_local(
     num_restarts = 0
     environment = _environment(plan, membership, began or time.time())
     while True:
-        with tempfile.TemporaryDirectory(prefix="vissl_zero_") as private:
+        with Scratch() as private:
             first_rank = membership.first_rank() if membership else 0
             folder = str(plan_folder or plan.run_dir)
-            group = RankGroup(num_procs, first_rank, folder, Path(private), _log_folder(plan), environment)
+            group = RankGroup(num_procs, first_rank, folder, private, _log_folder(plan), environment)
+            if membership:
+                membership.watch_over(group.end)
             try:
                 codes = group.wait()
             finally:
                 group.kill()
             bad = {rank: code for rank, code in codes.items() if code not in _NOT_FAILED}
-            if group.asked is not None:
+            # What ended before it could listen to the signal had nothing to save yet.
+            is_early = any(-code in stopping.SIGNALS for code in bad.values())
+            if group.asked is not None and (not bad or is_early or group.was_killed_by_user):
                 return _stopped(plan, group.asked, codes, num_procs)
             if not bad and len(codes) == num_procs:
                 return max(codes.values())
-            failure = first_failure(Path(private), bad)
+            failure = first_failure(private, bad)
         if membership and (cause := membership.explain(failure)):
             print(f"{cause}\nThe run folder is {plan.run_dir}", file=sys.stderr)
             return membership.exit_code
         if failure.is_user_error:
             print(failure.text, file=sys.stderr)
             return 2
+        if group.asked is not None:
+            stopping.ask(group.asked.reason, group.asked.exit_code)
+            _explain(failure, plan)
+            print(f"It was asked to stop ({group.asked.reason}) and could not save any more.", file=sys.stderr)
+            return 1
         if num_restarts >= most_restarts:
             _explain(failure, plan)
             return 1

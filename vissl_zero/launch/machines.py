@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +13,14 @@ from pathlib import Path
 import vissl_zero
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.local import launch_local
 from vissl_zero.launch.membership import CRASHED, Membership
 from vissl_zero.launch.place import Place
 from vissl_zero.launch.run import prepare_folder
 from vissl_zero.launch.secret import load_secret
+from vissl_zero.lifetime import Scratch
 
 
 def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
@@ -61,7 +62,8 @@ def launch_member(plan: ResolvedRun, place: Place, announce: Path | None = None)
         code: int | None = 2
         try:
             code = _round(plan, membership, began)
-            if code == CRASHED and membership.may_start_again and membership.num_restarts < most:
+            may_start_again = membership.may_start_again and stopping.asked() is None
+            if code == CRASHED and may_start_again and membership.num_restarts < most:
                 code = None
         except LaunchError as error:
             if before is None:
@@ -84,11 +86,11 @@ def _round(plan: ResolvedRun, membership: Membership, began: float) -> int:
         print(f"Waiting for {place.count - 1} more at {membership.address[0]}:{membership.address[1]}", flush=True)
     run_dir = membership.join(fingerprint(plan), plan.run_dir)
     plan = dataclasses.replace(plan, run_dir=run_dir)
-    with tempfile.TemporaryDirectory(prefix="vissl_zero_") as private:
+    with Scratch() as private:
         # The run folder may be of another machine's disk, and its name may have the clock in it: machine 0 decides.
-        save_resolved(plan, Path(private) / "config.resolved.yaml")
+        save_resolved(plan, private / "config.resolved.yaml")
         try:
-            code = launch_local(plan, membership, Path(private), began)
+            code = launch_local(plan, membership, private, began)
         except OSError as error:
             raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {run_dir} here ({error.strerror}).") from error
     if code == 0 and place.index > 0:
@@ -99,7 +101,7 @@ def _round(plan: ResolvedRun, membership: Membership, began: float) -> int:
 def fingerprint(plan: ResolvedRun) -> str:
     """What must be equal on all machines: the plan, but for folders and what differs by machine."""
     found = dataclasses.asdict(plan)
-    for name in ("run_dir", "notes", "interpolations", "threads_per_rank", "recipe"):
+    for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
         del found[name]
     config = found["config"]
     found["config"] = {**config, "CHECKPOINT": None, "DISTRIBUTED": {**config["DISTRIBUTED"], "SECRET_FILE": None}}

@@ -15,11 +15,12 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from vissl_zero.atomic import replacing
 from vissl_zero.errors import LaunchError
@@ -37,7 +38,8 @@ CRASHED = 1  # the exit code after which a run may start again
 _AGAIN = b"again"
 _BEAT_S = 1.0
 _FAREWELL_S = 5.0
-_SIGNS_OF_A_LOST_PEER = ("peer", "Timed out", "timed out", "Timeout", "Broken pipe", "a rank is missing", "unreachable")
+_SETTLE_S = 5.0  # for another machine to say that it failed first; its launcher gives its own ranks 3 s
+_WELL_S = 3.5 * _BEAT_S  # who was heard of since then is no machine that was lost
 
 
 class Membership:
@@ -74,6 +76,7 @@ class Membership:
         self._names: list[str] = []
         self._watcher: threading.Thread | None = None
         self._round: Round | None = None
+        self._end_ranks: Callable[[], None] = lambda: None
         self.address = place.address
         if place.index == 0:
             try:
@@ -166,6 +169,16 @@ class Membership:
             found["GLOO_SOCKET_IFNAME"] = interface
         return found
 
+    def watch_over(self, end_ranks: Callable[[], None]) -> None:
+        """Have this launcher's ranks ended once another launcher is lost or has failed.
+
+        Args:
+            end_ranks: ends them at once; called from a thread.
+        """
+        self._end_ranks = end_ranks
+        if self.cause:  # before they were started
+            end_ranks()
+
     def first_rank(self) -> int:
         """Global rank of this launcher's rank 0."""
         return self.place.index * self.place.procs
@@ -192,15 +205,13 @@ class Membership:
                 if index not in departed and age_s > silence_s:
                     self.cause = self.cause or self._lost(index, age_s)
         if self.cause:
-            end_children()  # they wait for a peer that will not answer, and would do so until the timeout
+            self._end_ranks()  # they wait for a peer that will not answer, and would do so until the timeout
 
     def _repeat(self, own: Round) -> None:
         """Take over the first failure that another launcher has reported, if there is one."""
         reports = {index: json.loads(text) for index, text in own.said("failed").items() if index != self.place.index}
         if reports:
-            index, report = min(reports.items(), key=lambda pair: pair[1]["time_ns"])
-            self.exit_code = 2 if report["is_user_error"] else CRASHED
-            self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
+            self._take_over(*min(reports.items(), key=lambda pair: pair[1]["time_ns"]))
 
     def _lost(self, index: int, age_s: float) -> str:
         self.is_someone_lost = True
@@ -214,14 +225,17 @@ class Membership:
     def explain(self, failure: Failure) -> str:
         """Why the run ended if that was not this launcher's own doing, else nothing (and the others are told).
 
-        A rank that lost its peer is no cause: this waits for the watcher to know more.
+        A rank that was killed, or has found the user's input wrong, is a cause. One that raised may only have lost its
+        peer: this waits until all other machines have been heard of, and the earliest of those that raised counts.
 
         Args:
             failure: how this launcher's first failed rank ended.
         """
         assert self._watcher is not None and self._round is not None
-        if not self.cause and any(sign in failure.text for sign in _SIGNS_OF_A_LOST_PEER):
-            self._watcher.join(self.place.silence_s + 5.0)
+        if not self.cause and failure.time_ns and not failure.is_user_error:
+            self._wait_for_others(self._round, failure)
+        if self.cause:
+            self._watcher.join(_SETTLE_S)  # it ends the ranks here
         with contextlib.suppress(OSError):
             if not self.cause:
                 self._see_who_has_ended(self._round)
@@ -229,6 +243,31 @@ class Membership:
                 report = failure.__dict__ | {"time_ns": failure.time_ns or time.time_ns()}
                 self._round.say("failed", json.dumps(report).encode())
         return self.cause
+
+    def _wait_for_others(self, own: Round, failure: Failure) -> None:
+        """Until it is known whether another machine was lost or failed before ``failure``; ``cause`` says so then."""
+        began, is_told, stumbled = time.monotonic(), False, dict[int, bytes]()
+        while not self.cause and (waited_s := time.monotonic() - began) < self.place.silence_s + _SETTLE_S:
+            try:
+                if not is_told:  # at the time of the server's clock, since those of the machines may differ
+                    when = own.server_time_ns() - (time.time_ns() - failure.time_ns)
+                    own.say("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
+                    is_told = True
+                ages, stumbled = own.beat(), own.said("raised")
+                heard = stumbled.keys() | own.said("left").keys() | {i for i, age in ages.items() if age < _WELL_S}
+                if waited_s > _SETTLE_S and heard >= {*range(self.place.count)}:
+                    break
+            except OSError:  # the server cannot be reached: the watcher will know whether it is lost
+                pass
+            time.sleep(0.2)
+        reports = {index: json.loads(text) for index, text in stumbled.items()}
+        first = min(reports, key=lambda index: (reports[index]["time_ns"], index), default=self.place.index)
+        if not self.cause and first != self.place.index:
+            self._take_over(first, reports[first])
+
+    def _take_over(self, index: int, report: dict[str, Any]) -> None:
+        self.exit_code = 2 if report["is_user_error"] else CRASHED
+        self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
 
     def _see_who_has_ended(self, own: Round) -> None:
         """Launchers that will not start again: done, or stopped by somebody; those that crashed have said why."""
@@ -256,13 +295,3 @@ class Membership:
         self._client.close()
         if self._server is not None:
             self._server.close()
-
-
-def end_children() -> None:
-    """Kill this process's children (Linux)."""
-    own = str(os.getpid())
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # "pid (name) state parent ...", and a name may hold anything
-            if status.read_text().rpartition(")")[2].split()[1] == own:
-                os.kill(int(status.parent.name), signal.SIGKILL)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from vissl_zero.errors import ProcessLostError
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_client import (
     ADDRESS_VARIABLE,
@@ -53,9 +55,39 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    require_own_peers()
     yield
     dist.barrier()  # nobody closes connections that a slower rank still uses
     dist.destroy_process_group()
+
+
+def require_own_peers() -> None:
+    """See that nobody else has connected to this rank on this machine (Linux, IPv4 loopback).
+
+    gloo listens on a port and takes whoever comes first with a small number for the peer it waits for. Another user of
+    the machine can do that, and the ranks would then wait for him, or take his numbers for gradients. The kernel lists
+    both ends of a connection with their owners.
+
+    Raises:
+        ProcessLostError: somebody has; a crash, after which a run may start again.
+    """
+    try:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        files = list(Path("/proc/self/fd").iterdir())
+    except OSError:  # not Linux
+        return
+    own = set()
+    for file in files:
+        with suppress(OSError):  # closed meanwhile
+            own.add(str(file.readlink()))
+    ends = {(row[1], row[2]): row for row in rows}
+    for local, remote in [(row[1], row[2]) for row in rows if f"socket:[{row[9]}]" in own]:
+        peer = ends.get((remote, local))
+        if peer is not None and int(peer[7]) not in (os.getuid(), 0):
+            raise ProcessLostError(
+                f"Another user of this machine (uid {peer[7]}) has connected to this rank while it was starting. Start "
+                "again, or where nobody else can connect: unshare -rn sh -c 'ip link set lo up; exec vissl-zero ...'"
+            )
 
 
 def _choose_interface(world_size: int) -> None:

@@ -17,6 +17,7 @@ from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
 from vissl_zero.launch.key_value_client import STORE_PATH_VARIABLE
 from vissl_zero.launch.membership import WORLD_SIZE_VARIABLE
+from vissl_zero.lifetime import SCRATCH_VARIABLE
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
@@ -32,7 +33,7 @@ class RankGroup:
         num_procs: to start.
         first_rank: global rank of the first of them.
         plan_folder: with ``config.resolved.yaml``.
-        private: a folder that only this user can enter, for rendezvous and failure reports.
+        private: a folder that only this user can enter, for rendezvous, failure reports and what ranks leave behind.
         log_folder: made if it is not there.
         environment: of the ranks, beside what this class sets.
     """
@@ -47,6 +48,7 @@ class RankGroup:
         environment: dict[str, str],
     ):
         self.asked: stopping.Stop | None = None
+        self.was_killed_by_user = False
         self._first_rank = first_rank
         self._ranks: list[subprocess.Popen[bytes]] = []
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,7 @@ class RankGroup:
             "WORLD_SIZE": str(num_procs),
             "LOCAL_WORLD_SIZE": str(num_procs),
             FAILURE_FOLDER_VARIABLE: str(private),
+            SCRATCH_VARIABLE: str(private),
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
         command = [sys.executable, "-m", "vissl_zero.launch.rank_main", plan_folder]
@@ -88,11 +91,15 @@ class RankGroup:
 
     def kill(self) -> None:
         """End what is still there, at once."""
+        self.end()
+        for rank in self._ranks:
+            rank.wait()
+
+    def end(self) -> None:
+        """Send SIGKILL to what is still there; from any thread, or from a signal handler."""
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.kill()
-        for rank in self._ranks:
-            rank.wait()
 
     def _codes(self) -> list[int]:
         return [rank.returncode for rank in self._ranks if rank.poll() is not None]
@@ -103,8 +110,8 @@ class RankGroup:
 
         def forward(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.asked is not None and self.asked.exit_code == stopping.INTERRUPTED:
-                for rank in self._ranks:
-                    rank.kill()
+                self.was_killed_by_user = True
+                self.end()
                 return
             is_ctrl_c = number == signal.SIGINT
             if is_ctrl_c:  # before the first step, or in a long one, nothing else would be seen for a while
@@ -118,7 +125,7 @@ class RankGroup:
 
         before: dict[Any, Any] = {}
         try:
-            for number in (*stopping.SIGNALS, signal.SIGINT):
+            for number in (*stopping.heard(), signal.SIGINT):
                 before[number] = signal.signal(number, forward)
         except ValueError:  # not in the main thread: whoever runs us there answers signals
             pass

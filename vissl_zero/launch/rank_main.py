@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 
 from vissl_zero.engine import stopping
-
-_PR_SET_PDEATHSIG = 1
+from vissl_zero.lifetime import end_with_parent
+from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
 
 
 def main() -> int:
     """Train as one rank; see ``worker.main``."""
-    _end_with_the_launcher()
+    tolerate_lost_output()
+    end_with_parent(int(os.environ["VISSL_ZERO_LAUNCHER"]))  # nobody else would end it, and the lock is gone then
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
     signal.signal(signal.SIGINT, _on_ctrl_c)
@@ -30,24 +29,13 @@ def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
     stopping.ask("Ctrl-C", stopping.INTERRUPTED)
 
 
-def _end_with_the_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies: nobody else would end it, and the lock is gone then."""
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if str(os.getppid()) != os.environ.get("VISSL_ZERO_LAUNCHER", str(os.getppid())):
-        os._exit(1)  # it died before we asked
-
-
 if __name__ == "__main__":
     # os._exit: a failed rank must not wait for threads of a process group whose peers are gone. One that is done has
     # closed its files and left the group; taking down the interpreter under what is left of gloo's threads can only
     # spoil that (seen once in a finished run on two machines: SIGABRT).
     code = main()
     for child in multiprocessing.active_children():  # workers that load data
-        child.terminate()
-    with suppress(OSError):  # a full disk
-        sys.__stdout__.flush()  # type: ignore[union-attr]
-        sys.__stderr__.flush()  # type: ignore[union-attr]
+        child.kill()  # one that is stopped would not hear of SIGTERM
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

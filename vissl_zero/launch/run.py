@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from vissl_zero.atomic import irregular, replacing
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.run_lock import RunLock
+
+_OUR_FILES = {
+    "config.resolved.yaml",
+    "config.user.yaml",
+    "metrics.jsonl",
+    "report.png",
+    "run.lock",
+    "summary.json",
+    "weights.safetensors",
+    "weights_ema.safetensors",
+}
+_OUR_FOLDERS = ("features", "logs", "tensorboard")
 
 
 def is_under_torchrun() -> bool:
@@ -29,10 +43,12 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
     folder = Path(plan.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        require_plain_files(folder)
         lock = RunLock(folder)
         try:
-            _require_free(folder, plan)
-            (folder / "config.user.yaml").write_text(user_yaml)
+            require_free(folder, plan)
+            with replacing(folder / "config.user.yaml") as temporary:
+                temporary.write_text(user_yaml, encoding="utf-8")
             save_resolved(plan, folder / "config.resolved.yaml")
         except BaseException:
             lock.release()
@@ -42,7 +58,25 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
     return lock
 
 
-def _require_free(folder: Path, plan: ResolvedRun) -> None:
+def require_plain_files(folder: Path) -> None:
+    """Nothing in the folder is a link, which a run would write through, or a folder where the run has a file.
+
+    What stands inside ``checkpoints`` is left to the search for one to resume from, which passes over what is damaged.
+    """
+    for path in sorted(path for part in (folder, *map(folder.joinpath, _OUR_FOLDERS)) for path in _entries(part)):
+        kind = irregular(path.lstat())
+        if kind and (kind != "a folder" or path.name in _OUR_FILES):
+            raise LaunchError(
+                f"config.CHECKPOINT.DIR: {path} is {kind}, where a run writes its own files. Remove it, or name "
+                "another folder."
+            )
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def require_free(folder: Path, plan: ResolvedRun) -> None:
     """The folder holds no run, or one that can be continued: it has a checkpoint, or never came as far as the first."""
     if not (folder / "metrics.jsonl").exists():
         return
@@ -80,6 +114,9 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
     from vissl_zero.launch.local import launch_local
 
     with prepare_folder(plan, user_yaml):
+        with suppress(OSError, ValueError):  # nobody reads it
+            ranks = "1 process" if plan.procs_per_node == 1 else f"{plan.procs_per_node} processes"
+            print(f"Starting {plan.recipe} in {ranks} on {plan.device}: {plan.run_dir}", flush=True)
         return launch_local(plan)
 
 

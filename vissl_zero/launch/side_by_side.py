@@ -28,6 +28,7 @@ from vissl_zero.config.host import Host, this_host
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.launch.sweep_job import claim
+from vissl_zero.lifetime import SWEEP_VARIABLE
 from vissl_zero.reporting.sweep_note import JobNote
 
 OUTPUT = "output.log"
@@ -203,7 +204,7 @@ def _share(cores: list[int], index: int, count: int) -> list[int]:
 
 
 def _start(job: _Job, slots: Slots) -> None:
-    environment = dict(os.environ)
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}
     if slots.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots.gpus[job.slot])
     cores = slots.cores[job.slot]

@@ -11,10 +11,18 @@ from typing import Any
 from submitit.slurm.slurm import _make_sbatch_string
 
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.rules.slurm import is_unsafe
+from vissl_zero.errors import LaunchError
 
 
 def submission_folder(plan: ResolvedRun) -> Path:
-    """Where submission files and logs of a run go."""
+    """Where submission files and logs of a run go.
+
+    Raises:
+        LaunchError: the path has a line break in it, which would end a line of the sbatch script.
+    """
+    if is_unsafe(plan.run_dir):  # it may come from the folder that the command was given in, or from hydra.run.dir
+        raise LaunchError(f"The run folder {plan.run_dir!r} must be one line of printable text. Name another folder.")
     return Path(plan.run_dir) / Path(plan.config["SLURM"]["LOG_FOLDER"]).expanduser() / "slurm"
 
 

@@ -22,7 +22,7 @@ from vissl_zero.launch.process_group import process_group
 from vissl_zero.registry import load_plugins
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
-from vissl_zero.reporting.tolerant_stream import tolerate_full_disks
+from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
 
 
 def rank_device(plan: ResolvedRun) -> torch.device:
@@ -36,7 +36,7 @@ def train_rank(plan: ResolvedRun) -> int:
     Returns:
         Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
     """
-    tolerate_full_disks()
+    tolerate_lost_output()  # torchrun starts other processes than ``rank_main``
     torch.set_num_threads(plan.threads_per_rank)
     if plan.sharding.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses

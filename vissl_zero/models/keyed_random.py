@@ -1,9 +1,11 @@
 """Random numbers that are a function of (seed, step, sample, layer, crop, element) and of nothing else.
 
 A sample meets the same dropout mask whichever rank, micro-batch row or recomputation it lands in, so a run with dropout
-is the same at every level and world size. The generator is the finaliser of splitmix64 (Steele, Lea, Flood 2014,
-https://doi.org/10.1145/2714064.2660195) over a counter, in int64 tensor arithmetic, which wraps around alike on CPU and
-GPU.
+is the same at every level and world size. ``key_random_layers`` puts such layers in the place of the common ones;
+``refuse_unkeyed_randomness`` finds, by name, a layer that draws from torch's global generator all the same.
+
+The generator is the finaliser of splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) over a
+counter, in int64 tensor arithmetic, which wraps around alike on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from vissl_zero.errors import ConfigError, Problem
 
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _NUM_BITS = 53
+# What sharding puts into the names of a model's modules.
+_WRAPPER_NAMES = ("module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,25 @@ def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
 
 
 @contextmanager
-def resolution_scope(index: int) -> Iterator[None]:
-    """Tell keyed layers which resolution of the list they are applied to; ``Unit`` does."""
-    before = getattr(_scope, "resolution", 0)
-    _scope.resolution = index
+def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
+    """Tell keyed layers what they are applied to; ``Unit`` does.
+
+    Args:
+        index: of the resolution in the list.
+        num_rows: rows of its batch (crops times samples). A layer inside may see a multiple of them, the windows of
+            each row one after another.
+    """
+    before = current_scope()
+    _scope.resolution, _scope.num_rows = index, num_rows
     try:
         yield
     finally:
-        _scope.resolution = before
+        _scope.resolution, _scope.num_rows = before
+
+
+def current_scope() -> tuple[int, int | None]:
+    """What ``resolution_scope`` was last given, to enter it again in a recomputation."""
+    return getattr(_scope, "resolution", 0), getattr(_scope, "num_rows", None)
 
 
 def stable_hash(*parts: object) -> int:
@@ -72,9 +90,11 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Te
     """Uniform 53-bit integers for the rows of a crop-major batch.
 
     Row j belongs to sample ``j % B`` and crop ``j // B`` of the current resolution, B being the number of sample ids.
+    Inside a unit, attention in windows has w times the rows of the batch: row j is then window ``j % w`` of row
+    ``j // w``.
 
     Args:
-        rows: number of rows, a multiple of B.
+        rows: number of rows, a multiple of B and, inside a unit, of the rows of its batch.
         row_size: numbers per row.
         layer: full name of the layer that asks.
     Returns:
@@ -92,11 +112,16 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Te
         if rows == 0:
             return torch.zeros(0, row_size, dtype=torch.int64, device=device)
         raise RuntimeError(f"{rows} rows are no multiple of the {num_samples} samples given to set_random_key.")
+    num_windows, rest = divmod(rows, getattr(_scope, "num_rows", None) or rows)
+    if rest or num_windows == 0:
+        raise RuntimeError(f"{rows} rows in {layer!r} are no multiple of the {_scope.num_rows} rows of the batch.")
     resolution = getattr(_scope, "resolution", 0)
     base = stable_hash(_current.seed, _current.step, layer, resolution)
-    row = torch.arange(rows, device=device)
+    row = torch.arange(rows, device=device) // num_windows
     row_key = _mix(sample_ids[row % num_samples] * _signed(_GAMMA) + _signed(base))
     row_key = _mix(row_key + (row // num_samples) * _signed(_GAMMA))
+    if num_windows > 1:
+        row_key = _mix(row_key + (torch.arange(rows, device=device) % num_windows) * _signed(_GAMMA))
     element = torch.arange(1, row_size + 1, device=device) * _signed(_GAMMA)
     return _shift_right(_mix(row_key[:, None] + element), 64 - _NUM_BITS)
 
@@ -104,7 +129,7 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Te
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, sample, layer, crop).
 
-    ``build_model`` puts one in the place of every ``nn.Dropout`` and names it.
+    ``key_random_layers`` puts one in the place of every ``nn.Dropout`` and names it.
 
     Args:
         p: probability of an element to be zeroed; the others are divided by 1 - p.
@@ -133,13 +158,113 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, layer={self.layer!r}"
 
 
-def key_dropout(model: nn.Module) -> None:
-    """Replace every ``nn.Dropout`` in ``model`` by a ``KeyedDropout`` named after its place; in place."""
+class KeyedDropPath(nn.Module):
+    """Stochastic depth (https://arxiv.org/abs/1603.09382) with a choice keyed by (seed, step, sample, layer, crop).
+
+    Args:
+        p: probability of a row to be zeroed.
+        layer: full name of this layer in the model, part of the key.
+        scale_by_keep: divide the other rows by 1 - p.
+    """
+
+    def __init__(self, p: float = 0.0, layer: str = "", scale_by_keep: bool = True):
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"the probability of dropping a path must be in [0, 1), got {p}")
+        self.p = p
+        self.layer = layer
+        self.scale_by_keep = scale_by_keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop rows of x (rows, ...) in training; the identity in evaluation."""
+        if not self.training or self.p == 0.0:
+            return x
+        keep = keyed_bits(x.shape[0], 1, self.layer, x.device) >= int(self.p * 2**_NUM_BITS)
+        kept = x * keep.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+        return kept / (1.0 - self.p) if self.scale_by_keep else kept
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return f"p={self.p}, layer={self.layer!r}"
+
+
+def key_random_layers(model: nn.Module) -> None:
+    """Replace the random layers of ``model`` by keyed ones named after their place; in place.
+
+    These are ``nn.Dropout``, stochastic depth as timm (``DropPath``) and torchvision (``StochasticDepth`` by row) have
+    it, and timm's attention dropout, which is moved out of torch's fused attention.
+    """
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
-            if type(child) is nn.Dropout:
-                full_name = f"{name}.{child_name}" if name else child_name
-                setattr(module, child_name, KeyedDropout(child.p, full_name))
+            keyed = _keyed(child, f"{name}.{child_name}" if name else child_name)
+            if keyed is not None:
+                setattr(module, child_name, keyed)
+        # Fused attention has no use for the layer but its probability, and draws from the global generator.
+        if getattr(module, "fused_attn", False) and getattr(getattr(module, "attn_drop", None), "p", 0.0):
+            module.fused_attn = False
+
+
+def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
+    """The keyed layer to put in the place of ``layer``; None for one that stays."""
+    if type(layer) is nn.Dropout:
+        return KeyedDropout(layer.p, name)
+    kind = type(layer).__name__
+    if kind == "DropPath" and isinstance(p := getattr(layer, "drop_prob", None), int | float):  # timm's, much copied
+        return KeyedDropPath(float(p), name, bool(getattr(layer, "scale_by_keep", True)))
+    if kind == "StochasticDepth" and getattr(layer, "mode", None) == "row":
+        return KeyedDropPath(float(layer.p), name)  # type: ignore[arg-type]
+    return None
+
+
+@contextmanager
+def refuse_unkeyed_randomness(model: nn.Module) -> Iterator[None]:
+    """Within it, a layer of ``model`` that draws from torch's global generator in training is an error.
+
+    Such a layer would make the run depend on the number of ranks, the level, recomputation and resuming. The generators
+    are compared before and after each module, which is cheap enough for one forward pass.
+
+    Args:
+        model: wrapped or not.
+    Raises:
+        ConfigError: on leaving the forward pass of the innermost module that drew.
+    """
+    before: dict[nn.Module, list[Tensor]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(_remember, before)))
+        handles.append(module.register_forward_hook(partial(_compare, before, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _remember(before: dict[nn.Module, list[Tensor]], module: nn.Module, _inputs: object) -> None:
+    if module.training:
+        before[module] = _generator_states()
+
+
+def _compare(
+    before: dict[nn.Module, list[Tensor]], name: str, module: nn.Module, _inputs: object, _output: object
+) -> None:
+    states = before.pop(module, None)
+    if states is None or all(torch.equal(one, other) for one, other in zip(states, _generator_states(), strict=True)):
+        return
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+    must = "must draw no number from torch's global generator: results would depend on the number of ranks"
+    fix = (
+        "Use nn.Dropout, timm's DropPath, KeyedDropout or KeyedDropPath, or draw with keyed_bits of "
+        "vissl_zero.models.keyed_random; or set its probability to 0."
+    )
+    raise ConfigError([Problem(f"layer {plain or 'model'!r}", type(module).__name__, must, fix)])
+
+
+def _generator_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.keyed_random import key_dropout
+from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.unit import Unit
-from vissl_zero.registry import HEADS, TRUNKS
+from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
 
 class Model(nn.Module):
@@ -25,7 +25,7 @@ class Model(nn.Module):
     Args:
         trunk: list of R image tensors -> list of R features (b_r, F).
         heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
-            given that too (see ``Criterion.probe``).
+            given that too (see ``Method.probe``).
 
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
@@ -34,6 +34,7 @@ class Model(nn.Module):
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module]):
         super().__init__()
         self.trunk_is_frozen = False
+        self._is_checked = False
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
         self._is_probed = ["probe" in inspect.signature(head.forward).parameters for head in heads]
@@ -50,6 +51,9 @@ class Model(nn.Module):
         """
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
             features: list[Tensor] = self.trunk(images)
+        if not self._is_checked:
+            _require_features(self.trunk, images, features)
+            self._is_checked = True
         if features_only:
             return features
         rows = torch.cat(features)
@@ -63,13 +67,36 @@ class Model(nn.Module):
             self.trunk.eval()
         return self
 
-    def units(self) -> list[nn.Module]:
+    def as_teacher(self) -> Model:
+        """Freeze this copy of a model that is to be trained, and drop what only the student has; in place.
+
+        A head names those of its submodules in its attribute ``student_only``; they become None.
+        """
+        for head in self.heads:
+            for name in getattr(head, "student_only", ()):
+                setattr(head, name, None)
+        return self.requires_grad_(False)
+
+    def zero_units(self) -> list[nn.Module]:
         """What is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
 
         A trunk without units is one. Parameters of a trunk outside its units belong to the model as a whole.
         """
         units = _outermost_units(self.trunk)
         return [*(units or [self.trunk]), *self.heads]
+
+
+def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> None:
+    """Refuse what is not a list with the features of each resolution. Costs nothing: shapes alone, once."""
+    wanted = [(len(image), trunk.feature_dim) for image in images]
+    is_list = isinstance(features, (list, tuple)) and all(isinstance(rows, Tensor) for rows in features)
+    found = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
+    if found != wanted:
+        must = (
+            f"{type(trunk).__qualname__}.forward must return a list with a tensor (images, feature_dim) per resolution"
+        )
+        fix = f"Return shapes {wanted}: forward gets a list of {len(images)} tensors. See docs/extending.md."
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(found), must, fix)])
 
 
 def _outermost_units(module: nn.Module) -> list[nn.Module]:
@@ -82,12 +109,13 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
 _CONSTRUCTION_SEED = 0
 
 
-def build_model(model_config: Mapping[str, Any]) -> Model:
+def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
     """Trunk and heads by name, in float32 on the CPU; call ``initialize_`` next.
 
     Args:
         model_config: ``config.MODEL`` after resolution: TRUNK (NAME and the trunk's own block) and HEAD (PARAMS as a
             list of [name, keys], BATCHNORM_EPS, BATCHNORM_MOMENTUM).
+        num_classes: of the images, for a head whose last width is -1; 0: they have none.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
@@ -98,28 +126,30 @@ def build_model(model_config: Mapping[str, Any]) -> Model:
         trunk = _build_trunk(trunk_config)
         heads = []
         for head_name, given in head_config["PARAMS"]:
-            options = _with_width(given, trunk)
+            options = _with_classes(_with_width(given, trunk), num_classes)
             _check_width(head_name, options, trunk)
             heads.append(HEADS.get(head_name).build(**options))
+            require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads)
     model.trunk_is_frozen = bool(model_config.get("FEATURE_EVAL_SETTINGS", {}).get("FREEZE_TRUNK_ONLY", False))
     for module in model.heads.modules():
         if isinstance(module, _BatchNorm):
             module.eps = float(head_config["BATCHNORM_EPS"])
             module.momentum = head_config["BATCHNORM_MOMENTUM"]
-    key_dropout(model)
+    key_random_layers(model)
     return model
 
 
 def _build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
     name = trunk_config["NAME"]
-    component = TRUNKS.get(name)
+    component = TRUNKS.get(trunk_component(name))
     options = trunk_config.get(TRUNK_BLOCKS.get(name, "PARAMS")) or {}
     if name in TRUNK_BLOCKS and component.config is not None:
         # The block also holds what others read (stage_checkpoints).
         own = {field.name for field in dataclasses.fields(component.config)}
         options = {key: value for key, value in options.items() if key in own}
     trunk: nn.Module = component.build(**options)
+    require_interface(TRUNKS, name, trunk, nn.Module, {"feature_dim": "an int, the features of an image"})
     return trunk
 
 
@@ -127,6 +157,18 @@ def _with_width(options: Mapping[str, Any], trunk: nn.Module) -> Mapping[str, An
     """Options of a head whose first width, where it is -1, is that of the trunk's features."""
     dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
+
+
+def _with_classes(options: Mapping[str, Any], num_classes: int) -> Mapping[str, Any]:
+    """Options of a head whose last width, where it is -1, is the number of classes."""
+    dims = options.get("dims")
+    if not dims or dims[-1] != -1:
+        return options
+    if num_classes < 1:
+        must = "must end in the number of classes: the images have no labels to count them by"
+        fix = "Put the images of each class in a folder of its own, or write the number in place of the last -1."
+        raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])
+    return {**options, "dims": [*dims[:-1], num_classes]}
 
 
 def _check_width(name: str, options: Mapping[str, Any], trunk: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """What other libraries call the parameters of our trunks: VISSL, classy-vision, torchvision and timm.
 
-The blocks are the same, so every tensor has the same shape and layout; only names differ. A ResNet is called alike by
+The blocks are the same, so every tensor has the same shape and layout; only names differ. A vision transformer has
+timm's names, which DINO, DINOv2 and MAE from torch hub have too, with units in between. A ResNet is called alike by
 torchvision and timm. RegNet has other names only where its blocks are bottlenecks, the only ones those libraries have.
 """
 
@@ -32,7 +33,32 @@ _TO_OURS: _Rules = (
     (rf"stem\.bn\.{_STAT}", r"stem.1.\1"),
     (r"s(?P<stage>\d+)\.b(?P<at_from_1>\d+)\.(?P<rest>.+)", ""),
     (r"(stem\.\d\..+|stages\.\d+\.\d+\.0\..+)", r"\1"),
+    # Vision transformers: timm's, torch hub's DINO, DINOv2 and MAE.
+    (r"((?:embedding|norm|pooling|blocks\.\d+)\.unit\..+)", r"\1"),
+    (r"(cls_token|reg_token|pos_embed|mask_token|patch_embed\..+|norm_pre\..+)", r"embedding.unit.\1"),
+    (r"register_tokens", r"embedding.unit.reg_token"),
+    (r"(blocks\.\d+)\.(.+)", r"\1.unit.\2"),
+    (r"norm\.(weight|bias)", r"norm.unit.\1"),
+    (r"((?:fc_norm|attn_pool)\..+)", r"pooling.unit.\1"),
 )
+# torchvision's vision transformer -> timm's names.
+_TORCHVISION_TRANSFORMER: tuple[tuple[str, str], ...] = (
+    ("class_token", "cls_token"),
+    ("conv_proj.", "patch_embed.proj."),
+    ("encoder.pos_embedding", "pos_embed"),
+    ("encoder.ln.", "norm."),
+)
+_TORCHVISION_BLOCK: tuple[tuple[str, str], ...] = (
+    ("ln_1.", "norm1."),
+    ("ln_2.", "norm2."),
+    ("self_attention.in_proj_", "attn.qkv."),
+    ("self_attention.out_proj.", "attn.proj."),
+    ("mlp.0.", "mlp.fc1."),
+    ("mlp.3.", "mlp.fc2."),
+    ("mlp.linear_1.", "mlp.fc1."),
+    ("mlp.linear_2.", "mlp.fc2."),
+)
+_TRANSFORMER_PARTS = {"unit", "embedding", "pooling"}  # in our names, and not in timm's
 # Inside a RegNet block: ours, torchvision's, timm's.
 _REGNET_BLOCK = (
     ("proj", "proj.0", "downsample.conv"),
@@ -48,6 +74,8 @@ _REGNET_BLOCK = (
 )
 _INNER_TO_OURS = {other: ours for ours, *others in _REGNET_BLOCK for other in others}
 _OUR_CLASSIFIER = "heads.0.clf.0"
+_OUR_TRANSFORMER = re.compile(r"trunk\.(?:embedding|norm|pooling|blocks\.\d+)\.unit\.")
+_TIMM_TRUNK = "trunk.net."
 _OUR_BLOCK = re.compile(r"trunk\.stages\.(\d+)\.(\d+)\.0\.(.+)")
 
 
@@ -64,19 +92,24 @@ class Renamed:
     unknown: list[str] = field(default_factory=list)
 
 
-def to_our_names(names: Iterable[str]) -> Renamed:
+def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     """Our names of the parameters and buffers of a model from elsewhere (``trunk.stem.0.weight``).
 
     Ours, VISSL's (``trunk._feature_blocks. ...``, with or without ``trunk.base_model.`` and FSDP's wrappers),
     classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
+
+    Args:
+        names: of the tensors from elsewhere.
+        ours: names in the model, which tell where the units of a ``timm/...`` trunk are.
     """
+    by_timm_name = {_timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
     for name in names:
-        ours = _our_name(name)
-        if ours is None or ours in result.names:
+        found = by_timm_name.get(_plain(name)) or _our_name(name)
+        if found is None or found in result.names:
             result.unknown.append(name)
         else:
-            result.names[ours] = name
+            result.names[found] = name
     return result
 
 
@@ -100,10 +133,38 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     return result
 
 
-def _our_name(name: str) -> str | None:
+def _plain(name: str) -> str:
+    """Without wrappers and prefixes, a torchvision transformer's name in timm's words."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
+    if match := re.fullmatch(r"encoder\.layers\.encoder_layer_(\d+)\.(.+)", plain):
+        return f"blocks.{match[1]}.{_replaced(match[2], _TORCHVISION_BLOCK)}"
+    return _replaced(plain, _TORCHVISION_TRANSFORMER)
+
+
+def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
+    """``name`` with its beginning replaced by the first pair that has it."""
+    return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
+
+
+def _timm_name(name: str) -> str:
+    """timm's name of a parameter of a transformer or of a ``timm/...`` trunk of ours."""
+    plain = name.removeprefix(_TIMM_TRUNK) if name.startswith(_TIMM_TRUNK) else name.removeprefix("trunk.")
+    return ".".join(part for part in plain.split(".") if part not in _TRANSFORMER_PARTS)
+
+
+def _torchvision_transformer_name(name: str) -> str | None:
+    timm = _timm_name(name)
+    if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", timm):
+        inner = _replaced(match[2], [(ours, theirs) for theirs, ours in _TORCHVISION_BLOCK[:6]])
+        return f"encoder.layers.encoder_layer_{match[1]}.{inner}" if inner != match[2] else None
+    other = _replaced(timm, [(ours, theirs) for theirs, ours in _TORCHVISION_TRANSFORMER])
+    return other if other != timm else None
+
+
+def _our_name(name: str) -> str | None:
+    plain = _plain(name)
     if plain.startswith("heads."):
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
@@ -127,6 +188,10 @@ def _our_block(found: dict[str, str]) -> str:
 
 
 def _other_name(name: str, style: str, is_regnet: bool) -> str | None:
+    if name.startswith(_TIMM_TRUNK):
+        return _timm_name(name) if style == "timm" else None
+    if _OUR_TRANSFORMER.match(name):
+        return _timm_name(name) if style == "timm" else _torchvision_transformer_name(name)
     if name.startswith(f"{_OUR_CLASSIFIER}."):
         classifier = "head.fc" if is_regnet and style == "timm" else "fc"
         return f"{classifier}.{name.removeprefix(f'{_OUR_CLASSIFIER}.')}"

@@ -7,7 +7,7 @@ resolution. Sharding hangs on the unit's ``__call__``: call units, never their l
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -40,21 +40,25 @@ class Unit(nn.Sequential):
         """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ."""
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # Reentrant checkpointing of sharded modules gives wrong gradients with two forwards in one backward.
-            result: list[Tensor] = checkpoint(self._apply_layers, xs, use_reentrant=False, context_fn=_contexts)
+            result: list[Tensor] = checkpoint(
+                self._apply_layers, xs, use_reentrant=False, context_fn=recomputation_contexts
+            )
             return result
         return self._apply_layers(xs)
 
-    def _apply_layers(self, xs: list[Tensor]) -> list[Tensor]:
+    def each(self, apply: Callable[[int, Tensor], Tensor], xs: list[Tensor]) -> list[Tensor]:
+        """``apply(index, x)`` for each resolution, which keyed random layers are told of."""
         outputs = []
         for index, x in enumerate(xs):
-            with resolution_scope(index):
-                for layer in self:
-                    x = layer(x)
-            outputs.append(x)
+            with resolution_scope(index, len(x)):
+                outputs.append(apply(index, x))
         return outputs
 
+    def _apply_layers(self, xs: list[Tensor]) -> list[Tensor]:
+        return self.each(lambda _index, x: super(Unit, self).forward(x), xs)
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+
+def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first run and the recomputation of a checkpointed unit are wrapped in."""
     return nullcontext(), _recomputing()
 

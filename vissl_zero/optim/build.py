@@ -11,7 +11,7 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.registry import OPTIMIZERS
 
-# What a component of OPTIMIZERS returns: an element-wise optimizer, alone or with an adaptation of its own.
+# What a component of OPTIMIZERS returns: an optimizer, alone or with an adaptation of its own.
 Built = torch.optim.Optimizer | tuple[torch.optim.Optimizer, Adaptation]
 
 
@@ -20,9 +20,9 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Adaptation | None]:
     """The base optimizer of ``plan`` over ``groups``, and LARC or LARS if it has them.
 
-    A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of an
-    element depends on that element alone (shards could not be updated otherwise), alone or as a pair with an
-    ``Adaptation``. It must honour each group's ``lr`` and ``weight_decay``, which schedules set before every step.
+    A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of a
+    tensor depends on that tensor alone (``optim/update_rule.py`` finds out), alone or as a pair with an ``Adaptation``.
+    It must honour each group's ``lr`` and ``weight_decay``, which schedules set before every step.
 
     Args:
         plan: name, options and LARC.

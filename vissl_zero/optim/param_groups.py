@@ -25,11 +25,12 @@ class ParamGroup:
     """Parameters that share a learning rate and a weight decay.
 
     Attributes:
-        name: "trunk", "trunk_no_decay", "head" or "head_no_decay".
+        name: "trunk", "trunk_no_decay", "head" or "head_no_decay"; "head_<i>" where heads differ in their rates.
         params: full names, in the model's order.
         is_head: under ``heads.``; follows the head's schedules.
         is_decayed: follows the weight decay; the others have 0.
         weight_decay: at the start; a schedule may change it.
+        lr_factor: of the scheduled learning rate.
     """
 
     name: str
@@ -37,10 +38,12 @@ class ParamGroup:
     is_head: bool
     is_decayed: bool
     weight_decay: float
+    lr_factor: float = 1.0
 
 
 def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Every parameter with ``requires_grad`` in exactly one of at most four groups, the same on every rank.
+    """Every parameter with ``requires_grad`` in exactly one group, the same on every rank: at most four groups, and two
+    more per head where heads have rates of their own.
 
     A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
     ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs
@@ -54,11 +57,12 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
         ConfigError: nothing is left to train.
     """
     _warn_of_unmatched(plan.non_regularized, model)
-    members: dict[tuple[bool, bool], list[str]] = {(h, d): [] for h in (False, True) for d in (True, False)}
+    heads = [f"head_{index}" for index in range(len(plan.head_lr_factors))] or ["head"]
+    members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
     for name, parameter, module in _owned_parameters(model):
         if parameter.requires_grad:
-            members[name.startswith(_HEAD_PREFIX), _decays(name, module, plan)].append(name)
-    groups = [_group(is_head, is_decayed, names, plan) for (is_head, is_decayed), names in members.items() if names]
+            members[_part(name, heads), _decays(name, module, plan)].append(name)
+    groups = [_group(part, is_decayed, names, plan) for (part, is_decayed), names in members.items() if names]
     if not groups:
         fix = "Leave at least one parameter out of it."
         raise ConfigError([Problem("config.MODEL.NON_TRAINABLE_PARAMS", "", "leaves nothing to train", fix)])
@@ -118,10 +122,18 @@ def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
     return plan.regularize_bn or not is_norm(module)
 
 
-def _group(is_head: bool, is_decayed: bool, names: Iterable[str], plan: OptimizerPlan) -> ParamGroup:
-    name = ("head" if is_head else "trunk") + ("" if is_decayed else "_no_decay")
+def _part(name: str, heads: Sequence[str]) -> str:
+    if not name.startswith(_HEAD_PREFIX):
+        return "trunk"
+    return heads[0] if len(heads) == 1 else heads[int(name.split(".")[1])]
+
+
+def _group(part: str, is_decayed: bool, names: Iterable[str], plan: OptimizerPlan) -> ParamGroup:
+    is_head = part != "trunk"
     weight_decay = plan.head_weight_decay if is_head else plan.weight_decay
-    return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0)
+    factor = plan.head_lr_factors[int(part.rpartition("_")[2])] if is_head and plan.head_lr_factors else 1.0
+    name = part + ("" if is_decayed else "_no_decay")
+    return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0, factor)
 
 
 def _warn_of_unmatched(parts: Iterable[str], model: nn.Module) -> None:

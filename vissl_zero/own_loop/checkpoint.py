@@ -14,11 +14,10 @@ from vissl_zero import collectives
 from vissl_zero.checkpoint.manifest import Manifest
 from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.replicated import replicated_parts
-from vissl_zero.checkpoint.restore import StoredState, restore_buffers
-from vissl_zero.checkpoint.resume import find_resumable
+from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
 from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.errors import CheckpointError
-from vissl_zero.sharding.state import check_same_update
+from vissl_zero.sharding.state import check_same_update, take_group_options
 from vissl_zero.sharding.strategy import Sharded
 
 
@@ -85,8 +84,7 @@ def load_state(sharded: Sharded, folder: Path) -> int:
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):
-            options = {key: value for key, value in values.items() if key != "params"}
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+            take_group_options(group, values)
         return checkpoint.manifest.step
 
 

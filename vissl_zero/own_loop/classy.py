@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import vissl_zero.torchvision_compat  # noqa: F401 - before anything of Classy's
-
 # isort: split
 from classy_vision.optim import ClassyOptimizer, build_optimizer, register_optimizer
 from classy_vision.tasks import ClassificationTask, register_task

@@ -11,14 +11,13 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
-from vissl_zero.config.derive.whole_parameters import NO_UNITS, keeps_parameters_whole
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.resolved import NO_UNITS, ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.own_loop.given_optimizer import read_optimizer
 from vissl_zero.own_loop.number_formats import choose_precision
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
 from vissl_zero.own_loop.process_group import join_ranks, training_device
 from vissl_zero.own_loop.settings import read_settings
+from vissl_zero.own_loop.user_optimizer import read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +62,7 @@ def initialize(
         fix = "Build the model anew, or go on with the optimizer it has."
         raise ConfigError([Problem("model", type(model).__name__, "has been given to initialize() before", fix)])
     precision, notes = choose_precision(model, settings)
-    groups, build_optimizer = read_optimizer(optimizer, model, is_sharded=settings.level > 0)
+    groups, build_optimizer = read_optimizer(optimizer, model)
     where = training_device(model) if device is None else torch.device(device)
     join_ranks(where, timeout_s)
     _check_groups(settings.shard_group_size, settings.level)
@@ -76,10 +75,12 @@ def initialize(
         wrap_threshold=settings.wrap_threshold,
         clip_grad=settings.clip_grad,
         sync_bn_group=-1 if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) else 0,
+        sync_bn_only_marked=True,
         precision=precision,
         timeout_s=timeout_s,
         verbose=settings.verbose,
         seed=seed,
+        keep_gradients=settings.keep_gradients,
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
@@ -87,7 +88,8 @@ def initialize(
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
     _say((*settings.notes, *offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero"), *notes))
-    sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
+    with unchanged_on_error(optimizer):
+        sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
     setattr(model, _MARK, True)
     k = settings.gradient_accumulation_steps

@@ -132,6 +132,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
 
+        Also takes what ``state_dict`` of the plain torch optimizer gave, on every rank alike: optimizer state and
+        options of groups, at any level. Parameters stay as they are then.
+
         Raises:
             CheckpointError: it comes from another layout or another model; nothing was changed.
             VisslZeroError: between the calls of ``step`` that make one update.

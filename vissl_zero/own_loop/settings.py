@@ -10,9 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
-from vissl_zero.config.derive.level import IMPLIED, TYPES, implied_level, typed_level
-from vissl_zero.config.derive.offload import offload_problems
-from vissl_zero.config.derive.own_loop_engine import engine_of, engine_problems
+from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
+from vissl_zero.config.derive.sharding import IMPLIED, TYPES, implied_level, typed_level
 from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
@@ -40,6 +39,7 @@ class _Keys:
     verbose: bool = False
     engine: str = "auto"
     shard_group_size: int = -1
+    keep_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class ZeroSettings:
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
         engine: a name of the STRATEGIES registry.
+        keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -71,6 +72,7 @@ class ZeroSettings:
     wrap_threshold: int = 0
     verbose: bool = False
     shard_group_size: int = -1
+    keep_gradients: bool = False
     engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
@@ -118,6 +120,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
+        keep_gradients=keys.keep_gradients,
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,

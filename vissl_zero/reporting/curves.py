@@ -8,14 +8,21 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from vissl_zero.engine.hook import StepRecord
-from vissl_zero.reporting.memory_kinds import KINDS, largest, total
+from vissl_zero.reporting.memory_kinds import largest, shown_kinds, total
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.reporting.report_page import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, SOFT, VERMILLION
 from vissl_zero.reporting.series import Series, series
 from vissl_zero.sharding.strategy import Bytes
 
 _ROUND = [1, 2, 5, 10]  # steps between ticks, times a power of ten
-KIND_COLORS = {"params": BLUE, "grads": SKY, "optimizer": ORANGE, "activations": PURPLE, "buffers": GREY}
+KIND_COLORS = {
+    "params": BLUE,
+    "grads": SKY,
+    "optimizer": ORANGE,
+    "activations": PURPLE,
+    "buffers": GREY,
+    "teacher": GREEN,
+}
 
 
 def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | None) -> None:
@@ -24,7 +31,7 @@ def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | N
     axes.set_title("Loss")
     _draw(axes, curve, BLUE, is_noisy=True)
     if trivial_loss is not None:
-        _draw_reference(axes, trivial_loss, f"guessing: ln(prototypes) = {trivial_loss:.3f}")
+        _draw_reference(axes, trivial_loss, f"guessing: {trivial_loss:.3f}")
     skipped = [record.step for record in records if record.skipped]
     if skipped:
         axes.plot(skipped, [0.02] * len(skipped), "x", color=VERMILLION, transform=axes.get_xaxis_transform())
@@ -39,9 +46,9 @@ def draw_figure(axes: Axes, title: str, curve: Series, color: str, is_noisy: boo
     _draw(axes, curve, color, is_noisy)
 
 
-def draw_knn(axes: Axes, points: Sequence[tuple[int, float]], raw_pixels: float | None) -> None:
-    """Top-1 of kNN at the steps where it was measured, with the raw pixels' for comparison."""
-    axes.set_title("kNN top-1")
+def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_pixels: float | None = None) -> None:
+    """Top-1 at the steps where it was measured, with that of kNN on raw pixels for comparison."""
+    axes.set_title(title)
     steps, values = [point[0] for point in points], [point[1] for point in points]
     axes.plot(steps, values, "o-", color=GREEN, markersize=6)
     shown = [values[0], values[-1]] if len(values) > 1 else values
@@ -61,7 +68,8 @@ def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
     axes.set_title("Memory by kind, peak of each rank")
     axes.grid(False)
     lefts = [0.0] * len(per_rank)
-    for kind, name in KINDS.items():
+    kinds = shown_kinds(*per_rank)
+    for kind, name in kinds.items():
         widths = [float(getattr(memory, kind)) for memory in per_rank]
         axes.barh(range(len(per_rank)), widths, left=lefts, height=0.62, color=KIND_COLORS[kind], label=name)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
@@ -76,8 +84,8 @@ def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
     axes.tick_params(axis="y", length=0)
     most = largest(per_rank)
     handles, labels = axes.get_legend_handles_labels()
-    labels = [f"{label} {bytes_text(getattr(most, kind))}" for label, kind in zip(labels, KINDS, strict=True)]
-    axes.legend(handles, labels, ncols=len(KINDS), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=10)
+    labels = [f"{label} {bytes_text(getattr(most, kind))}" for label, kind in zip(labels, kinds, strict=True)]
+    axes.legend(handles, labels, ncols=len(kinds), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=10)
 
 
 def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:

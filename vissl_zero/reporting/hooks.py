@@ -7,7 +7,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.knn_hook import KnnHook
-from vissl_zero.registry import HOOKS
+from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.collapse import CollapseWatch
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.metrics_file import MetricsFile
@@ -17,7 +17,7 @@ from vissl_zero.reporting.report_image import ReportImage
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.tensorboard import TensorBoard
 from vissl_zero.reporting.weight_average import WeightAverageHook
-from vissl_zero.reporting.weights_file import WeightsFile
+from vissl_zero.reporting.weights_file import BestWeights, WeightsFile
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
@@ -33,7 +33,11 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     options = plan.config["HOOKS"]
     knn = KnnHook(plan)
     hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
-    hooks += [HOOKS.get(name).build() for name in options["EXTRA"]]
+    if plan.config["CHECKPOINT"]["SAVE_BEST"]:
+        hooks.append(BestWeights())
+    for name in options["EXTRA"]:
+        hooks.append(HOOKS.get(name).build())
+        require_interface(HOOKS, name, hooks[-1], base=Hook)
     if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
         hooks.append(TensorBoard())
     if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.glyphs import bar, sparkline
-from vissl_zero.reporting.memory_kinds import KINDS, total
+from vissl_zero.reporting.memory_kinds import shown_kinds, total
 from vissl_zero.reporting.progress import Progress
 from vissl_zero.reporting.quantity import bytes_text, duration_text, figure_text
 
@@ -41,6 +41,10 @@ class LiveDisplay(Hook):
         self._live.start()
         # rich hides the cursor; a rank that is killed would leave the user's terminal without one.
         self._console.show_cursor(True)
+
+    def on_epoch_start(self, run: Run) -> None:
+        if self._live is not None and not run.records:
+            self._live.update(Text("the first step ...", style="dim"), refresh=True)
 
     def on_step(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
@@ -109,12 +113,16 @@ def _health(record: StepRecord) -> list[RenderableType]:
 
 
 def _evaluation(run: Run) -> list[RenderableType]:
-    """kNN top-1 so far, where it is measured."""
+    """Top-1 of kNN and of the classifier so far, where they are measured."""
     before, latest = run.results.get("knn_top1_before"), run.results.get("knn_top1_latest")
-    if before is None:
-        return []
-    text = f"kNN top-1 {100 * before:.1f} % before"
-    return [Text(text if latest is None else f"{text}, {100 * latest:.1f} % now", no_wrap=True, overflow="ellipsis")]
+    parts = []
+    if before is not None:
+        text = f"kNN top-1 {100 * before:.1f} % before"
+        parts.append(text if latest is None else f"{text}, {100 * latest:.1f} % now")
+    if run.results.get("top1_latest") is not None:
+        curve = [top1 for _, top1 in run.results["top1_by_step"]]
+        parts.append(f"top-1 on TEST {100 * curve[-1]:.1f} % (best {100 * max(curve):.1f} %)  {sparkline(curve, 16)}")
+    return [Text("   ".join(parts), no_wrap=True, overflow="ellipsis")] if parts else []
 
 
 def _memory(run: Run, record: StepRecord) -> RenderableType:
@@ -128,7 +136,7 @@ def _memory(run: Run, record: StepRecord) -> RenderableType:
     table.add_row(
         Text("memory of rank 0", style="bold"), bytes_text(total(memory)), f"peak {bytes_text(memory.peak)} {where}"
     )
-    for kind, name in KINDS.items():
+    for kind, name in shown_kinds(memory).items():
         held = getattr(memory, kind)
         table.add_row(f"  {name}", bytes_text(held), Text(bar(held / whole, _BAR_WIDTH), style="magenta"))
     return table

@@ -19,8 +19,15 @@ KINDS = {
     "optimizer": "optimizer state",
     "activations": "activations",
     "buffers": "buffers",
+    "teacher": "teacher",
 }
 _FIELDS = tuple(field.name for field in fields(Bytes))
+
+
+def shown_kinds(*figures: Bytes) -> dict[str, str]:
+    """``KINDS`` without the teacher, where no figure has one."""
+    has_teacher = any(memory.teacher for memory in figures)
+    return {kind: name for kind, name in KINDS.items() if kind != "teacher" or has_teacher}
 
 
 def total(memory: Bytes) -> int:

@@ -6,6 +6,7 @@ import rich
 from rich.console import Console
 
 import vissl_zero
+from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
 
 
@@ -31,6 +32,16 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.num_steps} steps of {plan.global_batch} images, {run.steps_per_epoch} steps per epoch; "
         f"run folder {run.folder}",
     ]
+    data = run.plan.config["DATA"]
+    lines.append(
+        f"data {described(data, 'TRAIN')} ({len(run.loader.source):,} images); "
+        + (f"measured on {described(data, 'TEST')}" if data["TEST"]["DATA_SOURCES"] else "no test images")
+    )
+    if rates := plan.optimizer.head_lr_factors:
+        lines.append(
+            f"{len(rates)} classifiers side by side, learning rates times {', '.join(f'{r:g}' for r in rates)}; "
+            "the loss is their sum"
+        )
     if run.step:
         lines.append(f"resumed after step {run.step}")
     lines += [f"note: {note}" for note in plan.notes]

@@ -14,7 +14,7 @@ import torch
 
 from vissl_zero.config.resolved import OptimizerPlan, ResolvedRun
 from vissl_zero.errors import OutOfMemoryError
-from vissl_zero.reporting.memory_kinds import KINDS, total
+from vissl_zero.reporting.memory_kinds import shown_kinds, total
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.sharding.strategy import Bytes
 
@@ -68,7 +68,7 @@ def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> Ou
             f"machine (config.DISTRIBUTED.NUM_PROC_PER_NODE, now {plan.procs_per_node}) or a machine with more memory "
             "would help."
         )
-    held = ", ".join(f"{name} {bytes_text(getattr(ledger, kind))}" for kind, name in KINDS.items())
+    held = ", ".join(f"{name} {bytes_text(getattr(ledger, kind))}" for kind, name in shown_kinds(ledger).items())
     lines = [f"Out of memory: {failed} while this rank held {bytes_text(total(ledger))} ({held})."]
     return OutOfMemoryError("\n".join([*lines, *_advice(list(switches(plan, ledger)), ledger, requested)]))
 

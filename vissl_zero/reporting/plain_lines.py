@@ -11,9 +11,11 @@ from vissl_zero.reporting.memory_kinds import total
 from vissl_zero.reporting.progress import Progress
 from vissl_zero.reporting.quantity import bytes_text, duration_text, figure_text
 
+_LONGEST_SILENCE_S = 10.0
+
 
 class PlainLines(Hook):
-    """A line for the first step, for every ``every``-th, for the last, and for the end of each epoch.
+    """A line for the first step, for every ``every``-th, for the last, for the end of each epoch, and after a silence.
 
     Args:
         console: where to print.
@@ -25,6 +27,7 @@ class PlainLines(Hook):
         self._every = max(1, every)
         self._epoch_started = time.monotonic()
         self._epoch_losses: list[float] = []
+        self._said = time.monotonic()
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run)
@@ -32,12 +35,18 @@ class PlainLines(Hook):
     def on_epoch_start(self, run: Run) -> None:
         self._epoch_started = time.monotonic()
         self._epoch_losses.clear()
+        # What hooks after this one measured at the end of the epoch before.
+        names = {"top1_latest": "top-1 on TEST", "top5_latest": "top-5", "knn_top1_latest": "kNN top-1"}
+        figures = {text: run.results.get(name) for name, text in names.items()}
+        if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
+            self._say(f"after epoch {run.epoch}: {said}")
 
     def on_step(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
         if record.loss is not None:
             self._epoch_losses.append(record.loss)
-        if record.step % self._every == 0 or record.step == run.num_steps or len(run.records) == 1:
+        is_due = record.step % self._every == 0 or record.step == run.num_steps or len(run.records) == 1
+        if is_due or time.monotonic() - self._said >= _LONGEST_SILENCE_S:
             self._say(step_line(run, record, self._progress))
 
     def on_epoch_end(self, run: Run) -> None:
@@ -47,6 +56,7 @@ class PlainLines(Hook):
             self._say(f"epoch {run.epoch + 1}/{run.plan.num_epochs} done in {took}, mean loss {mean:.4f}")
 
     def _say(self, text: str) -> None:
+        self._said = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 

@@ -2,23 +2,92 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
 
 import vissl_zero
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.data.source import described
 from vissl_zero.engine.rehearsal import Rehearsal
-from vissl_zero.reporting.memory_kinds import KINDS, total
+from vissl_zero.reporting.memory_kinds import shown_kinds
+from vissl_zero.reporting.out_of_memory import Switch, switches
 from vissl_zero.reporting.quantity import bytes_text
+
+# What the tiers of a rank are called, by device.
+PLACES = {
+    "cpu": {"device": "memory", "disk": "disk"},
+    "cuda": {"device": "GPU memory", "host": "host memory", "disk": "disk"},
+}
+_GIB = 2**30
+_ASSUMED_GPU = 80 * _GIB
+_OF_PROCESS = 0.5 * _GIB  # code, libraries, torch's own buffers; CUDA's context on a GPU
+
+
+def room(plan: ResolvedRun) -> tuple[int, str]:
+    """Bytes that a rank has for the model where it computes, and how they are known.
+
+    MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
+    """
+    given = plan.config["MACHINE"]["MEMORY_GIB"]
+    if plan.device == "cuda":
+        if given:
+            return int(given * _GIB), f"a GPU of {given:g} GiB"
+        if torch.cuda.is_available():
+            found = torch.cuda.get_device_properties(0).total_memory
+            return found, f"a GPU of this machine, {bytes_text(found)}"
+        return (
+            _ASSUMED_GPU,
+            f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB says another number)",
+        )
+    whole = int(given * _GIB) if given else memory_of_this_machine()
+    what = f"a machine of {bytes_text(whole)}" if given else f"this machine, {bytes_text(whole)}"
+    procs = plan.procs_per_node
+    return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
+
+
+def memory_of_this_machine() -> int:
+    """Bytes of memory, or of a container's share if that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is no number
+            found.append(int(Path(path).read_text()))
+    return min(found)
+
+
+def verdict(run: Rehearsal) -> tuple[bool, list[str]]:
+    """Whether the run fits where it computes, and what to say about it."""
+    available, what = room(run.plan)
+    need = int(run.tiers["device"] + _OF_PROCESS)
+    figures = f"{bytes_text(need)} with the process itself, of {bytes_text(available)} ({what})"
+    if run.forecast.no_activations:
+        return True, [f"unknown: activations were not counted; {figures}"]
+    if need <= available:
+        return True, [f"fits: {figures}, {bytes_text(available - need)} to spare"]
+    lines = [f"does not fit: {figures}, {bytes_text(need - available)} too much. What would help:"]
+    helps = sorted(switches(run.plan, run.forecast.memory), key=lambda switch: -switch.saved)
+    if run.plan.sharding.offload_optimizer.device == "none":
+        price = "slower: docs/offload.md"
+        tier = "cpu" if run.plan.device == "cuda" else "nvme"
+        path = "" if tier == "cpu" else ", nvme_path: /a/local/disk"
+        block = f"config.ZERO.offload_optimizer_config={{device: {tier}{path}}}"
+        helps.append(Switch(block, run.forecast.memory.optimizer, price))
+    return False, [*lines, *(f"  {switch}" for switch in helps if switch.saved > 0)]
 
 
 def rehearsal_lines(run: Rehearsal) -> Iterator[str]:
-    """The plan for people, ASCII but for what the user named."""
+    """The plan for people, ASCII but for what the user named; the verdict comes last."""
     plan = run.plan
     yield f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
+        "images": f"{described(plan.config['DATA'], 'TRAIN')}; "
+        f"measured on {described(plan.config['DATA'], 'TEST') or 'parts of it'}",
         "data": f"{run.num_images:,} images; {plan.global_batch} a step = {plan.batch_per_rank} x {plan.world_size} "
         f"processes x {plan.accumulation_steps} micro-batches",
         "length": f"{run.num_steps:,} steps, {run.steps_per_epoch:,} an epoch",
@@ -26,16 +95,20 @@ def rehearsal_lines(run: Rehearsal) -> Iterator[str]:
         f"{plan.optimizer.weight_decay:g}",
         "lr": f"{run.lr_first:.4g} at the first step, {run.lr_peak:.4g} at most, {run.lr_last:.4g} at the last "
         "(after scaling)",
-        "memory": f"{bytes_text(total(run.forecast.memory))} a rank at most, of which",
+        **{PLACES[run.plan.device][name]: f"{bytes_text(held)} a rank at most" for name, held in run.tiers.items()},
+        "memory by kind": "a rank, after the backward pass",
         **{f"  {name}": text for name, text in _memory(run)},
         "writes to": plan.run_dir,
         "": f"config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png "
         f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
-    yield from (f"note: {note}" for note in plan.notes)
+    yield from (f"note: {note}" for note in (*plan.notes, *run.assumed))
     yield "wrap plan:"
     yield run.forecast.wrap_plan.describe()
+    first, *rest = verdict(run)[1]
+    yield f"{'verdict':20}{first}"
+    yield from rest
 
 
 def _has_events(plan: ResolvedRun) -> bool:
@@ -60,7 +133,7 @@ def _memory(run: Rehearsal) -> Iterator[tuple[str, str]]:
         "optimizer": run.plan.sharding.offload_optimizer.device,
         "params": run.plan.sharding.offload_params.device,
     }
-    for kind, name in KINDS.items():
+    for kind, name in shown_kinds(run.forecast.memory).items():
         text = bytes_text(getattr(run.forecast.memory, kind))
         if kind == "activations" and run.forecast.no_activations:
             text = f"not counted ({run.forecast.no_activations})"

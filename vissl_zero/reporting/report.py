@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from vissl_zero.atomic import replacing
-from vissl_zero.reporting.curves import draw_figure, draw_knn, draw_loss, draw_memory
+from vissl_zero.reporting.curves import draw_figure, draw_loss, draw_memory, draw_top1
 from vissl_zero.reporting.image_sheets import crops_height, draw_crops, draw_neighbours, neighbours_height
 from vissl_zero.reporting.report_content import ReportContent
 from vissl_zero.reporting.report_page import (
@@ -83,7 +83,9 @@ def panel_rows(content: ReportContent) -> list[list[Panel]]:
     records = content.records
     first = [Panel(2.0, lambda axes: draw_loss(axes, records, content.trivial_loss))]
     if content.knn:
-        first.append(Panel(1.0, lambda axes: draw_knn(axes, content.knn, content.knn_raw_pixels)))
+        first.append(Panel(1.0, lambda axes: draw_top1(axes, "kNN top-1", content.knn, content.knn_raw_pixels)))
+    if content.top1:
+        first.append(Panel(1.0, lambda axes: draw_top1(axes, "Top-1 on TEST", content.top1)))
     lr = series(records, lambda record: record.lr)
     norm = series(records, lambda record: record.grad_norm)
     second = [Panel(1.0, lambda axes: draw_figure(axes, "Learning rate", lr, ORANGE, is_noisy=False))]

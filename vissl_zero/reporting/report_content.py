@@ -52,6 +52,7 @@ class ReportContent:
         trivial_loss: loss of guessing, drawn as a line; None where there is no such thing.
         knn: (optimizer step, top-1 from 0 to 1), in order; the first is before training.
         knn_raw_pixels: top-1 of kNN on raw pixels.
+        top1: (optimizer step, top-1 of the classifier on TEST), in order.
         bytes_per_rank: peak of each kind.
         peak_kind: what Bytes.peak is: "resident" or "allocated".
         crops: some samples of the first batch.
@@ -65,6 +66,7 @@ class ReportContent:
     trivial_loss: float | None = None
     knn: list[tuple[int, float]] = field(default_factory=list)
     knn_raw_pixels: float | None = None
+    top1: list[tuple[int, float]] = field(default_factory=list)
     bytes_per_rank: list[Bytes] = field(default_factory=list)
     peak_kind: str = "resident"
     crops: list[CropSample] = field(default_factory=list)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import rich
 from rich.console import Console
 
+from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
-from vissl_zero.reporting.collapse import prototype_counts, trivial_loss
 from vissl_zero.reporting.first_crops import first_crops, original
 from vissl_zero.reporting.memory_kinds import total
 from vissl_zero.reporting.quantity import bytes_text, figure_text
@@ -49,18 +49,19 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
     """Everything a finished run has to show. Not a collective; rank 0 reads some images again."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
-    num_prototypes = prototype_counts(plan.config["MODEL"]["HEAD"]["PARAMS"])
     per_rank = [Bytes(**memory) for memory in run.results.get("bytes_per_rank", [])]
     return ReportContent(
         title=plan.recipe,
         subtitle=(
             f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {ranks} on {run.device.type}; "
-            f"{run.step} steps of {plan.global_batch} images, {run.steps_per_epoch} steps per epoch"
+            f"{run.step} steps of {plan.global_batch} images, {run.steps_per_epoch} steps per epoch; "
+            f"{described(plan.config['DATA'], 'TRAIN')}"
         ),
         headlines=headlines(run, per_rank),
         records=run.records,
-        trivial_loss=trivial_loss(num_prototypes) if num_prototypes else None,
+        trivial_loss=run.method.guessing_loss,
         knn=knn.curve,
+        top1=[(int(step), top1) for step, top1 in run.results.get("top1_by_step", [])],
         knn_raw_pixels=run.results.get("knn_top1_raw_pixels"),
         bytes_per_rank=per_rank,
         peak_kind="allocated" if run.device.type == "cuda" else "resident",

@@ -12,9 +12,12 @@ from rich.text import Text
 
 import vissl_zero
 from vissl_zero.atomic import replacing
+from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.reporting.memory_kinds import KINDS
+from vissl_zero.reporting.memory_kinds import shown_kinds
 from vissl_zero.reporting.quantity import bytes_text, figure_text
+from vissl_zero.reporting.weights_file import BEST_FILE_NAME
+from vissl_zero.sharding.strategy import Bytes
 
 FILE_NAME = "summary.json"
 _MOST_RANKS_SHOWN = 4
@@ -44,6 +47,7 @@ def summarise(run: Run) -> dict[str, Any]:
     return {
         "vissl_zero": vissl_zero.__version__,
         "recipe": run.plan.recipe,
+        "data": {split.lower(): described(run.plan.config["DATA"], split) for split in ("TRAIN", "TEST")},
         "level": run.plan.sharding.level,
         "engine": run.plan.sharding.engine,
         "world_size": run.world_size,
@@ -79,7 +83,8 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
 
 
 def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = []
+    train, test = summary["data"]["train"], summary["data"]["test"]
+    lines = [("data", f"{train}; measured on {test or 'parts of it'}")]
     if summary["loss_first"] is not None:
         lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last)"))
     if summary["knn_top1_after"] is not None:
@@ -88,7 +93,7 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         figures = f"{before} -> {after}" if summary["num_steps"] else after
         lines.append(("kNN top-1", figures + (f"  (raw pixels {percent(raw)})" if raw else "")))
     if "top1" in summary:
-        lines.append(("top-1", percent(summary["top1"])))
+        lines += _accuracy(summary)
     if summary["num_steps"]:
         speed, steps = figure_text(summary["images_per_s"], 4), summary["num_steps"]
         lines.append(("speed", f"{speed} images/s, {steps} steps of {run.plan.global_batch} images"))
@@ -98,6 +103,22 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("sharding", f"ZeRO level {summary['level']}, {summary['engine']} engine, {ranks} on {run.device.type}"),
         ("run folder", str(run.folder)),
     ]
+
+
+def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [("top-1", percent(summary["top1"]))]
+    if summary.get("top5") is not None:
+        lines.append(("top-5", percent(summary["top5"])))
+    if "best_lr" in summary:
+        others = ", ".join(f"{lr}: {percent(top1)}" for lr, top1 in summary["top1_by_lr"].items())
+        lines.append(("learning rate", f"{summary['best_lr']:g} was best  ({others})"))
+    if "top1_best" in summary:
+        lines.append(("best", f"{percent(summary['top1_best'])} at step {summary['best_step']:.0f}: {BEST_FILE_NAME}"))
+    knn = summary["knn_top1_after"]
+    if "best_lr" in summary and knn is not None and summary["top1"] is not None and summary["top1"] < knn:
+        why = "the classifier is not trained well: try more epochs (config.OPTIMIZER.num_epochs) or other rates"
+        lines.append(("warning", f"the probe is below kNN ({percent(summary['top1'])} < {percent(knn)}); {why}"))
+    return lines
 
 
 def percent(fraction: float | None) -> str:
@@ -116,7 +137,8 @@ def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
     for name in columns:
         grid.add_column(name, justify="right", no_wrap=True)
     outside = "allocated on the GPU" if run.device.type == "cuda" else "resident (whole process)"
-    rows = {**KINDS, "params_step_peak": "parameters, fullest moment", "peak": outside}
+    held = shown_kinds(*(Bytes(**memory) for memory in per_rank))
+    rows = {**held, "params_step_peak": "parameters, fullest moment", "peak": outside}
     for kind, name in rows.items():
         grid.add_row(name, *(bytes_text(memory[kind]) for memory in columns.values()))
     return grid

@@ -16,7 +16,7 @@ _FLUSH_S = 10
 
 
 class TensorBoard(Hook):
-    """Loss, learning rate, speed, gradient norm, the criterion's own figures, memory by kind and evaluation results.
+    """Loss, learning rate, speed, gradient norm, the method's own figures, memory by kind and evaluation results.
 
     Cost: 0.05 ms per step, on rank 0; files are written by TensorBoard's own thread.
     """

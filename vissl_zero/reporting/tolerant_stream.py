@@ -1,16 +1,22 @@
-"""Terminal output that may be lost: a log on a full disk must not end a run."""
+"""Terminal output that may be lost: a full disk, a reader that has gone or a closed terminal must not end a run.
+
+Imports nothing of this package: the command line takes it before anything else.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
-_LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
+_LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
 
 class TolerantStream:
-    """A text stream that drops what its disk has no room for, and is the stream it wraps in all else."""
+    """A text stream that drops what cannot be written, and is the stream it wraps in all else."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -20,8 +26,7 @@ class TolerantStream:
         try:
             return self._stream.write(text)
         except OSError as error:
-            if error.errno not in _LOST:
-                raise
+            self._drop(error)
             return len(text)
 
     def flush(self) -> None:
@@ -29,16 +34,33 @@ class TolerantStream:
         try:
             self._stream.flush()
         except OSError as error:
-            if error.errno not in _LOST:
-                raise
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno not in _LOST:
+            raise error
+        if error.errno == errno.EPIPE:
+            # Nobody will ever read again. What is in the buffer must go somewhere, or Python complains at its end.
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def tolerate_full_disks() -> None:
-    """Wrap stdout and stderr of this process, once."""
-    for name in ("stdout", "stderr"):
+def tolerate_lost_output() -> None:
+    """Wrap stdout and stderr of this process, once; open those that were closed before it began."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Else the next file that is opened gets this number, and what a library prints goes into a checkpoint.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, TolerantStream):
-            setattr(sys, name, TolerantStream(stream))
+        if number == 0 or isinstance(stream, TolerantStream):
+            continue
+        if stream is None:
+            stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
+        setattr(sys, name, TolerantStream(stream))

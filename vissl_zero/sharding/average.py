@@ -34,9 +34,9 @@ class WeightAverage:
     def update(self, decay: float) -> None:
         """``average = decay * average + (1 - decay) * weight``; a decay of 0 copies. Not a collective."""
         for shard in self._shards:
-            _move(self.params[shard.name], shard.values(), decay)
+            follow_(self.params[shard.name], shard.values(), decay)
         for name, buffer in self._live_buffers.items():
-            _move(self.buffers[name], buffer, decay if buffer.is_floating_point() else 0.0)
+            follow_(self.buffers[name], buffer, decay if buffer.is_floating_point() else 0.0)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -65,7 +65,8 @@ class WeightAverage:
             average.copy_(buffers[name])
 
 
-def _move(average: Tensor, value: Tensor, decay: float) -> None:
+def follow_(average: Tensor, value: Tensor, decay: float) -> None:
+    """``average = decay * average + (1 - decay) * value``, in place; a decay of 0 copies."""
     if decay == 0:
         average.copy_(value)
     else:

@@ -7,7 +7,10 @@ with the whole batch, running statistics included.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,27 +24,46 @@ from vissl_zero.models.unit import is_recomputing
 
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+_is_frozen = False  # read by every layer's forward pass, in the thread that trains
+
+
+@contextmanager
+def frozen_statistics() -> Iterator[None]:
+    """Within it, forward passes in training leave running statistics as they are: the same batch comes again."""
+    global _is_frozen
+    _is_frozen = True
+    try:
+        yield
+    finally:
+        _is_frozen = False
+
+
+class _Ranks:
+    """Holds a process group, which cannot be copied, in a layer, which can."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return self
+
 
 class BatchNorm(_BatchNorm):
     """Batch norm over any number of spatial dimensions, with the statistics of all ranks of a group.
 
-    Args:
-        source: the layer it takes the place of; parameters and buffers are shared with it, not copied.
-        group: ranks that share statistics; None: this rank's batch alone. Every member must run the same layers in the
-            same order, with any number of rows, zero included.
+    A layer of the user's becomes one in place (``synchronise_``): it stays an instance of its own class, with its name,
+    hooks, parameters and buffers.
 
     Cost per call, with a group of N ranks and C channels: one all-gather of 2C+1 numbers in forward (again in a
     recomputation) and one all-reduce of 2C numbers in backward.
     """
 
-    def __init__(self, source: _BatchNorm, group: dist.ProcessGroup | None):
-        super().__init__(source.num_features, source.eps, source.momentum, affine=False, track_running_stats=False)
-        self.affine, self.track_running_stats = source.affine, source.track_running_stats
-        self.weight, self.bias = source.weight, source.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(source, name))
-        self.training = source.training
-        self.group = group
+    _ranks: _Ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Ranks that share statistics; None: this rank's batch alone."""
+        return self._ranks.group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -52,7 +74,7 @@ class BatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        is_counted = self.training and self.running_mean is not None and not is_recomputing()
+        is_counted = self.training and self.running_mean is not None and not is_recomputing() and not _is_frozen
         momentum = self._count_batch() if is_counted else 0.0
         if self.group is None:
             running = (self.running_mean, self.running_var)
@@ -173,30 +195,57 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
     return mine
 
 
-def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup | None) -> int:
-    """Put ``BatchNorm`` in the place of every batch norm of torch's, in place; names, parameters and buffers stay.
+def synchronise_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
+    """Make ``layer`` share its statistics among ``group``, in place.
+
+    Args:
+        layer: of a class of torch's, or of one derived from ``nn.SyncBatchNorm`` whose forward pass calls its parent's.
+        group: every member must run the same layers in the same order, with any number of rows, zero included. None:
+            this rank's batch alone.
+    """
+    layer.__class__ = _class_of(type(layer))  # type: ignore[arg-type]
+    layer.__dict__["_ranks"] = _Ranks(group)
+
+
+@cache
+def _class_of(given: type[_BatchNorm]) -> type[_BatchNorm]:
+    bases = (BatchNorm, given) if given in _CONVERTIBLE else (given, _SyncBatchNorm)
+    return type(given.__name__, bases, {"__module__": given.__module__, "__doc__": given.__doc__})
+
+
+class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
+    """Stands between ``nn.SyncBatchNorm`` and a class derived from it, whose own forward pass comes first."""
+
+
+def convert_batch_norms(
+    model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool = False, only_marked: bool = False
+) -> int:
+    """Synchronise the batch norms of ``model``, in place (see ``synchronise_``).
 
     Args:
         model: any module; changed.
-        group: see ``BatchNorm``.
+        group: ranks that share statistics. None: none do, and only those layers change that could not run as they are.
+        is_recomputed: the forward pass may run twice; then all batch norms change, to count each batch once.
+        only_marked: leave batch norms alone that are not ``nn.SyncBatchNorm``: their owner wants them local.
     Returns:
-        How many layers were replaced.
+        How many layers were changed.
     Raises:
         ConfigError: a subclass with a forward of its own must be synchronised, which cannot be done for it.
     """
-    replaced: dict[nn.Module, BatchNorm] = {}
-    for parent_name, parent in list(model.named_modules(remove_duplicate=False)):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, _BatchNorm) or isinstance(child, BatchNorm):
-                continue
-            if type(child) not in _CONVERTIBLE:
-                if group is None:
-                    continue
-                raise ConfigError([_unknown_batch_norm(f"{parent_name}.{name}".lstrip("."), child)])
-            if child not in replaced:
-                replaced[child] = BatchNorm(child, group)
-            setattr(parent, name, replaced[child])
-    return len(replaced)
+    num_changed = 0
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, BatchNorm):
+            continue
+        if isinstance(layer, nn.SyncBatchNorm):
+            synchronise_(layer, group if layer.process_group is None or group is None else layer.process_group)
+        elif only_marked or (group is None and not (is_recomputed and type(layer) in _CONVERTIBLE)):
+            continue
+        elif type(layer) not in _CONVERTIBLE:
+            raise ConfigError([_unknown_batch_norm(name, layer)])
+        else:
+            synchronise_(layer, group)
+        num_changed += 1
+    return num_changed
 
 
 def _unknown_batch_norm(name: str, layer: nn.Module) -> Problem:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.torch_private import real_grad
 
 
 class Storages:
@@ -51,7 +52,7 @@ def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
 def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
     """This rank's shards of gradients, and whole gradients that wait for the last micro-batch."""
     storages = Storages(shard.local_grad() for shard in shards)
-    storages.add(param.grad for param in model.parameters())
+    storages.add(real_grad(param) for param in model.parameters())
     return storages
 
 

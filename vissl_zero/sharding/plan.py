@@ -98,7 +98,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     """Decide the units of ``model``.
 
     Args:
-        model: whole, not yet wrapped. Its own ``units()`` are taken if it has that method, else its repeated blocks.
+        model: whole, not yet wrapped. Its own ``zero_units()`` are taken if it has any, else its repeated blocks.
         plan: level, threshold, checkpointing and precision.
         num_ranks: ranks that share one copy of the state.
     Raises:
@@ -131,11 +131,12 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model in forward order: its ``units()``, or the children of its outermost repeated containers.
+    """The blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
-    A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters.
+    A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
+    which can be called: containers of containers are looked into.
     """
-    units = getattr(model, "units", None)
+    units = getattr(model, "zero_units", None)
     if callable(units):
         return [unit for unit in units() if _has_parameters(unit)]
     return list(_repeated_blocks(model))
@@ -145,11 +146,16 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     blocks = list(module.children())
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
     is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
-    if is_container and is_repeated and all(map(_has_parameters, blocks)):
+    if is_container and is_repeated and all(_has_parameters(block) and _is_callable(block) for block in blocks):
         yield from blocks
     else:
         for child in blocks:
             yield from _repeated_blocks(child)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _large_layers(model: nn.Module, threshold: int) -> list[str]:
@@ -164,7 +170,10 @@ def _large_layers(model: nn.Module, threshold: int) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if name and name not in hidden and _elements(module.parameters(recurse=False)) >= threshold
+        if name
+        and name not in hidden
+        and _is_callable(module)
+        and _elements(module.parameters(recurse=False)) >= threshold
     ]
 
 

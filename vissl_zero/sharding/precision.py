@@ -5,6 +5,11 @@ The training loop has no case for any of it: it gives images in the master preci
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableMapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,28 +28,38 @@ def dtype_of(name: str) -> torch.dtype:
 def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Make ``model.forward`` enter autocast, where asked for, and give its outputs in float32 at least. In place.
 
-    The method is replaced rather than the model wrapped, so that names carry no prefix and hooks stay outside.
+    The method is replaced rather than the model wrapped, so that names carry no prefix and hooks stay outside. Where
+    nothing is computed in half precision the model is left as it is.
     """
-    forward = model.forward
+    if precision.autocast is None and precision.compute == precision.master:
+        return
+    given = model.__dict__.get("forward")
 
-    def in_precision(*args: Any, **kwargs: Any) -> Any:
+    def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(type(self).forward, self) if given is None else given
         if precision.autocast is None:
             return widened(forward(*args, **kwargs))
         with torch.autocast(device.type, dtype_of(precision.autocast)):
             outputs = forward(*args, **kwargs)
         return widened(outputs)
 
-    model.forward = in_precision
+    # A bound method: a deep copy of the model gets one that is bound to the copy.
+    model.forward = MethodType(in_precision, model)
 
 
 def widened(outputs: Any) -> Any:
-    """``outputs`` with half-precision tensors in float32, in any nesting of tuples, lists and dicts."""
+    """``outputs`` with half-precision tensors in float32, in any nesting of tuples, lists, dicts and dataclasses."""
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-    if isinstance(outputs, dict):
-        return type(outputs)((key, widened(value)) for key, value in outputs.items())
+    if isinstance(outputs, MutableMapping):
+        changed = copy.copy(outputs)  # subclasses have constructors of their own
+        for key, value in outputs.items():
+            changed[key] = widened(value)
+        return changed
     if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
         return type(outputs)(*map(widened, outputs))
     if isinstance(outputs, tuple | list):
         return type(outputs)(map(widened, outputs))
+    if is_dataclass(outputs) and not isinstance(outputs, type):
+        return replace(outputs, **{f.name: widened(getattr(outputs, f.name)) for f in fields(outputs) if f.init})
     return outputs

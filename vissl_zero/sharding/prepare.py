@@ -10,10 +10,10 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.unit import Unit
-from vissl_zero.sharding.agreement import require_equal_models
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.replica_check import require_equal_models
 
 
 def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:
@@ -28,7 +28,9 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     model.to(dtype=dtype_of(plan.precision.master))
     require_equal_models(model, device)
-    convert_batch_norms(model, batch_norm_group(plan.sync_bn_group, plan.timeout_s))
+    norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
+    is_recomputed = bool(wrap_plan.checkpointed)
+    convert_batch_norms(model, norm_group, is_recomputed=is_recomputed, only_marked=plan.sync_bn_only_marked)
     for name in wrap_plan.checkpointed:
         unit = model.get_submodule(name)
         assert isinstance(unit, Unit), name

@@ -16,10 +16,21 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.elementwise import complete_momenta
+from vissl_zero.optim.update_rule import element_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.state import check_names, check_optimizer, check_same_update, group_facts
+from vissl_zero.sharding.state import (
+    check_names,
+    check_optimizer,
+    check_same_update,
+    group_facts,
+    state_shards,
+    take_group_options,
+)
+from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
 def rank_state(
@@ -31,10 +42,11 @@ def rank_state(
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
     """This rank's state; tensors are shared with it, not copied. Not a collective."""
-    names = {id(shard.local): name for name, shard in shards.items()}
+    owned = state_shards(shards, optimizer)
+    names = {id(shard.local): name for name, shard in owned.items()}
     state: dict[str, dict[str, Any]] = {}
     for param, values in optimizer.state.items():
-        shard = shards[names[id(param)]]
+        shard = owned[names[id(param)]]
         state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
     return {
         "layout": layout_of(plan),
@@ -72,13 +84,65 @@ def load_rank_state(
     for name, buffer in buffers.items():
         buffer.copy_(state["buffers"][name])
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        take_group_options(group, saved)
     optimizer.state.clear()
     for name, values in state["optimizer"]["state"].items():
-        local = shards[name].local
+        local = state_shards(shards, optimizer)[name].local
         optimizer.state[local] = {key: _value(value, local) for key, value in values.items()}
     if loss_scale is not None:
         loss_scale.load_state_dict(state["loss_scale"])
+
+
+@torch.no_grad()
+def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> None:
+    """Take over optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``): this rank's elements.
+
+    Parameters are not touched. Not a collective, but every rank needs the same complete ``state``.
+
+    Raises:
+        CheckpointError: it is of another optimizer, or of other groups or shapes; nothing was changed.
+    """
+    if isinstance(optimizer, StreamedOptimizer):
+        raise CheckpointError("Optimizer state of plain torch cannot be loaded where state is offloaded to NVMe.")
+    names = [group["params"] for group in group_facts(shards, optimizer)]
+    numbers = [group["params"] for group in state["param_groups"]]
+    if [len(own) for own in names] != [len(own) for own in numbers]:
+        raise CheckpointError(
+            f"The saved optimizer has groups of {[len(own) for own in numbers]} parameters, this one of "
+            f"{[len(own) for own in names]}. Build the optimizer that is given to initialize() like the saved one."
+        )
+    pairs = [pair for own, theirs in zip(names, numbers, strict=True) for pair in zip(own, theirs, strict=True)]
+    saved = {name: state["state"][number] for name, number in pairs if number in state["state"]}
+    check_optimizer({name: [k for k, v in own.items() if v is not None] for name, own in saved.items()}, optimizer)
+    check_same_update(state["param_groups"], optimizer.param_groups)
+    owned = state_shards(shards, optimizer)
+    per_element = element_keys(optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer)
+    for name, own in saved.items():
+        for key in per_element & own.keys():
+            if tuple(own[key].shape) != tuple(shards[name].full_shape):
+                raise CheckpointError(
+                    f"{key!r} of {name} has shape {tuple(own[key].shape)} in the saved optimizer, and the parameter "
+                    f"{tuple(shards[name].full_shape)}. Load state of the same model."
+                )
+    for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in given.items() if key not in ("params", "param_names", "name")})
+    optimizer.state.clear()
+    for name, own in saved.items():
+        if name not in owned:
+            continue
+        shard = owned[name]
+        optimizer.state[shard.local] = {
+            key: _elements_of(shard, value) if key in per_element else _value(value, shard.local)
+            for key, value in own.items()
+        }
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        complete_momenta(optimizer)
+
+
+def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
+    """A copy of this rank's elements of ``whole``, which has the shape of the parameter."""
+    run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
+    return run.view(shard.local.shape).to(shard.local.device, shard.local.dtype, copy=True)
 
 
 def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:

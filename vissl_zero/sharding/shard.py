@@ -60,6 +60,14 @@ class Shard:
         """These rows, to read."""
         return self.local.detach()
 
+    def held(self) -> Tensor:
+        """What this rank holds of the parameter where it computes, to read: these rows, or all where it is whole."""
+        return self.values()
+
+    def held_shape(self) -> torch.Size:
+        """Shape of ``held``, without reading it."""
+        return self.local.shape
+
     @torch.no_grad()
     def assign(self, values: Tensor) -> None:
         """Overwrite these rows."""

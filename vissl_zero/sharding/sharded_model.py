@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.sharding import teacher as teaching
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.memory import (
@@ -24,8 +27,10 @@ from vissl_zero.sharding.memory import (
     peak_bytes,
 )
 from vissl_zero.sharding.plan import WrapPlan
-from vissl_zero.sharding.rank_state import layout_of, load_rank_state, rank_state
-from vissl_zero.sharding.shard import Shard, shards_of
+from vissl_zero.sharding.prepare import prepare
+from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
+from vissl_zero.sharding.replica_check import StepCheck, digest_of
+from vissl_zero.sharding.shard import Shard, shards_of, whole_shard
 from vissl_zero.sharding.state import (
     Part,
     SavedState,
@@ -34,11 +39,15 @@ from vissl_zero.sharding.state import (
     parts_of,
     restore_average,
     restore_state,
+    restore_teacher,
     saved_buffers,
     scalars_of,
+    teacher_parts,
 )
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
+from vissl_zero.sharding.watch import Watch
+from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
 class ShardedModel(Sharded):
@@ -51,7 +60,7 @@ class ShardedModel(Sharded):
         model: what to call.
         module: the model without wrapper, already sharded; its names are the full names.
         groups: parameter groups by full name.
-        build_optimizer: called once with this rank's shards.
+        build_optimizer: called once with this rank's shards; None for a model that is not trained.
         plan: level, clipping, precision.
         wrap_plan: the units.
         device: of the computation.
@@ -64,7 +73,7 @@ class ShardedModel(Sharded):
         model: nn.Module,
         module: nn.Module,
         groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
+        build_optimizer: OptimizerFactory | None,
         plan: ShardingPlan,
         wrap_plan: WrapPlan,
         device: torch.device,
@@ -79,20 +88,28 @@ class ShardedModel(Sharded):
         found = shards_of(module, group) if shards is None else shards
         self._shards = {shard.name: shard for shard in found}
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
-        self.optimizer, adaptation = build_optimizer(
-            [
-                {
-                    "name": parameter_group.name,
-                    "params": [self._shards[name].local for name in parameter_group.params],
-                    "lr": 0.0,
-                    "weight_decay": parameter_group.weight_decay,
-                }
-                for parameter_group in groups
-            ]
-        )
+        optimizer_groups: list[dict[str, Any]] = [
+            {
+                "name": parameter_group.name,
+                "params": [self._shards[name].local for name in parameter_group.params],
+                "lr": 0.0,
+                "weight_decay": parameter_group.weight_decay,
+            }
+            for parameter_group in groups
+        ]
+        adaptation: Adaptation | None
+        if plan.needs_whole_tensors and build_optimizer is not None:
+            assert group is not None
+            self.optimizer = WholeTensorOptimizer(build_optimizer, optimizer_groups, self._trained, group)
+            adaptation = self.optimizer.adaptation
+        else:
+            self.optimizer, adaptation = (build_optimizer or _no_optimizer)(optimizer_groups)
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, plan.clip_grad, self._loss_scale, group)
+        self._step_check = StepCheck(device)
+        self._watch = Watch(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
+        self._teacher: ShardedModel | None = None
         self._frozen: frozenset[str] = frozenset()
         self._activation_bytes = 0
         self._whole: dict[str, Tensor] | None = None
@@ -104,6 +121,24 @@ class ShardedModel(Sharded):
     def _after_shards_change(self) -> None:
         """Tell other ranks of shards that were set from outside, where they hold copies. May be a collective."""
 
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        """Around a backward pass that ``backward`` runs."""
+        return nullcontext()
+
+    def _problem(self) -> str | None:
+        """Why an update would be wrong: something on this rank has been changed behind the back of sharding."""
+        return self._watch.problem()
+
+    def _facts(self) -> dict[str, int]:
+        """What must be the same on every rank in this step."""
+        rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        return {
+            "the learning rate or weight decay of a group. Set them alike on every rank": digest_of(rates),
+            "which parameters are frozen. Freeze the same ones on every rank": digest_of(
+                sorted(self._frozen), [shard.source.requires_grad for shard in self._trained]
+            ),
+        }
+
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
@@ -114,7 +149,8 @@ class ShardedModel(Sharded):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """See ``Sharded``."""
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        (loss * (weight * scale)).backward()
+        with self._backward_pass():
+            (loss * (weight * scale)).backward()
 
     def freeze(self, names: Collection[str]) -> None:
         """See ``Sharded``.
@@ -132,8 +168,10 @@ class ShardedModel(Sharded):
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
+        self._step_check.require_equal(self._problem(), self._facts())
         self._wait_for_readers()
-        result = self._stepper.step(self._frozen)
+        with self._watch.own_step():
+            result = self._stepper.step(self._frozen)
         if not result.skipped:
             for shard in self._trained:
                 shard.publish()
@@ -155,6 +193,28 @@ class ShardedModel(Sharded):
             self._before_shards_change()
         for name in names:
             self._shards[name].normalize_rows()
+
+    @property
+    def teacher(self) -> nn.Module:
+        """See ``Sharded``."""
+        assert self._teacher is not None, "adopt_teacher was never called"
+        return self._teacher.model
+
+    def adopt_teacher(self, teacher: nn.Module) -> None:
+        """See ``Sharded``."""
+        self._teacher = self._shard_teacher(teacher, prepare(teacher, self._plan, self._device))
+        teaching.require_same_layout(self._teacher, self)
+        teaching.set_modes(self._teacher.model)
+
+    def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
+        """See ``Sharded``."""
+        assert self._teacher is not None
+        self._wait_for_readers()
+        teaching.follow(self._teacher, self, momentum, unit_rows)
+
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+        """By default the teacher is whole on every rank, as the student is."""
+        return WholeTeacher(teacher.to(self._device), self._plan, wrap_plan, self._device)
 
     def average(self, decay: float) -> None:
         """See ``Sharded``."""
@@ -209,6 +269,13 @@ class ShardedModel(Sharded):
                 (name, shard.values() if shard.is_stored else shard.local) for name, shard in self._shards.items()
             )
 
+    def full_teacher_state(self) -> dict[str, Tensor]:
+        """See ``Sharded``."""
+        if self._teacher is None:
+            return {}
+        self._teacher.consolidate_buffers()
+        return self._teacher.full_state()
+
     def full_state(self) -> dict[str, Tensor]:
         """See ``Sharded``. Buffers are rank 0's (``consolidate_buffers`` first, where they may differ).
 
@@ -227,11 +294,15 @@ class ShardedModel(Sharded):
     def state_dict(self) -> dict[str, Any]:
         """See ``Sharded``. Tensors are not copied."""
         buffers = dict(self._saved_buffers())
-        return rank_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
+        state = rank_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
+        return state | {"teacher": None if self._teacher is None else self._teacher.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
         self._wait_for_readers()
+        if "layout" not in state and {"state", "param_groups"} <= state.keys():
+            load_torch_state(state, self._shards, self.optimizer)
+            return
         self._before_shards_change()
         buffers = dict(self._saved_buffers())
         load_rank_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
@@ -240,6 +311,10 @@ class ShardedModel(Sharded):
         else:
             self._average = WeightAverage(self._shards.values(), buffers)
             self._average.load(saved["params"], saved["buffers"])
+        if self._teacher is not None:
+            if state["teacher"] is None:
+                raise CheckpointError("The saved state has no teacher. Resume with the method that was trained.")
+            self._teacher.load_state_dict(state["teacher"])
         self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
@@ -251,6 +326,8 @@ class ShardedModel(Sharded):
         yield from parts_of(self._shards, self.optimizer)
         if self._average is not None:
             yield from average_parts(self._shards, self._average)
+        if self._teacher is not None:
+            yield from teacher_parts(self._teacher._shards)
 
     def before_next_change(self, wait: Callable[[], object]) -> None:
         """See ``Sharded``."""
@@ -271,7 +348,12 @@ class ShardedModel(Sharded):
     def buffers(self) -> dict[str, Tensor]:
         """See ``Sharded``."""
         averages = {} if self._average is None else self._average.buffers
-        return dict(self._saved_buffers()) | {f"average:{name}": buffer for name, buffer in averages.items()}
+        taught = {} if self._teacher is None else self._teacher.buffers()
+        return (
+            dict(self._saved_buffers())
+            | {f"average:{name}": buffer for name, buffer in averages.items()}
+            | {f"teacher:{name}": buffer for name, buffer in taught.items()}
+        )
 
     def replicated(self) -> dict[str, Tensor]:
         """See ``Sharded``. Buffers, where batch norm is synchronised over all ranks, and parameters held whole."""
@@ -279,6 +361,9 @@ class ShardedModel(Sharded):
         found = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
         if self._plan.sync_bn_group in (-1, world_size):
             found |= self.buffers()
+        if self._teacher is not None:
+            alike = self._teacher.replicated().items()
+            found |= {f"teacher:{name}": tensor for name, tensor in alike}
         return found
 
     def restore(self, saved: SavedState) -> None:
@@ -287,7 +372,16 @@ class ShardedModel(Sharded):
         self._before_shards_change()
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
+        if self._teacher is not None:
+            self._teacher._before_shards_change()
+            restore_teacher(saved, self._teacher._shards)
         self._after_shards_change()
+
+    def close(self) -> None:
+        """See ``Sharded``."""
+        super().close()
+        if self._teacher is not None:
+            self._teacher.close()
 
     def ledger(self) -> Bytes:
         """See ``Sharded``. ``activations`` are those that ``measure_activations`` counted last."""
@@ -298,9 +392,16 @@ class ShardedModel(Sharded):
             optimizer=optimizer_storages(self.optimizer).num_bytes,
             activations=self._activation_bytes,
             buffers=Storages([*self._module.buffers(), *self._average_tensors()]).num_bytes,
+            teacher=0 if self._teacher is None else self._teacher.held_bytes(),
             peak=peak_bytes(self._device),
             params_step_peak=Storages(shard.local for shard in shards).num_bytes + self._wrap_plan.whole_bytes,
         )
+
+    def held_bytes(self) -> int:
+        """Bytes of parameters and buffers now, for a model that is not trained. Not a collective."""
+        storages = parameter_storages(self._module, self._shards.values())
+        storages.add(self._module.buffers())
+        return storages.num_bytes
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:
@@ -326,3 +427,20 @@ class ShardedModel(Sharded):
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         return saved_buffers(self._module)
+
+
+class WholeTeacher(ShardedModel):
+    """A teacher that every rank holds whole, as it does the student. See ``ShardedModel``."""
+
+    def __init__(self, module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device):
+        shards = [whole_shard(name, param) for name, param in module.named_parameters()]
+        super().__init__(module, module, (), None, plan, wrap_plan, device, None, shards)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Nothing is trained here."""
+        return nullcontext()
+
+
+def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+    """Of a model that is not trained: torch's optimizers refuse to be built without a parameter."""
+    return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0), None

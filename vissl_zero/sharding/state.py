@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
-from vissl_zero.optim.trial import state_keys
+from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SavedState(Protocol):
         """State of the loss scaler."""
 
 
-MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "average/"
+MODEL, OPTIMIZER, AVERAGE, TEACHER = "model/", "optimizer/", "average/", "teacher/"
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -91,12 +92,16 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
     if isinstance(optimizer, StreamedOptimizer) and optimizer.is_on_disk:
         yield from _streamed_parts(shards, optimizer)
         return
+    shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
+    per_element = _element_keys(optimizer)
     for param, values in optimizer.state.items():
         shard = shards[names[id(param)]]
         for key, value in values.items():
-            if _is_cut(shard, key, value):
+            if _is_cut(shard, key, value, per_element):
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
+            elif isinstance(value, Tensor) and value.dim() and shard.local.shape == shard.full_shape:
+                yield from _part(f"{OPTIMIZER}{key}/{shard.name}", replace(shard, full_shape=value.shape), value)
             elif isinstance(value, Tensor) and value.dim():
                 raise CheckpointError(
                     f"The optimizer's {key!r} of {shard.name} has shape {tuple(value.shape)}, unlike the parameter: "
@@ -108,6 +113,24 @@ def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterat
     """What this rank stores of the running average of parameters. Not a collective."""
     for name, shard in shards.items():
         yield from _part(AVERAGE + name, shard, average.params[name])
+
+
+def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
+    """What this rank stores of the teacher's parameters. Not a collective."""
+    for name, shard in shards.items():
+        yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_stored else None)
+
+
+@torch.no_grad()
+def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
+    """Fill the teacher's parameters. Not a collective.
+
+    Raises:
+        CheckpointError: the store has no teacher, or another model's.
+    """
+    check_names("the teacher's parameters", {n.removeprefix(TEACHER): n for n in saved.names(TEACHER)}, shards)
+    for name, shard in shards.items():
+        _read_values(saved, TEACHER + name, shard)
 
 
 def restore_average(
@@ -126,16 +149,38 @@ def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -
     """Options of the optimizer's groups, with the full names of their parameters. Not a collective."""
     names = {id(shard.local): name for name, shard in shards.items()}
     return [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: _number(value) for key, value in group.items() if key != "params"}
         | {"params": [names[id(param)] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
 
 
+def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set the options of a group to what ``group_facts`` gave, also where JSON has been in between."""
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        value = _tensor_or_number(tuple(value) if isinstance(value, list) else value)
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            value = group[key].fill_(value.item())  # a schedule may hold the very tensor
+        group[key] = value
+
+
+def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take from saved groups what an optimizer counts there itself (LAMB's ``step``); options stay as they are."""
+    if keys := counter_keys(_inside(optimizer)):
+        by_name = {group.get("name"): group for group in saved}
+        for group in optimizer.param_groups:
+            found = by_name.get(group.get("name"), {})
+            take_group_options(group, {key: found[key] for key in keys & found.keys()})
+
+
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Optimizer state that is one number per parameter, of the parameters this rank answers for: ready for JSON."""
+    shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
     found: dict[str, dict[str, Any]] = {}
+    per_element = _element_keys(optimizer)
     if isinstance(optimizer, StreamedOptimizer):
         items = [(param, optimizer.scalars_of(param)) for param in optimizer.stored_params()]
     else:
@@ -144,7 +189,11 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
         shard = shards[names[id(param)]]
         if not _answers_for(shard):
             continue
-        numbers = {key: _number(value) for key, value in values.items() if not _is_cut(shard, key, value)}
+        numbers = {
+            key: _number(value)
+            for key, value in values.items()
+            if not _is_cut(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
+        }
         # An empty entry, too: it says that the parameter has been updated.
         found[shard.name] = numbers
     return found
@@ -167,30 +216,28 @@ def restore_state(
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     _check_saved(saved, shards, optimizer, loss_scale)
     for name, shard in shards.items():
-        if shard.is_stored:
-            values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
-            _read(saved, MODEL + name, shard, values)
-            shard.assign(values)
-        else:
-            _read(saved, MODEL + name, shard, shard.local)
-            shard.publish()
+        _read_values(saved, MODEL + name, shard)
     keys_of: dict[str, list[str]] = {}
     for stored in saved.names(OPTIMIZER):
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
         keys_of.setdefault(name, []).append(key)
     optimizer.state.clear()
-    for name, shard in shards.items():
+    for name, shard in state_shards(shards, optimizer).items():
         numbers = saved.scalars(name)
-        if id(shard.local) not in trained or not (numbers or name in keys_of):
+        if id(shards[name].local) not in trained or not (numbers or name in keys_of):
             continue
         state: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
         for key in keys_of.get(name, ()):
             device = "cpu" if shard.is_stored else shard.local.device
-            state[key] = torch.empty(shard.local.shape, dtype=shard.local.dtype, device=device)
-            _read(saved, f"{OPTIMIZER}{key}/{name}", shard, state[key])
+            stored = f"{OPTIMIZER}{key}/{name}"
+            is_whole = shard.local.shape == shard.full_shape  # then state may have a shape of its own
+            shape = saved.shape(stored) if is_whole else shard.local.shape
+            assert shape is not None
+            state[key] = torch.empty(shape, dtype=shard.local.dtype, device=device)
+            _read(saved, stored, shard, state[key])
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):
-        complete_momenta(getattr(optimizer, "optim", optimizer))
+        complete_momenta(_inside(optimizer))
     if loss_scale is not None and saved.loss_scale is not None:
         loss_scale.load_state_dict(dict(saved.loss_scale))
 
@@ -242,7 +289,28 @@ def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mappi
 def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     if isinstance(optimizer, StreamedOptimizer):
         return frozenset(optimizer.keys)
-    return state_keys(getattr(optimizer, "optim", optimizer))  # fairscale's has the one that runs inside
+    return state_keys(_inside(optimizer))
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that updates, where it is wrapped: fairscale's OSS has it too."""
+    return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
+
+
+def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Mapping[str, Shard]:
+    """What the optimizer's state of this rank is cut as: the shards, or the whole tensors that it owns."""
+    return optimizer.owned if isinstance(optimizer, WholeTensorOptimizer) else shards
+
+
+def _read_values(saved: SavedState, name: str, shard: Shard) -> None:
+    """Fill a parameter's shard, wherever it rests."""
+    if shard.is_stored:
+        values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
+        _read(saved, name, shard, values)
+        shard.assign(values)
+    else:
+        _read(saved, name, shard, shard.local)
+        shard.publish()
 
 
 def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
@@ -257,9 +325,8 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
     target.copy_(flat.view(target.shape))
 
 
-def _own_run(shard: Shard) -> tuple[int, int]:
-    """Of this rank's elements of a parameter, those that it stores: its share among the ranks that hold the same."""
-    count = shard.local.numel()
+def _own_run(shard: Shard, count: int) -> tuple[int, int]:
+    """Of ``count`` elements, those that this rank stores: its share among the ranks that hold the same."""
     return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
 
 
@@ -268,12 +335,20 @@ def _answers_for(shard: Shard) -> bool:
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 
 
-def _is_cut(shard: Shard, key: str, value: Any) -> bool:
+def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
     """Whether state has an element for each of the parameter's.
 
-    torch's counters look like that for a parameter without dimensions; all of them are called ``step``.
+    Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
+    ``mu_product``, ASGD's ``eta``) are told apart by name.
     """
-    return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key != "step")
+    return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key in per_element)
+
+
+def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the state that has a value for each element of a parameter."""
+    if isinstance(optimizer, StreamedOptimizer):
+        return frozenset(optimizer.keys)
+    return element_keys(_inside(optimizer))
 
 
 def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
@@ -281,7 +356,7 @@ def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | N
 
     With ``read``, ``value`` tells the shape only, and ``read`` gives the elements.
     """
-    begin, end = _own_run(shard)
+    begin, end = _own_run(shard, value.numel())
     if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
         first = shard.first_element + begin
         num_elements, dtype = end - begin, value.dtype
@@ -309,7 +384,7 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
 
     for param in optimizer.stored_params():
         shard = shards[names[id(param)]]
-        begin, end = _own_run(shard)
+        begin, end = _own_run(shard, param.numel())
         for key in optimizer.keys if begin < end else ():
             yield Part(
                 f"{OPTIMIZER}{key}/{shard.name}",
@@ -324,13 +399,13 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
 
 def _number(value: Any) -> Any:
     """A number for JSON; a tensor's with its type."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     return value
 
 
 def _tensor_or_number(entry: Any) -> Any:
-    if isinstance(entry, dict):
+    if isinstance(entry, dict) and entry.keys() == {"dtype", "value"}:
         return torch.tensor(entry["value"], dtype=getattr(torch, entry["dtype"]))
     return entry
 

@@ -6,6 +6,8 @@ world must call it, in the same order.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.update_rule import UpdateRule, update_rule
 
 if TYPE_CHECKING:
     from vissl_zero.sharding.state import Part, SavedState
@@ -58,6 +63,7 @@ class Bytes:
         optimizer: state of the optimizer, its step counters apart.
         activations: what the forward pass that was measured kept alive for the backward pass.
         buffers: running statistics and the like, and the running average of the weights.
+        teacher: parameters and buffers of the teacher: its shards, and whole ones where units are gathered.
         peak: largest so far: resident memory on CPU, allocated on CUDA.
         params_step_peak: parameters at the fullest moment of a step, by the wrap plan: shards, and the units that are
             whole at once.
@@ -70,6 +76,7 @@ class Bytes:
     buffers: int = 0
     peak: int = 0
     params_step_peak: int = 0
+    teacher: int = 0
 
 
 class Sharded(ABC):
@@ -121,6 +128,34 @@ class Sharded(ABC):
     def normalize_rows(self, names: Collection[str]) -> None:
         """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
 
+    @property
+    @abstractmethod
+    def teacher(self) -> nn.Module:
+        """The teacher, after ``adopt_teacher``: call it without gradient. Every rank must, in the same order."""
+
+    @abstractmethod
+    def adopt_teacher(self, teacher: nn.Module) -> None:
+        """Shard a frozen copy of the model as the model is sharded; what is in it may be less. Changed in place.
+
+        It runs in evaluation mode, but batch norm takes the statistics of its own batches.
+
+        Raises:
+            VisslZeroError: this engine cannot cut it as the model.
+        """
+
+    @abstractmethod
+    def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
+        """Move the teacher: ``momentum * teacher + (1 - momentum) * model``; parameters only. Not a collective.
+
+        Args:
+            momentum: 0 copies.
+            unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+        """
+
+    @abstractmethod
+    def full_teacher_state(self) -> dict[str, Tensor]:
+        """As ``full_state``, of the teacher, buffers made equal on all ranks first; empty without one."""
+
     @abstractmethod
     def average(self, decay: float) -> None:
         """Move the running average of all parameters and buffers: ``decay * average + (1 - decay) * value``.
@@ -159,6 +194,8 @@ class Sharded(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` of the same level, engine, world size and rank gave.
+
+        Or take over optimizer state alone, as plain torch saved it: the same complete dict on every rank.
 
         Raises:
             CheckpointError: it comes from another layout or another model.
@@ -232,10 +269,15 @@ class Sharded(ABC):
         """The wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""
 
 
+_WHOLE_TENSORS = (
+    "The optimizer looks at whole tensors: each is gathered to one rank, updated there and sent back. A step moves "
+    "gradients once more and parameters twice more than with an element-wise optimizer; state is 1/N on each rank."
+)
+
+
 class Strategy(ABC):
     """Turns a built model into a ``Sharded`` one. Registered in ``STRATEGIES`` under the engine's name."""
 
-    @abstractmethod
     def shard(
         self,
         model: nn.Module,
@@ -249,9 +291,77 @@ class Strategy(ABC):
         Args:
             model: whole model; it is changed in place.
             groups: parameter groups by full parameter name; every trainable parameter in exactly one.
-            build_optimizer: called once with the local shards.
+            build_optimizer: called with the local shards; before that, above level 0, with tiny tensors, to find out
+                whether its update may be cut.
             plan: level, thresholds, precision.
             device: where to train.
         Raises:
-            ConfigError: the combination cannot be run, with the reason and what to use instead.
+            ConfigError: the combination cannot be run, with the reason and what to use instead; the model is as it
+                was.
         """
+        self._check(plan, device)
+        rule = update_rule_of(build_optimizer, model, groups, plan)
+        if rule is UpdateRule.PER_TENSOR:
+            plan = dataclasses.replace(plan, needs_whole_tensors=True)
+            if collectives.rank() == 0:
+                logging.getLogger(__name__).warning("%s", _WHOLE_TENSORS)
+        return self._shard(model, groups, build_optimizer, plan, device)
+
+    @abstractmethod
+    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
+        """Raise ConfigError for what this engine cannot do."""
+
+    @abstractmethod
+    def _shard(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        device: torch.device,
+    ) -> Sharded:
+        """``shard``, once everything has been checked."""
+
+
+def update_rule_of(
+    build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
+) -> UpdateRule:
+    """How far the optimizer looks to update an element: see ``optim/update_rule.py``. Not asked at level 0.
+
+    Args:
+        build_optimizer: is called with tiny tensors of as many dimensions as the parameters have.
+        model: whole, on any device.
+        groups: parameter groups by full name.
+        plan: what is to run.
+    Raises:
+        ConfigError: its update couples tensors, or cannot be tried, or needs whole tensors where ``plan`` asks for
+            something that cannot give them.
+    """
+    if plan.level == 0:
+        return UpdateRule.ELEMENT_WISE
+    params = dict(model.named_parameters())
+    shapes = [[tuple(params[name].shape) for name in group.params] for group in groups]
+    optimizer, _ = build_optimizer(
+        [
+            {
+                "name": group.name,
+                "params": [nn.Parameter(torch.zeros([min(n, 2) for n in shape])) for shape in own],
+                "lr": 0.0,
+                "weight_decay": group.weight_decay,
+            }
+            for group, own in zip(groups, shapes, strict=True)
+        ]
+    )
+    is_flattened = plan.engine == "fairscale" and plan.level == 3
+    rule = update_rule(optimizer, shapes, is_flattened=is_flattened)
+    if rule is UpdateRule.PER_TENSOR:
+        reasons = {
+            "the fairscale engine": plan.engine == "fairscale",
+            "offload": {plan.offload_optimizer.device, plan.offload_params.device} != {"none"},
+            "TRAINER.DETERMINISTIC": plan.deterministic,
+        }
+        name, must = type(optimizer).__name__, "updates whole tensors, which cannot go with "
+        fix = "Use an element-wise optimizer such as AdamW, or do without it."
+        if found := [Problem("optimizer", name, must + what, fix) for what, is_asked in reasons.items() if is_asked]:
+            raise ConfigError(found)
+    return rule

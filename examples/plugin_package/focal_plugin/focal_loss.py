@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.losses.criterion import Batch, Criterion
+from vissl_zero.methods.method import Batch, Method
 from vissl_zero.registry import LOSSES
 
 
@@ -25,7 +25,7 @@ class FocalLossConfig:
 
 
 @LOSSES.register("focal_loss", config=FocalLossConfig)
-class FocalLoss(Criterion):
+class FocalLoss(Method):
     """Cross-entropy of each sample times (1 - p) ** gamma, p the probability of its class."""
 
     def __init__(self, gamma: float):

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
 from vissl_zero.checkpoint.folder import prune, remove_leftovers
-from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.manifest import LaterFormatError, Manifest
+from vissl_zero.checkpoint.resume import find_resumable
+from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
+from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import Part
@@ -93,7 +96,7 @@ def test_the_data_files_are_plain_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank00001.json", "rank00001.safetensors"])
-@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer", "pickle", "text", "link"])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer", "pickle", "text", "link", "fifo", "folder"])
 def test_what_is_not_whole_does_not_open(tmp_path, name, how):
     path = write(tmp_path, 4)
     target, canary = path / name, tmp_path / "canary"
@@ -103,6 +106,9 @@ def test_what_is_not_whole_does_not_open(tmp_path, name, how):
     elif how == "link":
         target.rename(tmp_path / "elsewhere")
         target.symlink_to(tmp_path / "elsewhere")
+    elif how in ("fifo", "folder"):
+        target.unlink()
+        os.mkfifo(target) if how == "fifo" else target.mkdir()
     else:
         target.write_bytes(
             {
@@ -116,6 +122,8 @@ def test_what_is_not_whole_does_not_open(tmp_path, name, how):
     with pytest.raises(CheckpointError, match=str(path)):
         open_checkpoint(path)
     assert not canary.exists()
+    write(tmp_path, 3)
+    assert find_resumable(tmp_path).path == path.with_name("step_000000003")
 
 
 class _Payload:
@@ -163,7 +171,7 @@ def test_a_later_version_and_foreign_json_are_named(tmp_path):
     manifest = path / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"format_version": 1', '"format_version": 7'))
-    with pytest.raises(CheckpointError, match="format version 7; this vissl_zero reads version 1"):
+    with pytest.raises(LaterFormatError, match="format version 7; this vissl_zero reads version 1"):
         open_checkpoint(path)
     manifest.write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="not part of a vissl_zero checkpoint"):
@@ -173,6 +181,48 @@ def test_a_later_version_and_foreign_json_are_named(tmp_path):
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "rank00001.json"])
+def test_a_checkpoint_of_a_later_version_is_neither_passed_over_nor_replaced(tmp_path, name):
+    write(tmp_path, 3)
+    path = write(tmp_path, 4)
+    text = (path / name).read_text().replace('"format_version": 1', '"format_version": 2')
+    (path / name).write_text(text)
+    for find in (find_resumable, newest_checkpoint):
+        with pytest.raises(LaterFormatError, match=rf"{name} has format version 2"):
+            find(tmp_path)
+    if name == "manifest.json":
+        with pytest.raises(LaterFormatError, match="format version 2"):
+            write(tmp_path, 4)
+    assert (path / name).read_text() == text
+
+
+def test_a_save_does_not_follow_links(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "rank00000.json").write_text("mine")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/.step_000000004.partial").symlink_to(mine)
+    remove_leftovers(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step_000000004").symlink_to(mine)
+    assert list(open_checkpoint(write(tmp_path / "run", 4)).verify()) == []
+    assert [(p.name, p.read_text()) for p in mine.iterdir()] == [("rank00000.json", "mine")]
+
+
+def test_every_flipped_bit_of_a_file_of_weights_is_found(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    entries = [Entry.of(name.replace("/", "."), tensor) for name, tensor in TENSORS.items()]
+    write_shard_file(path, entries, {"recipe": "r"}, with_checksums=True)
+    assert all(torch.equal(load_file(path)[entry.key], entry.read()) for entry in entries)
+    data = bytearray(path.read_bytes())
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match="is damaged"), open_weights(path) as weights:
+                weights.require_undamaged()
+            data[place] ^= 1 << bit
+
+
 def test_files_of_two_checkpoints_do_not_mix(tmp_path):
     path = write(tmp_path, 4)
     _change(path / "rank00001.json", lambda body: body["rng"].update(torch="cd"))
@@ -180,7 +230,19 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("change", [{"first_element": "0"}, {"num_elements": -1}, {"shape": None}, {"dtype": "PICKLE"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first_element": "0"},
+        {"num_elements": -1},
+        {"shape": None},
+        {"shape": [-1]},
+        {"shape": [2**40, 2**40, 0]},
+        {"dtype": "PICKLE"},
+        {"dtype": ["F32"]},
+        {"digest": 3},
+    ],
+)
 def test_fields_of_the_wrong_kind_are_refused(tmp_path, change):
     path = write(tmp_path, 4)
     digest = _change(path / "rank00001.json", lambda body: body["pieces"]["model/heads.0.weight"].update(change))

@@ -42,9 +42,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    run_folder: Path, state: Mapping[str, Tensor], step: int = 4, config: Mapping[str, Any] | None = None
+    run_folder: Path,
+    state: Mapping[str, Tensor],
+    step: int = 4,
+    config: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ``state`` cut into uneven parts; gives the checkpoint's folder."""
+    """Write ``state`` cut into uneven parts, of a run with this ``config`` (or resolved plan); gives the folder."""
     for rank in range(NUM_RANKS):
         parts = []
         for name, tensor in state.items():
@@ -57,6 +61,11 @@ def write_checkpoint(
     facts = {"epoch": 1, "epoch_samples": 12, "position": 48, "global_batch": 12, "level": 3, "engine": "torch"}
     versions = {"recipe": "r", "vissl_zero": "0", "torch": "2", "created": "2026-01-01T00:00:00Z"}
     manifest = Manifest(
-        step=step, world_size=NUM_RANKS, ranks={}, config={"config": dict(config or {})}, **facts, **versions
+        step=step,
+        world_size=NUM_RANKS,
+        ranks={},
+        config=dict(resolved or {"config": dict(config or {})}),
+        **facts,
+        **versions,
     )
     return commit(run_folder, manifest)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import vissl_zero  # noqa: F401  (before torchvision)
 from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
-from vissl_zero import torchvision_compat  # noqa: F401  (must come before torchvision)
 from vissl_zero.cli import main
 
 # isort: split
@@ -56,6 +56,26 @@ def test_what_a_file_says_cannot_reach_the_terminal_as_a_command(tmp_path, capsy
     assert "\x1b" not in text and "\x07" not in text and "[bold]" in text
 
 
+def test_names_in_an_error_cannot_reach_the_terminal_as_a_command(tmp_path, capsys):
+    write_checkpoint(tmp_path, {"model/heads.a\x1b[2Jb": torch.ones(2)})
+    assert call("export", tmp_path, "--to", tmp_path / "x.pt", "--part", "trunk") == 2
+    error = capsys.readouterr().err
+    assert "\x1b" not in error and "a\\x1b[2Jb" in error
+
+
+@pytest.mark.parametrize("word", ["verify", "diff", "export", "import"])
+def test_one_flipped_bit_of_a_file_of_weights_is_found_by_every_reader(run, tmp_path, capsys, word):
+    file = tmp_path / "weights.safetensors"
+    assert call("export", run, "--to", file) == 0
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    words = {"verify": (), "diff": (run,), "export": ("--to", tmp_path / "x.pt"), "import": ("--to", tmp_path / "y")}
+    assert call(word, file, *words[word]) in (1, 2)
+    done = capsys.readouterr()
+    assert "is damaged: the data of" in " ".join((done.out + done.err).split())
+
+
 def test_what_a_saved_configuration_says_is_shown_and_compared_and_never_run(tmp_path, model, capsys, monkeypatch):
     canary = tmp_path / "canary"
     (tmp_path / "planted.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
@@ -90,7 +110,7 @@ def test_what_a_saved_configuration_says_is_shown_and_compared_and_never_run(tmp
 def test_verify_names_what_is_torn(run, model, capsys):
     write_checkpoint(run, state_of(model), step=8)
     assert call("verify", run) == 0
-    assert capsys.readouterr().out.count("whole: ") == 2
+    assert capsys.readouterr().out.count("complete: ") == 2
     folder = run / "checkpoints" / "step_000000008"
     data = folder / "rank00001.safetensors"
     content = bytearray(data.read_bytes())
@@ -98,7 +118,7 @@ def test_verify_names_what_is_torn(run, model, capsys):
     data.write_bytes(content)
     assert call("verify", run) == 1
     text = capsys.readouterr().out
-    assert f"whole: {run}/checkpoints/step_000000004" in text and f"NOT whole: {folder}" in text
+    assert f"complete: {run}/checkpoints/step_000000004" in text and f"INCOMPLETE OR DAMAGED: {folder}" in text
     assert "rank00001.safetensors is damaged: the data of " in text
     data.write_bytes(content[:-10])
     assert call("verify", folder) == 1

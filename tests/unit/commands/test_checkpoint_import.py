@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.checkpoint.hostile_files import Called, in_a_process
 from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
 from tests.unit.commands.vissl_files import (
     consolidated,
@@ -235,6 +239,80 @@ def test_a_planted_payload_is_refused_and_does_not_run(tmp_path, model, capsys, 
     assert not canary.exists()
     assert not (tmp_path / "ours.safetensors").exists()
     assert call(folder / "their.torch", "--to", tmp_path / "ours.safetensors") == 0  # without it, it comes in
+
+
+def _array_of_pointers():
+    """NumPy believes the flags of this dtype, and takes its bytes for addresses of objects."""
+    state = (3, "|", None, ("a",), {"a": (Called(np.dtype, "O"), 0)}, 8, 1, 1)
+    content = (1, (1,), Called(np.dtype, "V8", state=state), False, b"A" * 8)
+    return Called(np._core.multiarray._reconstruct, np.ndarray, (0,), b"b", state=content)
+
+
+def _nested_tuple():
+    """As a key of a dict it is hashed: 2**60 elements."""
+    found = (0, 0)
+    for _ in range(60):
+        found = (found, found)
+    return found
+
+
+HOSTILE = {
+    "pointers": lambda: {"a": _array_of_pointers(), "b": torch.ones(1)},
+    "hash": lambda: {"a": [_nested_tuple()], "b": torch.ones(1)},
+    "key": lambda: {("a", (1, 2)): torch.ones(1)},
+    "stride": lambda: {"a": torch.ones(1).expand(2**40)},
+    "memory": lambda: {"a": Called(torch.storage.UntypedStorage, 2**45)},
+    "bytes": lambda: {"a": Called(bytearray, 2**45)},
+    "array": lambda: {
+        "a": Called(torch._utils._rebuild_tensor_v2, torch.ones(1).storage(), 0, (2**40,), (1,), False, OrderedDict())
+    },
+    "complex": lambda: {"trunk.a": torch.ones(1, dtype=torch.complex64)},
+    "shards": lambda: {"type": "shard_list", "shards": [["a"]]},
+    "slices": lambda: {"type": "slice_list", "layers": 3},
+    "heads": lambda: {"classy_state_dict": {"base_model": {"model": {"trunk": {}, "heads": [3]}}}},
+}
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_sentence(tmp_path, name, is_legacy):
+    """In a process of its own, since what is held here is that it lives."""
+    torch.save(HOSTILE[name](), tmp_path / "their.torch", _use_new_zipfile_serialization=not is_legacy)
+
+    def work(sender):
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output):
+            code = call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors")
+        os.write(sender, f"{code} {output.getvalue()}".encode())
+
+    text, ended = in_a_process(work)
+    assert not ended and text.startswith("2 ") and text.count("\n") == 1, (text, ended)
+    assert not (tmp_path / "ours.safetensors").exists()
+
+
+def test_too_few_tensors_that_are_understood_are_an_error(tmp_path, model, capsys):
+    """As of a language model: a norm and a bias have names that others have too."""
+    state = {f"transformer.h.{i}.attn.c_attn.weight": torch.ones(1) for i in range(5)}
+    torch.save({**state, "layer1.0.conv1.weight": torch.ones(1)}, tmp_path / "their.torch")
+    target = tmp_path / "ours.safetensors"
+    assert call(tmp_path / "their.torch", "--to", target) == 2
+    assert "only 1 of 6 tensors have a name that is understood; nothing was written" in capsys.readouterr().err
+    assert not target.exists()
+    assert call(tmp_path / "their.torch", "--to", target, "--partial") == 1
+    assert len(load_file(target)) == 1
+
+
+def test_a_run_folder_gives_its_newest_complete_checkpoint_and_says_which(tmp_path, model, capsys):
+    for step in (4, 5):
+        write_checkpoint(tmp_path / "run", state_of(model), step)
+    file = tmp_path / "run/checkpoints/step_000000005/rank00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert call(tmp_path / "run", "--to", tmp_path / "ours.safetensors") == 0
+    text = capsys.readouterr().out.replace("\n", "")
+    assert "passed over: " in text and "rank00001.safetensors is damaged: the data of" in text
+    assert "the checkpoint of step 4, " in text
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ MISTYPED = {
     "key of a loss": (["config.LOSS.swav_loss.epslon=1"], "config.LOSS.swav_loss.epslon: is not a key. Did you mean"),
     "key added with a plus": (["+config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
     "key of elsewhere": (
-        ["config.OPTIMIZER.base_optimizer.num_epochs=3"],
-        "A key of that name stands at config.OPTIMIZER.num_epochs.",
+        ["config.OPTIMIZER.base_optimizer.regularize_bn=3"],
+        "A key of that name stands at config.OPTIMIZER.regularize_bn.",
     ),
     "new key of a free block": (["config.MODEL.TRUNK.PARAMS.a=1"], "need a plus: +config.MODEL.TRUNK.PARAMS.a=<value>"),
     "whole number": (
@@ -29,7 +29,7 @@ MISTYPED = {
     "number in a list": (["config.OPTIMIZER.betas=[a,b]"], "config.OPTIMIZER.betas[0]: must be a number (got 'a')"),
     "truth": (["config.DATA.TRAIN.DROP_LAST=maybe"], "must be true or false (got 'maybe')"),
     "text": (["config.TRAINER.DTYPE=[a]"], "config.TRAINER.DTYPE: must be text"),
-    "list": (["config.DATA.TRAIN.DATA_SOURCES=digits"], "config.DATA.TRAIN.DATA_SOURCES: must be a list"),
+    "list": (["config.IMPORTS=digits"], "config.IMPORTS: must be a list"),
     "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
     "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
     "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),

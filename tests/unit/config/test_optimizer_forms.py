@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.derive.level import level
 from vissl_zero.config.derive.optimizer import optimizer_plan
+from vissl_zero.config.derive.sharding import level
 from vissl_zero.config.resolved import LarcPlan
 from vissl_zero.config.rules import problems
 from vissl_zero.config.run import RunConfig

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
 from vissl_zero.config.derive.placement import global_batch, placement
 from vissl_zero.config.derive.sharding import sharding_plan
-from vissl_zero.config.host import Host, this_host, torchrun_ranks
+from vissl_zero.config.host import Host, _shares, idle_cores, this_host, torchrun_ranks
 
 NCCL = "cpu:gloo,cuda:nccl"
 
@@ -40,6 +40,41 @@ def test_ranks_and_threads():
     assert (place.world_size, place.procs_per_node, place.num_nodes, place.threads_per_rank) == (2, 2, 1, 2)
     assert placement(config(TRAINER__THREADS_PER_RANK=7), Host(num_cores=5)).threads_per_rank == 7
     assert placement(config(), Host(num_cores=1)).threads_per_rank == 1
+
+
+def test_threads_look_at_the_load_and_at_what_the_user_says():
+    busy = Host(num_cores=8, num_idle_cores=3)
+    place = placement(config(DISTRIBUTED__NUM_PROC_PER_NODE=2), busy)
+    assert place.threads_per_rank == 1 and "3 of 8 cores idle" in place.notes[0]
+    assert placement(config(DISTRIBUTED__NUM_PROC_PER_NODE=1), busy).threads_per_rank == 3
+    fixed = placement(config(TRAINER__DETERMINISTIC=True), busy)  # its bits must not depend on the load
+    assert fixed.threads_per_rank == 4 and fixed.notes == ()
+    asked = placement(config(), Host(num_cores=8, num_idle_cores=3, num_threads=2))
+    assert asked.threads_per_rank == 2 and asked.notes == ()
+    assert this_host({"OMP_NUM_THREADS": "5"}).num_threads == 5
+    assert this_host({"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).num_threads is None
+
+
+def test_idle_cores_are_counted_from_the_machines_ticks(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    ticks = iter(["cpu 100 0 0 100 0 0 0 0", "cpu 250 0 0 150 0 0 0 0"])  # a quarter of the time idle
+    monkeypatch.setattr(type(stat), "read_text", lambda self: next(ticks))
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert idle_cores(Host(num_cores=8), seconds=0, stat=stat) == 2
+    monkeypatch.undo()
+    assert idle_cores(Host(num_cores=8), seconds=0, stat=tmp_path / "absent") is None
+
+
+def test_every_control_group_above_a_process_counts(tmp_path):
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    (root / "a/b").mkdir(parents=True)
+    (root / "cpu/c").mkdir(parents=True)
+    (root / "a/cpu.max").write_text("300000 100000\n")
+    (root / "a/b/cpu.max").write_text("max 100000\n")
+    (root / "cpu/c/cpu.cfs_quota_us").write_text("150000\n")
+    (root / "cpu/c/cpu.cfs_period_us").write_text("100000\n")
+    own.write_text("4:memory:/m\n1:cpu,cpuacct:/c\n0::/a/b\n")
+    assert list(_shares(root, own)) == [1.5, 3.0]
 
 
 def test_torchrun_decides_the_ranks():

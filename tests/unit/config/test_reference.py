@@ -7,6 +7,7 @@ from typing import Any
 
 from vissl_zero.config.reference import keys_of, reference
 from vissl_zero.config.run import RunConfig
+from vissl_zero.methods.spec import with_table
 
 
 def test_the_page_is_up_to_date():
@@ -24,3 +25,8 @@ def test_every_key_has_a_sentence():
         return found
 
     assert silent(RunConfig(), "config") == []
+
+
+def test_the_table_of_methods_is_up_to_date():
+    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+    assert page == with_table(page), "run: python -m vissl_zero.methods.spec"

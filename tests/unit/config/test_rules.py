@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.images import EXTENSIONS
+from vissl_zero.config.rules.data import EXTENSIONS
 from vissl_zero.data import decode
 
 REFUSALS = {
@@ -123,7 +123,7 @@ REFUSALS = {
         "config.DISTRIBUTED.NUM_PROC_PER_NODE: must be at most the number of images, 1437 (got 1500 processes)",
     ),
     "too few images for a step": ({"DATA__TRAIN__DATA_LIMIT": 20}, "the 20 there are make less than one step of 32"),
-    "no source": ({"DATA__TRAIN__DATA_SOURCES": []}, "config.DATA.TRAIN.DATA_SOURCES: must name one data source"),
+    "no source": ({"DATA__TRAIN__DATA_SOURCES": []}, "config.DATA.TRAIN.DATA_SOURCES: must name a data source"),
     "unknown source": ({"DATA__TRAIN__DATA_SOURCES": ["disk_floder"]}, "Did you mean 'disk_folder'"),
     "no path": ({"DATA__TRAIN__DATA_SOURCES": ["disk_folder"]}, "config.DATA.TRAIN.DATA_PATHS: must name a folder"),
     "unknown transform": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTenser"}]}, "Did you mean 'ToTensor'"),
@@ -135,9 +135,9 @@ REFUSALS = {
     "broken images": ({"DATA__ON_BROKEN_IMAGE": "ignore"}, "config.DATA.ON_BROKEN_IMAGE: must be raise or skip"),
     "labels": ({"DATA__TRAIN__LABEL_SOURCES": ["disk_filelist"]}, "LABEL_PATHS: must name the files of labels"),
     "batch": ({"DATA__TRAIN__BATCHSIZE_PER_REPLICA": 0}, "BATCHSIZE_PER_REPLICA: must be at least 1"),
-    "limit": ({"DATA__TRAIN__DATA_LIMIT": 0}, "config.DATA.TRAIN.DATA_LIMIT: must be -1 (all images) or a number"),
+    "limit": ({"DATA__TRAIN__DATA_LIMIT": 0}, "config.DATA.TRAIN.DATA_LIMIT: must be -1 or at least 1"),
     "unknown loss": ({"LOSS__name": "swav_los"}, "config.LOSS.name: must be a known loss (got 'swav_los')"),
-    "a loss of VISSL's": ({"LOSS__name": "dino_loss"}, "must be a known loss (got 'dino_loss')"),
+    "a loss of VISSL's": ({"LOSS__name": "ibot_loss"}, "must be a known loss (got 'ibot_loss')"),
     "mistyped block of a loss": (
         {"LOSS__swav_los": {}},
         "config.LOSS.swav_los: is not the name of a loss. Did you mean",
@@ -153,7 +153,10 @@ REFUSALS = {
     "swav without its head": ({"MODEL__HEAD__PARAMS": [["mlp", {"dims": [64, 10]}]]}, "must be one swav_head"),
     "swav without crops": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTensor"}]}, "must make two or more crops"),
     "assigned crops": ({"LOSS__swav_loss__crops_for_assign": [0, 4]}, "must list crops from 0 to 3 (got [0, 4])"),
-    "temperature": ({"LOSS__swav_loss__temperature": 0.0}, "config.LOSS.swav_loss.temperature: must be above 0"),
+    "temperature": (
+        {"LOSS__swav_loss__temperature": 0.0},
+        "LOSS.swav_loss.temperature: must be at least 0.0001",
+    ),
     "no head": ({"MODEL__HEAD__PARAMS": []}, "config.MODEL.HEAD.PARAMS: must list at least one head"),
     "head form": ({"MODEL__HEAD__PARAMS": ["mlp"]}, 'config.MODEL.HEAD.PARAMS: must hold ["name", {key: value}]'),
     "unknown head": ({"MODEL__HEAD__PARAMS": [["swav_haed", {}]]}, "Did you mean 'swav_head'"),
@@ -176,6 +179,19 @@ REFUSALS = {
     "frozen": ({"MODEL__TEMP_FROZEN_PARAMS_ITER_MAP": ["nope"]}, "must hold pairs of a parameter's name and a number"),
     "seed": ({"SEED_VALUE": 2**63}, "config.SEED_VALUE: must be at most 9223372036854775807"),
     "regnet in part": ({"MODEL__TRUNK__REGNET__w_0": None}, "Add w_0, or write name: regnet_y_400mf"),
+    "timm without a model": ({"MODEL__TRUNK__NAME": "timm"}, "must say the model: timm/<model>"),
+    "timm's name twice": (
+        {"MODEL__TRUNK__NAME": "timm/resnet18", "MODEL__TRUNK__PARAMS": {"name": "resnet18"}},
+        "must say the model: timm/<model>",
+    ),
+    "timm's keys": (
+        {"MODEL__TRUNK__NAME": "timm/resnet18", "MODEL__TRUNK__PARAMS": {"drop_path": 1}},
+        "config.MODEL.TRUNK.PARAMS.drop_path",
+    ),
+    "scale of VISSL's attention": (
+        {"MODEL__TRUNK__VISION_TRANSFORMERS__QK_SCALE": 0.1},
+        "config.MODEL.TRUNK.VISION_TRANSFORMERS.QK_SCALE",
+    ),
     "resnet depth": ({"MODEL__TRUNK__NAME": "resnet", "MODEL__TRUNK__RESNETS__DEPTH": 51}, "must be 18 or 34 or 50"),
     "keys for a trunk of one's own": ({"MODEL__TRUNK__PARAMS": {"a": 1}}, "is for trunks of your own"),
     "optimizer": ({"OPTIMIZER__name": "adma"}, "Did you mean 'adam'"),
@@ -198,7 +214,7 @@ REFUSALS = {
         {"CHECKPOINT__LATEST_CHECKPOINT_RESUME_FILE_NUM": 0},
         "RESUME_FILE_NUM: must be at least 1",
     ),
-    "time limit": ({"CHECKPOINT__TIME_LIMIT_MIN": 0.0}, "config.CHECKPOINT.TIME_LIMIT_MIN: must be positive"),
+    "time limit": ({"CHECKPOINT__TIME_LIMIT_MIN": 0.0}, "config.CHECKPOINT.TIME_LIMIT_MIN: must be above 0"),
     "restarts": (
         {"DISTRIBUTED__MAX_RESTARTS": 2, "CHECKPOINT__AUTO_RESUME": False},
         "config.DISTRIBUTED.MAX_RESTARTS: needs AUTO_RESUME",

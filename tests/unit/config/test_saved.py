@@ -10,6 +10,7 @@ import yaml
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import load_resolved, resolve, save_resolved
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.saved import read_saved
 
 RECIPE = "quickstart/swav_digits"
 
@@ -47,6 +48,7 @@ def secret_plan(monkeypatch):
         "config.OPTIMIZER.weight_decay=${oc.env:DECAY}",
         "config.SLURM.COMMENT=${oc.env:COMMENT_TEXT}",
         "config.DATA.TEST.DATA_PATHS=['${config.CHECKPOINT.DIR}/images']",
+        "config.DATA.TEST.DATA_SOURCES=[digits]",
         "config.OPTIMIZER.non_regularized_parameters=['${oc.env:COMMENT_TEXT}']",
     )
 
@@ -102,3 +104,65 @@ def test_run_folder_is_the_given_one_or_the_proposal():
     composed = compose(RECIPE, ['config.CHECKPOINT.DIR="~/mine"'])
     assert resolve(composed.run, "ignored").run_dir == str(Path.home() / "mine")
     assert resolve(compose(RECIPE).run, "somewhere").run_dir == str(Path("somewhere").absolute())
+
+
+def test_an_unrelated_value_that_happens_to_be_equal_stays_a_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("DECAY", "0.9")
+    monkeypatch.setenv("WORD", "sgd")
+    plan = planned(
+        "config.OPTIMIZER.name=sgd",
+        "config.OPTIMIZER.momentum=0.9",
+        "config.OPTIMIZER.weight_decay=${oc.env:DECAY}",
+        "config.SLURM.COMMENT=${oc.env:WORD}",
+    )
+    save_resolved(plan, tmp_path / "plan.yaml")
+    saved = yaml.safe_load((tmp_path / "plan.yaml").read_text())["optimizer"]
+    assert (saved["name"], saved["options"]["momentum"]) == ("sgd", 0.9)
+    assert saved["weight_decay"] == "${oc.env:DECAY}"
+    monkeypatch.setenv("DECAY", "0.1")
+    monkeypatch.setenv("WORD", "adamw")
+    loaded = load_resolved(tmp_path / "plan.yaml").optimizer
+    assert (loaded.name, loaded.options["momentum"], loaded.weight_decay) == ("sgd", 0.9, 0.1)
+
+
+def test_a_folder_relative_to_here_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCRATCH_FOLDER", "secret-name")
+    monkeypatch.chdir(tmp_path)
+    plan = planned("config.CHECKPOINT.DIR=${oc.env:SCRATCH_FOLDER}/run")
+    save_resolved(plan, tmp_path / "plan.yaml")
+    assert "secret-name" not in (tmp_path / "plan.yaml").read_text()
+    monkeypatch.chdir("/")
+    assert load_resolved(tmp_path / "plan.yaml").run_dir == str(tmp_path / "secret-name" / "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: &a [x, x]\nconfig: {b: [*a, *a]}", "aliases"),
+        ("config: [", "ParserError|expected"),
+        ("config: 2001-99-99", "month"),
+        ("[" * 5000, "RecursionError"),
+        ("config: 3", "no config"),
+        ("config: {? {a: b} : c}", "ConstructorError"),
+        ("config: !!python/object/apply:os.system [true]", "ConstructorError"),
+    ],
+)
+def test_a_file_that_nobody_has_checked_is_read_as_data(tmp_path, text, says):
+    (tmp_path / "config.resolved.yaml").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_saved(tmp_path / "config.resolved.yaml")
+
+
+def test_a_plan_is_replaced_at_once(tmp_path, monkeypatch):
+    """A kill in mid-write leaves the plan before; a link in the place of the file is replaced, not followed."""
+    target, path = tmp_path / "mine.txt", tmp_path / "config.resolved.yaml"
+    target.write_text("mine")
+    path.symlink_to(target)
+    plan = planned()
+    save_resolved(plan, path)
+    assert target.read_text() == "mine" and not path.is_symlink()
+    text = path.read_text()
+    monkeypatch.setattr("vissl_zero.atomic.os.fsync", lambda fd: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save_resolved(plan, path)
+    assert path.read_text() == text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.blocks.schedulers import AutoLrScaling, Scheduler
-from vissl_zero.config.derive.schedules import peak, resolved_schedules, scaled
+from vissl_zero.config.blocks.optimizer import AutoLrScaling, Optimizer, Scheduler
+from vissl_zero.config.derive.optimizer import peak, resolved_schedules, scaled
 
 AUTO = AutoLrScaling(auto_scale=True, base_value=0.3, base_lr_batch_size=256)
 

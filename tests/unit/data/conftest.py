@@ -66,6 +66,7 @@ def make_data() -> MakeData:
         return {
             "NUM_DATALOADER_WORKERS": num_workers,
             "PIN_MEMORY": True,
+            "WORKER_TIMEOUT_S": 60.0,
             "ON_BROKEN_IMAGE": broken,
             "TRAIN": {**split, **keys},
             "TEST": test,

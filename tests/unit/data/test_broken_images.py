@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
@@ -130,3 +132,22 @@ def test_nothing_readable_is_an_error_even_when_skipping(make_data: MakeData, ph
         scramble(path)
     with pytest.raises(DataError, match="None of the 11 images can be read"):
         list(loader(make_data("disk_folder", photos, broken="skip")).epoch(0))
+
+
+@pytest.mark.parametrize("name", ["grey.png", "grey.tif", "grey.pgm"])
+def test_grey_of_16_bits_becomes_grey_of_8(tmp_path, name):
+    """Pillow alone would make everything above 255 white."""
+    grey = np.array([[0, 256, 32_768, 65_535]], dtype=np.uint16)
+    if name == "grey.pgm":
+        (tmp_path / name).write_bytes(b"P5 4 1 65535\n" + grey.astype(">u2").tobytes())
+    else:
+        Image.fromarray(grey).save(tmp_path / name)
+    assert np.asarray(read_image(tmp_path / name))[0].tolist() == [[v] * 3 for v in (0, 1, 128, 255)]
+
+
+@pytest.mark.parametrize(("kind", "says"), [("f4", "floating-point numbers"), ("i4", "32-bit integers")])
+def test_pixels_whose_range_is_not_known_are_refused(tmp_path, kind, says):
+    """Pillow alone would make them black, or white."""
+    Image.fromarray(np.array([[0, 1], [0.5, 0.25]]).astype(kind)).save(tmp_path / "image.tif")
+    with pytest.raises(BrokenImageError, match=f"its pixels are {says}, and which of them is white is not known"):
+        read_image(tmp_path / "image.tif")

@@ -1,15 +1,43 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from tests.unit.data.conftest import MakeData
+from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.errors import ProcessLostError
+from vissl_zero.registry import TRANSFORMS
+
+ROOT = Path(__file__).parents[3]
+# Loads batches of digits for ever, in a process that can be killed. Arguments: the batch size.
+SCRIPT = """
+import itertools, os, sys
+from vissl_zero.config.compose import compose
+from vissl_zero.config.resolve import resolve
 from vissl_zero.data.loader import build_loader
 from vissl_zero.errors import DataError
-from vissl_zero.registry import TRANSFORMS
+
+if __name__ == "__main__":
+    composed = compose("quickstart/swav_digits", ["config.DATA.NUM_DATALOADER_WORKERS=2"])
+    plan = resolve(composed.run, "nowhere")
+    loader = build_loader(plan.config["DATA"], "TRAIN", 0, int(sys.argv[1]), 0, 1, 1)
+    try:
+        for epoch in itertools.count():
+            for step in loader.epoch(epoch):
+                print("a step", flush=True)
+    except DataError as error:
+        sys.exit(str(error))
+"""
 
 
 @TRANSFORMS.register("ExitTheWorker")
@@ -28,10 +56,11 @@ class ADefect:
         raise KeyError("my own mistake")
 
 
-def test_a_worker_that_dies_is_an_error_that_says_what_to_do(make_data: MakeData, photos: Path) -> None:
+def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos: Path) -> None:
     data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=[{"name": "ExitTheWorker"}])
     with pytest.raises(
-        DataError, match=r"A data loading worker died .* lower config.DATA.NUM_DATALOADER_WORKERS \(2 per"
+        ProcessLostError,
+        match=r"worker \d \(process \d+\) ended with exit code 9.* lower config.DATA.NUM_DATALOADER_WORKERS \(2 per",
     ):
         next(build_loader(data, "TRAIN", 0, 4, 0, 1, 1).epoch(0))
 
@@ -43,3 +72,97 @@ def test_a_defect_in_a_users_transform_keeps_its_own_traceback(
     data = make_data("disk_folder", photos, num_workers=num_workers, TRANSFORMS=[{"name": "ADefect"}])
     with pytest.raises(KeyError, match="my own mistake"):
         next(build_loader(data, "TRAIN", 0, 4, 0, 1, 1).epoch(0))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGRTMIN + 6])
+def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
+    make_data: MakeData, photos: Path, number: int
+) -> None:
+    """Between epochs torch waits for every worker, whatever its own timeout; so does it for a batch's descriptors."""
+    data = make_data("disk_folder", photos, num_workers=2)
+    loader = build_loader({**data, "WORKER_TIMEOUT_S": 20.0}, "TRAIN", 0, 4, 0, 1, 1)
+    assert len(list(loader.epoch(0))) == 3
+    pids = _pids(loader)
+    os.kill(pids[1], number)
+    words = {signal.SIGSTOP: "which is stopped", signal.SIGKILL: "was ended by SIGKILL"}
+    with pytest.raises(ProcessLostError, match=rf"worker 1 \(process {pids[1]}.*{words.get(number, 'by signal 40')}"):
+        list(loader.epoch(1))
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("victim", ["rank", "worker", "fork server", "resource tracker"])
+def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(tmp_path: Path, victim: str) -> None:
+    process = _start(tmp_path, "8")
+    assert process.stdout is not None and process.stdout.readline() == "a step\n"
+    servers = _children(process.pid)
+    found = {
+        "rank": process.pid,
+        "fork server": next(pid for pid in servers if "forkserver" in _command(pid)),
+        "resource tracker": next(pid for pid in servers if "resource_tracker" in _command(pid)),
+    }
+    workers = _children(found["fork server"])
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGSTOP if victim == "rank" else 0)  # a stopped one must go, too
+    os.kill(found.get(victim, workers[0]), signal.SIGKILL)
+    if victim == "resource tracker":  # nobody misses it
+        time.sleep(1.0)
+        process.kill()
+    process.stdout.close()
+    process.wait(timeout=60)
+    _until(lambda: not _of_group(process.pid))
+    _until(lambda: not list(tmp_path.iterdir()))
+    assert not list(Path("/dev/shm").glob(f"*vissl-zero-{process.pid}-*"))
+    assert not [path for pid in workers for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
+@pytest.mark.timeout(180)
+def test_a_small_dev_shm_is_a_sentence(tmp_path: Path) -> None:
+    """torch prints the error in a thread of the worker and drops the batch, for which the rank then waits."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("no mount namespaces of a user's own here")
+    own = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm; exec "$@"', "sh"]
+    process = _start(tmp_path, "256", own)
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert "/dev/shm has no room for a micro-batch of" in err and "No space left on device" in err
+
+
+def _start(folder: Path, batch: str, prefix: list[str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*(prefix or []), sys.executable, "-c", SCRIPT, batch],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+
+
+def _pids(loader: Loader) -> list[int]:
+    workers: Any = loader._stream._workers()
+    return [worker.pid for worker in workers]
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # by the thread that started them
+    return [int(word) for path in tasks for word in path.read_text().split()]
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def _of_group(group: int) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "pgid,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    return [row[2] for row in rows if row[0] == str(group) and not row[1].startswith("Z")]
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

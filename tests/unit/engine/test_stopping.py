@@ -32,6 +32,13 @@ def test_signals_ask_with_their_name(number):
     assert stopping.asked() == stopping.Stop(number.name, 75)
 
 
+def test_nohup_keeps_ignoring_the_end_of_the_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stopping.listen()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stopping.asked() is None and signal.SIGHUP not in stopping.heard()
+
+
 def test_ctrl_c_saves_and_a_second_one_ends_at_once():
     stopping.listen()
     os.kill(os.getpid(), signal.SIGINT)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.eval_images import build_eval_images
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
 from vissl_zero.engine.rehearsal import rehearse
 from vissl_zero.errors import ConfigError
-from vissl_zero.evaluation.accuracy import AccuracyHook, top1
-from vissl_zero.losses.criterion import Criterion
+from vissl_zero.evaluation.accuracy import AccuracyHook, accuracies
+from vissl_zero.methods.method import Method
+from vissl_zero.reporting.weights_file import BestWeights
 
 
 def test_top1_is_the_share_of_right_answers():
@@ -27,12 +32,16 @@ def test_top1_is_the_share_of_right_answers():
     assert run.results["top1"] == right / NUM_TEST
 
 
+def top1(run, images, ignored_label):
+    return accuracies(run, images, ignored_label)[0].top1
+
+
 def test_an_ignored_label_does_not_count():
     run, _, _ = build_run(make_plan(make_config()), torch.device("cpu"))
     images = build_eval_images(run.plan.config["DATA"], run.plan.seed)[1]
-    everything = top1(run, images, ignored_label=-1)
+    everything = top1(run, images, -1)
     labels = [images.source.label(index) for index in range(NUM_TEST)]
-    without = [top1(run, images, ignored_label=label) for label in range(10)]
+    without = [top1(run, images, label) for label in range(10)]
     # Each image is left out once: the right answers add up to nine times as many.
     counted = [share * (NUM_TEST - labels.count(label)) for label, share in enumerate(without)]
     assert abs(sum(counted) - 9 * everything * NUM_TEST) < 1e-9
@@ -40,7 +49,7 @@ def test_an_ignored_label_does_not_count():
 
 def test_other_losses_have_no_top1():
     run, _, _ = build_run(make_plan(make_config()), torch.device("cpu"))
-    run.criterion = Criterion()
+    run.method = Method()
     AccuracyHook().on_end(run)
     assert "top1" not in run.results
 
@@ -53,3 +62,45 @@ def test_images_that_cannot_be_evaluated_on_are_found_before_training():
         AccuracyHook().on_start(run)
     with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
         rehearse(run.plan)
+
+
+def probe(folder, factors, **changes):
+    """Train heads on a frozen trunk at these factors of the rate; weights by head, results."""
+    config = make_config(USE_KNN=False)
+    config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [-1, -1]}]] * len(factors)
+    config["MODEL"]["FEATURE_EVAL_SETTINGS"] |= {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True}
+    config["MODEL"]["NON_TRAINABLE_PARAMS"] = ["trunk"]
+    config["CHECKPOINT"]["SAVE_BEST"] = True
+    plan = make_plan(config, folder, **changes)
+    optimizer = replace(plan.optimizer, head_lr_factors=tuple(factors), weight_decay=0.01, head_weight_decay=0.01)
+    plan = replace(plan, optimizer=optimizer)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    train(run, schedules, frozen, [AccuracyHook(), BestWeights()])
+    state = run.sharded.full_state()
+    return [state[f"heads.{index}.clf.0.weight"] for index in range(len(factors))], run.results
+
+
+def test_probes_side_by_side_are_those_trained_alone(tmp_path):
+    factors = [0.3, 1.0, 30.0]
+    together, results = probe(tmp_path, factors)
+    assert together[0].shape == (10, 32)  # -1, -1: features and classes
+    top1 = {}
+    for factor, weight in zip(factors, together, strict=True):
+        (alone,), own = probe(tmp_path, [factor])
+        torch.testing.assert_close(weight, alone, rtol=0, atol=1e-12)
+        top1[f"{0.1 * factor:g}"] = own["top1"]
+    assert not torch.allclose(together[0], together[2])
+    assert results["top1_by_lr"] == top1 and results["top1"] == max(top1.values())
+    assert top1[f"{results['best_lr']:g}"] == results["top1"]
+
+
+def test_accuracy_follows_training_and_the_best_weights_are_kept(tmp_path):
+    _, results = probe(tmp_path, [1.0], num_epochs=4)
+    curve = results["top1_by_step"]
+    assert [step for step, _ in curve] == [4, 8, 12, 16] and curve[-1][1] == results["top1"]
+    best = max(top1 for _, top1 in curve)
+    first = next(step for step, top1 in curve if top1 == best)
+    assert (results["top1_best"], results["best_step"]) == (best, first)
+    with safe_open(tmp_path / "weights_best.safetensors", framework="pt") as file:
+        assert file.metadata()["step"] == str(first)
+    assert results["top1"] <= results["top5"] <= 1 and "top1_latest" not in results

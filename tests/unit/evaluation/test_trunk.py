@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import vissl_zero
+from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.data.eval_images import build_eval_images
@@ -57,7 +62,7 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 def test_a_folder_that_is_not_of_a_run(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is not a run folder: it has no config\.resolved\.yaml"):
+    with pytest.raises(CheckpointError, match=r"holds neither checkpoints nor weights\.safetensors"):
         vissl_zero.load_trunk(tmp_path)
 
 
@@ -78,23 +83,111 @@ def test_nothing_that_the_folder_names_is_run(folder, tmp_path, monkeypatch):
     assert canary.exists(), "on request"
 
 
-def test_a_run_that_has_not_ended(folder):
+def _write_checkpoint(folder: Path, step: int, scale: float = 1.0) -> Path:
+    """As a run of two ranks would have left it; the trunk's parameters are multiplied by ``scale``."""
+    state = load_file(folder / FILE) if (folder / FILE).exists() else load_file(folder.parent / "final.safetensors")
+    config = yaml.safe_load((folder / "config.resolved.yaml").read_text())["config"]
+    is_buffer = ("running_mean", "running_var", "num_batches_tracked")
+    tensors = {f"{'buffer' if n.endswith(is_buffer) else 'model'}/{n}": t for n, t in state.items()}
+    tensors = {n: t * scale if n.startswith("model/") else t for n, t in tensors.items()}
+    return write_checkpoint(folder, tensors, step, config)
+
+
+def test_a_run_in_progress_gives_its_newest_complete_checkpoint(folder):
+    final = load_file(folder / FILE)
+    for step in (1, 2, 3):
+        _write_checkpoint(folder, step, scale=1.0 + step)
     (folder / FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"has no weights\.safetensors: that is written when a run ends"):
+    data = folder / "checkpoints/step_000000003/rank00001.safetensors"
+    data.unlink()
+    os.mkfifo(data)  # must not be waited for
+    with pytest.warns(
+        UserWarning, match=r"no final weights yet: these are of step 2, .*step_000000002\. Passed over: "
+    ):
+        trunk = vissl_zero.load_trunk(folder)
+    name = "stem.0.weight"
+    assert torch.equal(trunk.trunk.state_dict()[name], (3.0 * final[f"trunk.{name}"]).float())
+    assert trunk.path.name == "step_000000002"
+    trunk = vissl_zero.load_trunk(folder / "checkpoints/step_000000001")
+    assert torch.equal(trunk.trunk.state_dict()[name], (2.0 * final[f"trunk.{name}"]).float())
+
+
+def test_final_weights_go_before_checkpoints_of_no_later_step(folder):
+    final = load_file(folder / FILE)["trunk.stem.0.weight"]
+    _write_checkpoint(folder, 3, scale=5.0)
+    assert torch.equal(vissl_zero.load_trunk(folder).trunk.state_dict()["stem.0.weight"], final.float())
+    _write_checkpoint(folder, 4, scale=5.0)  # the run has been gone on with
+    with pytest.warns(UserWarning, match="step 4"):
+        assert torch.equal(vissl_zero.load_trunk(folder).trunk.state_dict()["stem.0.weight"], (5 * final).float())
+
+
+def test_a_run_without_weights(folder):
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither checkpoints nor weights\.safetensors"):
         vissl_zero.load_trunk(folder)
 
 
-def test_damaged_weights(folder):
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors cannot be read: .*Copy it again"):
+@pytest.mark.parametrize("how", ["cut", "bit", "fifo", "folder"])
+def test_damaged_weights(folder, how):
+    data = bytearray((folder / FILE).read_bytes())
+    (folder / FILE).unlink()
+    if how == "fifo":
+        os.mkfifo(folder / FILE)
+    elif how == "folder":
+        (folder / FILE).mkdir()
+    elif how == "cut":
+        (folder / FILE).write_bytes(data[:-100])
+    else:
+        data[len(data) // 2] ^= 1
+        (folder / FILE).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors (is damaged|cannot be read)"):
         vissl_zero.load_trunk(folder)
 
 
-@pytest.mark.parametrize("text", ["", "config: [", "config: {}", "no config"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "config: [",
+        "config: {}",
+        "no config",
+        "config: {MODEL: {TRUNK: [], HEAD: {}}, IMPORTS: [], DATA: {}}",
+        "a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]\nconfig: {MODEL: *b}",
+        "[" * 10_000,
+        "config: 2001-99-99",
+    ],
+)
 def test_a_damaged_configuration(folder, text):
     (folder / "config.resolved.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.resolved\.yaml cannot be read \(\w+: .*\)\. Copy it again"):
+    with pytest.raises(CheckpointError, match=r"config\.resolved\.yaml cannot be read \(.*\)\. Copy it again"):
         vissl_zero.load_trunk(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("depth: 3", "depth: 1000000000", "a far larger one|must be at most 10000"),
+        ("depth: 3", "depth: 9000", "a far larger one"),
+        ("depth: 3", "depth: -1", "No trunk can be built"),
+        ("depth: 3", "depth: [3]", "No trunk can be built"),
+        ("depth: 3", "depth: ${oc.env:HOME}", r"config\.MODEL\.TRUNK\.REGNET\.depth is \$\{oc.env:HOME\}, and nothing"),
+    ],
+)
+def test_a_hostile_configuration(folder, old, new, says):
+    file = folder / "config.resolved.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=says):
+        vissl_zero.load_trunk(folder)
+
+
+def test_a_value_that_another_key_gave(folder):
+    file = folder / "config.resolved.yaml"
+    text = file.read_text()
+    assert "depth: 3" in text and "TOPK: 5" in text
+    file.write_text(text.replace("TOPK: 5", "TOPK: 3").replace("depth: 3", "depth: ${config.NEAREST_NEIGHBOR.TOPK}"))
+    assert vissl_zero.load_trunk(folder).feature_dim
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch import membership as membership_module
 from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_client import Client
@@ -23,6 +25,36 @@ from vissl_zero.launch.place import Place
 from vissl_zero.launch.secret import load_secret
 
 SECRET = b"s" * 32
+ENDED: list[int] = []  # one for each launcher that has ended its ranks
+# A server, a stranger who opens connections and says nothing (or a byte a second), and one who holds the secret.
+STRANGER = """
+import resource, socket, sys, threading, time
+from vissl_zero.launch import key_value_server
+from vissl_zero.launch.key_value_client import Client
+from vissl_zero.launch.key_value_server import KeyValueServer
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (900, 900))
+key_value_server._HANDSHAKE_S = 3.0 if sys.argv[1] == "slow" else 60.0
+server = KeyValueServer(("127.0.0.1", 0), b"s" * 32)
+if sys.argv[1] == "slow":
+    began = time.monotonic()
+    sock = socket.create_connection(server.address)
+    try:
+        for letter in b"\\0\\0\\0\\x20" + b"x" * 32:
+            sock.send(bytes([letter]))
+            time.sleep(0.5)
+    except OSError:
+        pass
+    assert time.monotonic() - began < 8.0, "a byte now and then held the connection"
+else:
+    held = [socket.create_connection(server.address) for _ in range(400)]
+    deadline = time.monotonic() + 20.0
+    while threading.active_count() > 100:
+        assert time.monotonic() < deadline, threading.active_count()
+        time.sleep(0.1)
+    Client(server.address, b"s" * 32, 5.0).call(b"set", b"a", b"1")
+server.close()
+"""
 
 
 @pytest.fixture
@@ -73,6 +105,17 @@ def test_a_server_cannot_be_played_back_at_itself(server):
             receive(sock)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("way", ["silent", "slow"])
+def test_a_stranger_who_says_nothing_does_not_keep_others_out(way):
+    if shutil.which("ip") is None or subprocess.run(["unshare", "-rn", "true"], check=False).returncode:
+        pytest.skip("no network namespace of the test's own here")
+    line = 'ip link set lo up && exec "$@"'
+    command = ["unshare", "-rn", "sh", "-c", line, "sh", sys.executable, "-c", STRANGER, way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr
+
+
 def place(index: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Place:
     return Place(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=8.0)
 
@@ -81,6 +124,8 @@ def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Member
     """Two launchers that have joined, and what join gave or why it failed."""
     first = Membership(place(0))
     members = [first, Membership(place(1, first.address))]
+    for member in members:
+        member.watch_over(lambda: ENDED.append(1))
     results = ["", ""]
 
     def join(index: int) -> None:
@@ -98,10 +143,9 @@ def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Member
 
 
 @pytest.fixture
-def no_killing(monkeypatch):
-    ended: list[int] = []
-    monkeypatch.setattr(membership_module, "end_children", lambda: ended.append(1))
-    return ended
+def no_killing():
+    ENDED.clear()
+    return ENDED
 
 
 def test_machine_0_decides_the_run_folder_and_ranks_are_numbered_across(no_killing):
@@ -171,7 +215,9 @@ def test_all_start_again_in_a_round_of_its_own(no_killing):
     second.leave(None)
     again = [Membership(place(1, first.address), before=second)]
     early, found = joined(again[0])
-    assert "rank 1 was ended by SIGKILL" in first.explain(Failure(0, 0, False, "Connection closed by peer"))
+    assert "rank 1 was ended by SIGKILL" in first.explain(
+        Failure(0, time.time_ns(), False, "Connection closed by peer")
+    )
     assert first.exit_code == 1 and first.may_start_again and early.is_alive()
     first.leave(None)
     again.insert(0, Membership(replace(place(0), address=first.address), before=first))
@@ -186,7 +232,9 @@ def test_all_start_again_in_a_round_of_its_own(no_killing):
     again[1]._stopping.set()  # as if its process had ended
     newcomer = Membership(place(1, first.address))
     late, found = joined(newcomer)
-    assert again[0].explain(Failure(0, 0, False, "Connection closed by peer")).startswith("Lost machine 1 ")
+    assert (
+        again[0].explain(Failure(0, time.time_ns(), False, "Connection closed by peer")).startswith("Lost machine 1 ")
+    )
     assert late.is_alive() and again[0].may_start_again
     again[0].leave(None)
     third = Membership(replace(place(0), address=first.address), before=again[0])
@@ -200,7 +248,7 @@ def test_all_start_again_in_a_round_of_its_own(no_killing):
 def test_nobody_starts_again_after_a_users_error_or_a_stop(no_killing):
     members, _ = two()
     members[1].explain(Failure(1, 0, True, "config.X: must be Y"))
-    assert "config.X: must be Y" in members[0].explain(Failure(0, 0, False, "Connection closed by peer"))
+    assert "config.X: must be Y" in members[0].explain(Failure(0, time.time_ns(), False, "Connection closed by peer"))
     assert members[0].exit_code == 2
     for member in reversed(members):
         member.leave(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import stat
@@ -87,13 +88,26 @@ def test_the_script_says_what_the_keys_say():
         ("TIME_HOURS", 0, "must leave time to run"),
         ("SIGNAL_DELAY_S", 300000, "must be less than the time limit, 259200 s"),
         ("TASK_PER", "gpu", "must be node or process"),
-        ("PORT_ID", 70000, "must be 0 to 65535"),
+        ("PORT_ID", 70000, "must be at most 65535"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(key, value, message):
     found = complaints(CPU_HOST, SLURM__USE_SLURM=True, **{f"SLURM__{key}": value})
     assert len(found) == 1 and message in found[0]
     assert complaints(CPU_HOST, **{f"SLURM__{key}": value}) == []  # not submitted: no effect
+
+
+@pytest.mark.parametrize(("folder", "message"), [("/runs/a\n#SBATCH --x", "must be one line"), ("/r/%j", "have no %")])
+def test_a_run_folder_cannot_add_a_line_to_the_script(folder, message):
+    found = complaints(CPU_HOST, SLURM__USE_SLURM=True, CHECKPOINT__DIR=folder)
+    assert len(found) == 1 and "config.CHECKPOINT.DIR" in found[0] and message in found[0]
+    assert complaints(CPU_HOST, CHECKPOINT__DIR=folder) == []
+
+
+def test_neither_can_the_folder_that_the_command_was_given_in():
+    plan = dataclasses.replace(planned(), run_dir="/home/me/a\n#SBATCH --partition=urgent\n/runs/1")
+    with pytest.raises(LaunchError, match="must be one line of printable text"):
+        script(plan)
 
 
 def test_quotes_and_dollars_stay_text():

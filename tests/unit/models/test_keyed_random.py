@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
+import torchvision
 from torch import Tensor, nn
 
+from vissl_zero.errors import ConfigError
 from vissl_zero.models import keyed_random
 from vissl_zero.models.keyed_random import (
     KeyedDropout,
-    key_dropout,
+    KeyedDropPath,
+    key_random_layers,
     keyed_bits,
+    refuse_unkeyed_randomness,
     resolution_scope,
     set_random_key,
     stable_hash,
@@ -104,7 +109,75 @@ def test_a_rank_without_samples_gets_no_rows() -> None:
 
 def test_plain_dropout_is_replaced_and_named() -> None:
     model = nn.ModuleDict({"head": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25))})
-    key_dropout(model)
+    key_random_layers(model)
     layer = model["head"][1]  # type: ignore[index]
     assert isinstance(layer, KeyedDropout)
     assert (layer.p, layer.layer) == (0.25, "head.1")
+
+
+def test_windows_of_a_row_are_keyed_by_its_sample() -> None:
+    """Attention in windows sees each row of the batch several times in a row: the same numbers on any rank."""
+    set_random_key(0, 0, SAMPLES)
+    with resolution_scope(0, 2 * len(SAMPLES)):
+        whole = keyed_bits(2 * len(SAMPLES) * 4, 3, "a", torch.device("cpu")).view(2, len(SAMPLES), 4, 3)
+    assert len(whole.unique()) == whole.numel()
+    for part in torch.arange(len(SAMPLES)).tensor_split(3):
+        set_random_key(0, 0, SAMPLES[part])
+        with resolution_scope(0, 2 * len(part)):
+            mine = keyed_bits(2 * len(part) * 4, 3, "a", torch.device("cpu")).view(2, len(part), 4, 3)
+        assert torch.equal(mine, whole[:, part])
+    with resolution_scope(0, 4), pytest.raises(RuntimeError, match="6 rows in 'a' are no multiple of the 4 rows"):
+        keyed_bits(6, 3, "a", torch.device("cpu"))
+
+
+def test_random_layers_of_libraries_are_replaced() -> None:
+    block = timm.models.vision_transformer.Block(8, 2, attn_drop=0.5, drop_path=0.25, proj_drop=0.5)
+    model = nn.Sequential(block, torchvision.ops.StochasticDepth(0.5, "row"), nn.Dropout(0.5))
+    key_random_layers(model)
+    path = model[0].drop_path1
+    assert isinstance(path, KeyedDropPath) and (path.p, path.layer) == (0.25, "0.drop_path1")
+    assert isinstance(model[1], KeyedDropPath) and isinstance(model[2], KeyedDropout)
+    assert not block.attn.fused_attn and isinstance(block.attn.attn_drop, KeyedDropout)
+    set_random_key(0, 0, SAMPLES)
+    before = torch.get_rng_state()
+    x = torch.randn(len(SAMPLES), 4, 8, generator=torch.Generator().manual_seed(0))
+    with refuse_unkeyed_randomness(model):
+        first = model(x)
+    assert torch.equal(model(x), first) and torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(model.eval()(x), first)
+
+
+def test_dropped_paths_are_whole_rows_and_the_mean_stays() -> None:
+    samples = torch.arange(4000)
+    set_random_key(0, 0, samples)
+    rows = KeyedDropPath(0.2, "layer")(torch.ones(4000, 2, 3))
+    assert ((rows == 0).all(dim=(1, 2)) | (rows == 1 / 0.8).all(dim=(1, 2))).all()
+    assert rows.mean().item() == pytest.approx(1.0, abs=5 * (0.25 / 4000) ** 0.5)
+    unscaled = KeyedDropPath(0.2, "layer", scale_by_keep=False)(torch.ones(4000, 2, 3))
+    torch.testing.assert_close(unscaled / 0.8, rows)
+    with pytest.raises(ValueError, match=r"\[0, 1\)"):
+        KeyedDropPath(1.0)
+
+
+class _Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x) if self.training else x
+
+
+class _FusedAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.view(1, 1, *x.shape)
+        return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).view(x.shape)
+
+
+@pytest.mark.parametrize("layer", [_Noise(), nn.Dropout1d(0.5), nn.AlphaDropout(0.5), nn.RReLU(), _FusedAttention()])
+def test_a_layer_that_draws_from_the_global_generator_is_refused_by_name(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Identity(), layer))
+    with refuse_unkeyed_randomness(model), pytest.raises(ConfigError) as error:
+        model(torch.zeros(3, 4))
+    assert "layer '1.1'" in str(error.value) and type(layer).__name__ in str(error.value)
+    assert "keyed_bits" in str(error.value)
+    model(torch.zeros(3, 4))  # afterwards nobody looks
+    if not isinstance(layer, _FusedAttention):
+        with refuse_unkeyed_randomness(model.eval()):
+            model(torch.zeros(3, 4))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
+from vissl_zero.methods.swav.head import SwAVHead, SwAVOutput
 from vissl_zero.models.heads.mlp import MLP
-from vissl_zero.models.heads.swav_head import SwAVHead, SwAVOutput
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import KeyedDropout
 from vissl_zero.models.model import Model, build_model
@@ -53,17 +53,17 @@ def test_heads_see_the_rows_of_all_resolutions() -> None:
 def test_units_are_in_forward_order_and_hold_every_parameter() -> None:
     model = build_model(_config(SWAV))
     called: list[nn.Module] = []
-    for unit in model.units():
+    for unit in model.zero_units():
         unit.register_forward_hook(lambda module, *_: called.append(module))
     model(_images())
-    assert called == model.units()
-    assert {id(p) for unit in model.units() for p in unit.parameters()} == {id(p) for p in model.parameters()}
-    assert sum(isinstance(unit, Unit) for unit in model.units()) == 4
+    assert called == model.zero_units()
+    assert {id(p) for unit in model.zero_units() for p in unit.parameters()} == {id(p) for p in model.parameters()}
+    assert sum(isinstance(unit, Unit) for unit in model.zero_units()) == 4
 
 
 def test_a_trunk_without_units_is_one() -> None:
     trunk, head = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert Model(trunk, [head]).units() == [trunk, head]
+    assert Model(trunk, [head]).zero_units() == [trunk, head]
 
 
 def test_probe_is_scored_by_the_same_prototypes_without_gradient() -> None:
@@ -72,7 +72,9 @@ def test_probe_is_scored_by_the_same_prototypes_without_gradient() -> None:
     output = head(torch.randn(2, 4), probe)
     assert output.probe_scores is not None and not output.probe_scores[0].requires_grad
     torch.testing.assert_close(output.probe_scores[0], probe @ head.prototypes0.weight.T)
-    both = Model(nn.Identity(), [head, nn.Linear(4, 3)])([torch.randn(2, 4)], probe)
+    trunk = nn.Identity()
+    trunk.feature_dim = 4
+    both = Model(trunk, [head, nn.Linear(4, 3)])([torch.randn(2, 4)], probe)
     torch.testing.assert_close(both[0].probe_scores[0], output.probe_scores[0])
     assert both[1].shape == (2, 3)
     assert output.scores[0].requires_grad
@@ -116,7 +118,7 @@ def test_dropout_is_keyed_by_its_place() -> None:
 
 def test_keys_of_others_in_the_trunks_block_are_left_to_them() -> None:
     trunk = {**TRUNK, "REGNET": {**TRUNK["REGNET"], "stage_checkpoints": [[1], [], []]}, "PARAMS": {"size": 3}}
-    assert len(build_model(_config(SWAV, trunk=trunk)).units()) == 5
+    assert len(build_model(_config(SWAV, trunk=trunk)).zero_units()) == 5
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vissl_zero import torchvision_compat  # noqa: F401  (must come before what imports torchvision)
+import vissl_zero  # noqa: F401  (before torchvision)
 
 # isort: split
 import torchvision

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from vissl_zero.config.resolved import OptimizerPlan, ResolvedRun, ShardingPlan
 from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.methods.method import build_method
 from vissl_zero.sharding.strategy import Bytes
 
 MIB = 2**20
@@ -20,7 +22,11 @@ def make_plan(folder: Path, **changes: Any) -> ResolvedRun:
     config = {
         "LOG_FREQUENCY": 4,
         "MODEL": {"HEAD": {"PARAMS": [["swav_head", {"dims": [8, 8], "num_clusters": [30]}]]}},
-        "DATA": {"TRAIN": {"TRANSFORMS": []}},
+        "DATA": {
+            "TRAIN": {"DATA_SOURCES": ["disk_folder"], "DATA_PATHS": ["/cats"], "DATA_LIMIT": -1, "TRANSFORMS": []},
+            "TEST": {"DATA_SOURCES": ["digits"], "DATA_PATHS": [], "DATA_LIMIT": 90, "TRANSFORMS": []},
+        },
+        "CHECKPOINT": {"SAVE_BEST": False},
     }
     fields: dict[str, Any] = {
         "config": config,
@@ -47,11 +53,14 @@ def make_plan(folder: Path, **changes: Any) -> ResolvedRun:
 def make_run(folder: Path, rank: int = 0, **changes: Any) -> Run:
     """A run of 2 epochs of 10 steps that has not begun; ``changes`` are fields of ResolvedRun.
 
-    Model, loss and loader are missing: a test of a hook that uses one puts it in.
+    Model is missing, the loader has images alone: a test of a hook that uses more puts it in.
     """
     plan = make_plan(folder, **changes)
     missing: Any = None
-    return Run(plan, missing, missing, missing, torch.device("cpu"), rank, plan.world_size, 10, 20)
+    swav = {"num_crops": 4, "num_prototypes": [30], "embedding_dim": 8}
+    method = build_method({"name": "swav_loss", "swav_loss": swav})
+    loader: Any = SimpleNamespace(source=range(300))
+    return Run(plan, missing, method, loader, torch.device("cpu"), rank, plan.world_size, 10, 20)
 
 
 def make_record(step: int, **changes: Any) -> StepRecord:

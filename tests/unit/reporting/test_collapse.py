@@ -11,7 +11,9 @@ from rich.console import Console
 
 from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.engine.hook import Run, StepRecord
-from vissl_zero.reporting.collapse import CollapseRule, CollapseWatch, prototype_counts, trivial_loss
+from vissl_zero.methods.health import ClusteringCollapse, trivial_loss
+from vissl_zero.methods.method import Method
+from vissl_zero.reporting.collapse import CollapseWatch
 
 # SwAV on digits, RegNet of 24 k parameters, 30 prototypes, as measured: step, loss, assignment entropy, effective rank.
 COLLAPSED = {  # kNN top-1 fell from .67 to ...
@@ -90,9 +92,13 @@ def steps(curve: Sequence[tuple[float, float, float, float]]) -> list[StepRecord
     ]
 
 
+def update(rule: ClusteringCollapse, record: StepRecord) -> str | None:
+    return rule.update(record.step, record.loss, record.watch)
+
+
 def first_warning(records: list[StepRecord], patience: int = 500) -> tuple[int, str] | None:
-    rule = CollapseRule(math.log(30), patience)
-    return next(((record.step, text) for record in records if (text := rule.update(record))), None)
+    rule = ClusteringCollapse(math.log(30), patience, "a lower learning rate")
+    return next(((record.step, text) for record in records if (text := update(rule, record))), None)
 
 
 @pytest.mark.parametrize("name", COLLAPSED)
@@ -120,13 +126,13 @@ def test_a_slow_start_is_not_stuck() -> None:
 
 
 def test_figures_that_are_missing_or_not_finite_are_passed_over() -> None:
-    rule = CollapseRule(math.log(30), patience=1)
+    rule = ClusteringCollapse(math.log(30), patience=1, advice="")
     odd = [
         make_record(1, loss=None, skipped=True),
         make_record(2, watch={}),
         make_record(3, watch={"assignment_entropy": math.nan, "effective_rank": 1.0}),
     ]
-    assert [rule.update(record) for record in odd * 20] == [None] * 60
+    assert [update(rule, record) for record in odd * 20] == [None] * 60
 
 
 def warnings_of(run: Run, records: list[StepRecord]) -> str:
@@ -148,11 +154,9 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
 
 
 def test_a_model_without_prototypes_is_not_watched(run: Run) -> None:
-    run.plan.config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [8, 10]}]]
+    run.method = Method()
     assert warnings_of(run, steps(COLLAPSED["sgd, lr .05 (.56)"])) == ""
 
 
 def test_guessing_with_several_layers_of_prototypes() -> None:
-    counts = prototype_counts([["mlp", {"dims": [8, 8]}], ["swav_head", {"dims": [8, 8], "num_clusters": [10, 1000]}]])
-    assert counts == [10, 1000]
-    assert trivial_loss(counts) == pytest.approx((math.log(10) + math.log(1000)) / 2)
+    assert trivial_loss([10, 1000]) == pytest.approx((math.log(10) + math.log(1000)) / 2)

@@ -106,3 +106,15 @@ def test_kinds_add_up_without_the_peak() -> None:
     memory = Bytes(1, 2, 3, 4, 5, 900 * MIB)
     assert total(memory) == 15
     assert largest([]) == Bytes()
+
+
+def test_the_data_are_named_and_a_probe_below_knn_says_so(run: Run, records: list[StepRecord]) -> None:
+    rates = {"0.1": 0.2, "1": 0.27}
+    results = {"knn_top1_before": 0.32, "knn_top1_after": 0.32, "top1": 0.27, "top1_by_lr": rates, "best_lr": 1.0}
+    summary, text = finish(run, records, **results)
+    assert summary["data"] == {"train": "disk_folder /cats", "test": "digits (90 of the images)"}
+    said = " ".join(text.split())
+    assert "data disk_folder /cats; measured on digits (90 of the images)" in said
+    assert "1 was best (0.1: 20.0 %, 1: 27.0 %)" in said and "the probe is below kNN (27.0 % < 32.0 %)" in said
+    _, text = finish(run, records, **{**results, "top1": 0.4})
+    assert "below kNN" not in text

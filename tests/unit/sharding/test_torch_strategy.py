@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.torch_engine.strategy import _refuse_hooked
 
 
 def _shard(**settings: Any) -> tuple[nn.Linear, Sharded]:
@@ -55,3 +56,73 @@ def test_level_0_in_half_precision_parameters_is_refused_with_an_alternative(pre
 def test_the_master_precision_is_the_models() -> None:
     model, _ = _shard(level=0, precision=Precision(master="float64", compute="float64", reduce="float64"))
     assert model.weight.dtype == torch.float64
+
+
+def _normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+    """As a plugin may register it in OPTIMIZERS: it divides each gradient by its norm."""
+
+    class Normalised(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad /= param.grad.norm()
+            super().step(closure)
+
+    return Normalised(groups, momentum=0.9), None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"level": 1, "engine": "fairscale"}, "the fairscale engine"),
+        ({"level": 2, "deterministic": True}, "TRAINER.DETERMINISTIC"),
+        ({"level": 3, "offload_params": OffloadPlan("cpu")}, "offload"),
+    ],
+)
+def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched(
+    settings: dict[str, Any], reason: str
+) -> None:
+    model = nn.Linear(3, 2)
+    group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
+    before = dict(model.named_parameters())
+    plan = ShardingPlan(**settings)
+    with pytest.raises(ConfigError, match=f"optimizer: updates whole tensors, which cannot go with {reason}"):
+        STRATEGIES.get(plan.engine).build().shard(model, [group], _normalised_sgd, plan, torch.device("cpu"))
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert type(model) is nn.Linear
+
+
+def _globally_normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+    class Coupled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            params = [param for group in self.param_groups for param in group["params"]]
+            nn.utils.clip_grad_norm_(params, 1.0)
+            super().step(closure)
+
+    return Coupled(groups, momentum=0.9), None
+
+
+@pytest.mark.parametrize("engine", ["torch", "fairscale"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_optimizer_that_couples_tensors_is_refused(engine: str, level: int) -> None:
+    """As a plugin may register it in OPTIMIZERS: nobody but the strategy sees every optimizer."""
+    group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
+    plan = ShardingPlan(level=level, engine=engine)
+    with pytest.raises(ConfigError, match="optimizer: must update each tensor from that tensor alone"):
+        strategy = STRATEGIES.get(engine).build()
+        strategy.shard(nn.Linear(3, 2), [group], _globally_normalised_sgd, plan, torch.device("cpu"))
+
+
+def test_level_0_takes_any_optimizer() -> None:
+    group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
+    strategy = STRATEGIES.get("torch").build()
+    strategy.shard(nn.Linear(3, 2), [group], _normalised_sgd, ShardingPlan(level=0), torch.device("cpu"))
+
+
+def test_a_hook_on_a_parameter_is_refused_where_it_would_never_run() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.register_hook(lambda grad: grad * 0)
+    with pytest.raises(ConfigError, match=r"got bias has a hook|bias has a hook"):
+        _refuse_hooked(model)
+    _refuse_hooked(nn.Linear(3, 2))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from vissl_zero.errors import ConfigError, did_you_mean
 
@@ -13,7 +11,7 @@ USAGE = """\
 vissl-zero checkpoint <word> <path> ...
 
   inspect PATH           what it holds: step, level, processes, bytes by kind, settings, tensors
-  verify PATH            read everything against the checksums; names what is torn (exit code 0 whole, 1 not)
+  verify PATH            read everything against the checksums; names what is torn (exit code 0 complete, 1 not)
   diff A B               settings and tensors that differ (exit code 0 equal, 1 different)
   export PATH --to FILE  the model as one safetensors or torch file, under our names or torchvision's or timm's
   import FILE --to OUT   weights of VISSL (consolidated, sharded, sliced), torch or safetensors, read without running
@@ -59,18 +57,3 @@ def checkpoint(arguments: Sequence[str]) -> int:
     from vissl_zero.commands.checkpoint.importing import import_
 
     return import_(rest)
-
-
-class Parser(argparse.ArgumentParser):
-    """Arguments of one word; what is wrong with them is one sentence."""
-
-    def __init__(self, word: str, description: str):
-        super().__init__(
-            prog=f"vissl-zero checkpoint {word}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
-        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from vissl_zero.checkpoint.comparison import TensorDifference, compare, facts_that_differ, settings_that_differ
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.weights import config_of
-from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import opened, say, table
-from vissl_zero.errors import ConfigError
+from vissl_zero.commands.checkpoint.terminal import Parser, opened, say, table
+from vissl_zero.errors import CheckpointError, ConfigError
 
 _MOST_ROWS = 40
 
@@ -32,15 +31,17 @@ def diff(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.tolerance >= 0:
         raise ConfigError(f"{parser.prog}: --tolerance must be 0 or more (got {options.tolerance}).")
-    a = opened(options.a)
-    b = opened(options.b)
+    a, b = opened(options.a), opened(options.b)
     most = None if options.all else _MOST_ROWS
     try:
+        for store in (a, b):
+            if problems := list(store.verify()):
+                raise CheckpointError("\n".join(problems))
         say(f"A {a.path}\nB {b.path}")
         if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
             _pairs("", facts_that_differ(a, b), most)
         one, other = (config_of(store).get("config", {}) for store in (a, b))
-        if one and other:
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and one and other:
             _pairs("config.", settings_that_differ(one, other), most)
         found = [entry for entry in compare(a, b) if not _is_within(entry, options.tolerance)]
     finally:

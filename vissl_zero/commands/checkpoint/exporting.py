@@ -8,8 +8,7 @@ from pathlib import Path
 from vissl_zero.checkpoint.export import NAMES, PARTS
 from vissl_zero.checkpoint.export import export as write_export
 from vissl_zero.checkpoint.weights import weights_of
-from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import opened, say
+from vissl_zero.commands.checkpoint.terminal import Parser, opened, say
 from vissl_zero.reporting.quantity import bytes_text
 
 _DESCRIPTION = """\
@@ -39,7 +38,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--average", action="store_true", help="the running average of the weights (HOOKS.EMA_MODEL)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(arguments)
-    with weights_of(opened(options.path), options.average) as weights:
+    with weights_of(opened(options.path), "average" if options.average else "student") as weights:
         done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
         say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
     if done.left_out:

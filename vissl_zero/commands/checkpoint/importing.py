@@ -10,8 +10,7 @@ from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.import_weights import write_imported
 from vissl_zero.checkpoint.matching import match, shapes_of
 from vissl_zero.checkpoint.weights import open_weights
-from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say
+from vissl_zero.commands.checkpoint.terminal import Parser, say
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.saved import as_data
@@ -27,10 +26,11 @@ that holds more than data is refused.
   vissl-zero config=benchmark/linear config.MODEL.WEIGHTS_INIT.PARAMS_FILE=s.safetensors config.MODEL.TRUNK.NAME=resnet
 
 With a recipe (or --like) names and shapes are compared with that model's; what does not match is listed, and nothing is
-written if the trunk is not complete (exit code 1), unless --partial is given:
+written if the trunk is not complete (exit code 1), unless --partial is given. Without one, nothing is written if fewer
+than half of the tensors have a name that is understood (exit code 2), unless --partial is given (exit code 1):
   vissl-zero checkpoint import swav_in1k.torch --to swav.safetensors config=pretrain/swav/cifar10 config.MODEL.TRUNK...
 
-A folder as OUT becomes a run that goes on: with the same recipe and config.CHECKPOINT.DIR=OUT, from the file's step and
+A folder as OUT becomes a run to resume: with the same recipe and config.CHECKPOINT.DIR=OUT, from the file's step and
 with its momentum, as far as the file says whose that is (consolidated checkpoints of training).
 """
 
@@ -58,6 +58,8 @@ def import_(arguments: Sequence[str]) -> int:
     shapes, config = _target(parser.prog, options.words, options.like)
     foreign = read_foreign(Path(options.source).expanduser(), options.key)
     found = match(foreign, shapes, options.remove_prefix)
+    for reason in foreign.passed_over:
+        say(f"passed over: {reason}")
     say(f"{options.source}: {foreign.layout}, {len(foreign.entries)} tensors")
     for sentence in found.sentences():
         say(sentence)
@@ -66,14 +68,21 @@ def import_(arguments: Sequence[str]) -> int:
             f"{options.source}: no tensor has a name or shape that is understood; nothing was written."
         )
     incomplete = found.lacks("trunk")
+    is_understood = shapes is not None or 2 * len(found.entries) >= len(foreign.entries)
     if incomplete and not options.partial:
         say(f"Not written: the trunk lacks {len(incomplete)} tensors. --partial writes the rest all the same.")
         return 1
+    if not is_understood and not options.partial:
+        raise CheckpointError(
+            f"{options.source}: only {len(found.entries)} of {len(foreign.entries)} tensors have a name that is "
+            "understood; nothing was written. Name a recipe or --like for the model they are of, --key or "
+            "--remove-prefix for their place, or --partial to write these few all the same."
+        )
     path, about_optimizer = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
     if about_optimizer:
         say(about_optimizer)
     say(f"-> {path}: {len(found.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in found.entries))}")
-    return 1 if incomplete else 0
+    return 1 if incomplete or not is_understood else 0
 
 
 def _target(

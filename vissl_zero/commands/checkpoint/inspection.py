@@ -10,16 +10,16 @@ from vissl_zero.checkpoint.comparison import settings_that_differ
 from vissl_zero.checkpoint.manifest import TensorInfo
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, config_of
-from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import opened, say, table
-from vissl_zero.config.plain_tree import without_vissl_keys
+from vissl_zero.commands.checkpoint.terminal import Parser, opened, say, table
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.reporting.quantity import bytes_text
 
 _KINDS = {
     "model": "parameters",
     "buffer": "buffers",
     "average": "running average of parameters",
+    "teacher": "parameters of the teacher",
     "optimizer": "optimizer state",
     "criterion": "state of the loss",
     "of_rank": "of single ranks",

@@ -9,14 +9,13 @@ from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.manifest import MANIFEST_NAME
 from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, open_store
-from vissl_zero.commands.checkpoint import Parser
-from vissl_zero.commands.checkpoint.printing import say
+from vissl_zero.commands.checkpoint.terminal import Parser, say
 from vissl_zero.errors import CheckpointError
 from vissl_zero.reporting.quantity import bytes_text
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Read every byte against its checksum; 0 if all is whole, 1 if not.
+    """Read every byte against its checksum; 0 if all is complete and undamaged, 1 if not.
 
     Raises:
         CheckpointError: the path names nothing that could be verified.
@@ -24,12 +23,12 @@ def verify(arguments: Sequence[str]) -> int:
     parser = Parser(
         "verify",
         "Read everything against the checksums: of a run folder, all its checkpoints.\n"
-        "Exit codes: 0 whole, 1 not, 2 your input.",
+        "Exit codes: 0 complete, 1 incomplete or damaged, 2 your input.",
     )
     parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
     options = parser.parse_args(arguments)
-    is_whole = [_verify(path) for text in options.path for path in _meant(Path(text).expanduser())]
-    return 0 if all(is_whole) else 1
+    is_complete = [_verify(path) for text in options.path for path in _meant(Path(text).expanduser())]
+    return 0 if all(is_complete) else 1
 
 
 def _meant(path: Path) -> list[Path]:
@@ -56,18 +55,18 @@ def _verify(path: Path) -> bool:
                 num_bytes, what = sum(rank.num_bytes for rank in checkpoint.ranks.values()), "all checksums fit"
         else:
             file = WeightsFile(path)
-            file.close()
-            num_bytes, what = (
-                sum(i.num_bytes for i in file.tensors.values()),
-                "no checksums; its length is right",
-            )
-            problems = []
+            try:
+                problems = list(file.verify())
+            finally:
+                file.close()
+            num_bytes = sum(info.num_bytes for info in file.tensors.values())
+            what = "all checksums fit" if file.has_checksums else "it carries no checksums; its length is right"
     except CheckpointError as error:
         problems = [str(error)]
     for problem in problems:
         say(problem)
     if problems:
-        say(f"NOT whole: {path}", style="bold red")
+        say(f"INCOMPLETE OR DAMAGED: {path}", style="bold red")
     else:
-        say(f"whole: {path} ({bytes_text(num_bytes)}, {what})")
+        say(f"complete: {path} ({bytes_text(num_bytes)}, {what})")
     return not problems

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.vissl import with_vissl_keys
+
+if TYPE_CHECKING:
+    Texts = list[str]
+else:
+    Texts = Any  # a plain text is a list of one: `compose` makes it one, and refuses what is neither
+
+
+TEXTS: dict[str, Any] = {"texts": True}  # metadata of such a field
 
 
 @with_vissl_keys("DATA.TRAIN")
@@ -13,25 +22,31 @@ from vissl_zero.config.vissl_block import with_vissl_keys
 class Split:
     """``DATA.TRAIN`` and ``DATA.TEST``."""
 
-    DATA_SOURCES: list[str] = field(default_factory=list)
-    """One data source: disk_folder, digits, synthetic or one of your own; empty: no such split."""
-    DATA_PATHS: list[str] = field(default_factory=list)
-    """Folders of a disk_folder source; several are joined."""
+    DATA_SOURCES: Texts = field(default_factory=list, metadata=TEXTS)
+    """One data source: disk_folder, digits, synthetic or one of your own; empty with DATA_PATHS: disk_folder."""
+    DATA_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
+    """Folders with images; several are joined. In place of a recipe's digits, they imply disk_folder."""
+    DATASET_NAMES: Texts = field(default_factory=list, metadata=TEXTS)
+    """Data sets by name: torchvision's for torchvision_dataset; without DATA_PATHS, those of a dataset catalogue."""
+    REMOVE_IMG_PATH_PREFIX: str = ""
+    """Start of the paths in a disk_filelist that NEW_IMG_PATH_PREFIX replaces."""
+    NEW_IMG_PATH_PREFIX: str = ""
+    """What replaces REMOVE_IMG_PATH_PREFIX."""
     SOURCE_PARAMS: dict[str, Any] = field(default_factory=dict)
     """Keys of a data source of your own."""
-    LABEL_SOURCES: list[str] = field(default_factory=list)
+    LABEL_SOURCES: Texts = field(default_factory=list, metadata=TEXTS)
     """Where labels come from: [disk_folder] (the class folders) or [disk_filelist] (LABEL_PATHS)."""
-    LABEL_PATHS: list[str] = field(default_factory=list)
+    LABEL_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
     """Files of integer labels (.npy), one per DATA_PATHS."""
-    LABEL_TYPE: str = "standard"
+    LABEL_TYPE: str = choice("standard", "standard", "sample_index", "zero")
     """standard: the class of the image; sample_index: its number; zero: always 0."""
-    DEFAULT_GRAY_IMG_SIZE: int = 224
+    DEFAULT_GRAY_IMG_SIZE: int = number(224, least=1, most=65536)
     """Side in pixels of images that a source makes itself."""
-    BATCHSIZE_PER_REPLICA: int = 256
+    BATCHSIZE_PER_REPLICA: int = number(256, least=1, most=2**31)
     """Source images per process and micro-batch."""
     DROP_LAST: bool = False
     """Leave out the last step of an epoch if it would be smaller than the others."""
-    DATA_LIMIT: int = -1
+    DATA_LIMIT: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
     """Use this many images, drawn once; -1: all."""
     TRANSFORMS: list[Any] = field(default_factory=list)
     """From an image to its crops: a list of {name: ..., <argument>: ...}, our own transforms or torchvision's."""
@@ -42,13 +57,18 @@ class Split:
 class Data:
     """``DATA``."""
 
-    TRAIN: Split = field(default_factory=lambda: Split(DATA_SOURCES=["digits"]))
+    TRAIN: Split = field(default_factory=Split)
     """What is trained on."""
     TEST: Split = field(default_factory=Split)
     """What is evaluated on; without a source, part of TRAIN."""
-    NUM_DATALOADER_WORKERS: int = 4
+    IMG_SIZE: int | None = number(None, least=1, most=65536)
+    """Side in pixels of the largest training crop: all sizes in TRANSFORMS are scaled with it; null: as written."""
+    NUM_DATALOADER_WORKERS: int = number(4, least=0, most=1024)
     """Loader processes per training process; 0: images are loaded in the training process."""
+    WORKER_TIMEOUT_S: float | None = number(None, above=0)
+    """Seconds after which a loader process that gives no micro-batch counts as lost; null: half of
+    DISTRIBUTED.TIMEOUT_S, so that it is named before other ranks give up."""
     PIN_MEMORY: bool = True
     """Load batches into page-locked memory, which copies faster to a GPU; no effect without one."""
-    ON_BROKEN_IMAGE: str = "raise"
+    ON_BROKEN_IMAGE: str = choice("raise", "raise", "skip")
     """raise: stop, naming the file; skip: name it and take another image in its place, always the same one."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.vissl import with_vissl_keys
 
 
 @dataclass
 class Machine:
     """``MACHINE``."""
 
-    DEVICE: str = "auto"
+    DEVICE: str = choice("auto", "auto", "cpu", "gpu", also=("cuda",))
     """auto (GPU where there is one), cpu or gpu."""
+    MEMORY_GIB: float | None = number(None, above=0, most=10**9)
+    """For a dry run: memory of a GPU, or of a machine without, in GiB; null: this one's, or 80 where it has no GPU."""
 
 
 @with_vissl_keys("DISTRIBUTED")
@@ -21,21 +24,21 @@ class Machine:
 class Distributed:
     """``DISTRIBUTED``: processes."""
 
-    NUM_PROC_PER_NODE: int = 1
+    NUM_PROC_PER_NODE: int = number(1, least=1, most=65536)
     """Processes (ranks) on each machine; torchrun's own number wins."""
-    NUM_NODES: int = 1
+    NUM_NODES: int = number(1, least=1, most=2**20)
     """Machines: under torchrun, under SLURM, or by hand with RUN_ID and one command per machine."""
     RUN_ID: str = "auto"
     """Where machines started by hand meet: <address of machine 0>:<port>; auto: this machine alone."""
     SECRET_FILE: str | None = None
     """What machines started by hand prove to each other that they know; null: ~/.vissl_zero/secret, made if missing."""
-    BACKEND: str = "auto"
+    BACKEND: str = choice("auto", "auto", "nccl", "gloo")
     """auto (nccl on GPUs, gloo on the CPU), nccl or gloo."""
-    TIMEOUT_S: float = 600.0
+    TIMEOUT_S: float = number(600.0, above=0, most=10**9)
     """Seconds after which a rank that waits for others gives up."""
-    MAX_RESTARTS: int = 0
+    MAX_RESTARTS: int = number(0, least=0)
     """How often all processes, of all machines, go on from the newest checkpoint after one was killed or crashed."""
-    MIN_PROC_PER_NODE: int = -1
+    MIN_PROC_PER_NODE: int = number(-1, least=1, also=(-1,))
     """One machine: go on with fewer processes, not fewer than these, at the same batch after a kill; -1: with all."""
 
 
@@ -57,23 +60,23 @@ class Slurm:
     """Quality of service; empty: the cluster's default."""
     LOG_FOLDER: str = "."
     """Folder for the job's submission and logs, which this user alone can enter; relative: to the run folder."""
-    TIME_HOURS: int = 72
+    TIME_HOURS: int = number(72, least=0, most=10**6)
     """Time limit, hours."""
-    TIME_MINUTES: int = 0
+    TIME_MINUTES: int = number(0, least=0, most=10**8)
     """Time limit, minutes on top."""
     CONSTRAINT: str = ""
     """Node features asked for."""
-    MEM_GB: int = 250
+    MEM_GB: int = number(250, least=0, most=10**9)
     """Memory per node, GiB; 0: all of it."""
-    NUM_CPU_PER_PROC: int = 8
+    NUM_CPU_PER_PROC: int = number(8, least=1, most=65536)
     """CPU cores per process."""
-    PORT_ID: int = 0
+    PORT_ID: int = number(0, least=0, most=65535, fix="Write 0 for a free port.")
     """Rendezvous port; 0: a free one."""
-    TASK_PER: str = "node"
+    TASK_PER: str = choice("node", "node", "process")
     """node: one launcher per node, which starts its processes; process: one SLURM task per process."""
-    SIGNAL_DELAY_S: int = 120
+    SIGNAL_DELAY_S: int = number(120, least=1, most=10**8)
     """Seconds before the time limit (or the eviction) at which the run saves and stops."""
-    MAX_REQUEUES: int = 3
+    MAX_REQUEUES: int = number(3, least=0)
     """How many times a job that saved and stopped is queued again; 0: never."""
     SNAPSHOT_CODE: bool = False
     """Run a copy of vissl_zero and of IMPORTS made at submission, whatever happens to the originals meanwhile."""
@@ -88,11 +91,14 @@ class Slurm:
 class Trainer:
     """``TRAINER``: the training loop."""
 
-    MAX_STEPS: int | None = None
+    MAX_STEPS: int | None = number(None, least=1)
     """Total of optimizer steps after which the run ends; never changes the schedule; null: no limit."""
-    DTYPE: str = "float32"
+    DTYPE: str = choice("float32", "float32", "float64")
     """float32, or float64: parameters, batch norm, loss and Sinkhorn all in float64 (AMP must be off)."""
     DETERMINISTIC: bool = False
     """Fix the order of all sums: the same bits in every run and, without norms, at ZeRO levels 0 to 3; slower."""
-    THREADS_PER_RANK: int | None = None
+    EXACT_ACCUMULATION: bool = False
+    """With gradient_accumulation_steps above 1: one loss over all micro-batches of a step, as if each were a process of
+    its own; the forward pass runs twice."""
+    THREADS_PER_RANK: int | None = number(None, least=1, most=65536)
     """CPU threads of torch in each process; null: cores // processes on this machine."""

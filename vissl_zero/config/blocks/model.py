@@ -5,10 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vissl_zero.config.blocks.precision import AmpParams
 from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
-from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig, VisionTransformerConfig
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.vissl import with_vissl_keys
+
+
+@dataclass
+class AmpArgs:
+    """``MODEL.AMP_PARAMS.AMP_ARGS``."""
+
+    opt_level: str = "O1"
+    """apex's level; only O1, which is what torch.autocast does."""
+
+
+@with_vissl_keys("MODEL.AMP_PARAMS")
+@dataclass
+class AmpParams:
+    """``MODEL.AMP_PARAMS``: compute the forward pass in half precision; weights and updates stay in float32."""
+
+    USE_AMP: bool = False
+    """Switch half precision on."""
+    DTYPE: str = choice("bfloat16", "bfloat16", "float16")
+    """bfloat16 or float16; float16 needs loss scaling (ZERO.dynamic_loss_scale)."""
+    AMP_ARGS: AmpArgs = field(default_factory=AmpArgs)
+    """apex's arguments."""
 
 
 @dataclass
@@ -19,19 +40,28 @@ class RegNetBlock(RegNetConfig):
     """Per stage, the blocks (counted from 1) that end a stretch to be recomputed; wins over EVERY_N_BLOCKS."""
 
 
+@with_vissl_keys("MODEL.TRUNK.VISION_TRANSFORMERS")
+@dataclass
+class VisionTransformerBlock(VisionTransformerConfig):
+    """``MODEL.TRUNK.VISION_TRANSFORMERS``: the vision transformer's own keys."""
+
+
 @with_vissl_keys("MODEL.TRUNK")
 @dataclass
 class Trunk:
     """``MODEL.TRUNK``: from images to features."""
 
     NAME: str = "resnet"
-    """Trunk: regnet, resnet or one of your own; auto: that of the run that WEIGHTS_INIT.PARAMS_FILE is of."""
+    """Trunk: regnet, resnet, vision_transformer, timm/<any timm model>, or one of your own; auto: that of the run that
+    WEIGHTS_INIT.PARAMS_FILE is of."""
     REGNET: RegNetBlock = field(default_factory=RegNetBlock)
     """Keys of the regnet trunk."""
     RESNETS: ResNetConfig = field(default_factory=ResNetConfig)
     """Keys of the resnet trunk."""
+    VISION_TRANSFORMERS: VisionTransformerBlock = field(default_factory=VisionTransformerBlock)
+    """Keys of the vision_transformer trunk."""
     PARAMS: dict[str, Any] = field(default_factory=dict)
-    """Keys of a trunk of your own."""
+    """Keys of a timm/... trunk (use_mask_token, patch_drop_rate, drop_path_rate, model_args) or of one of your own."""
 
 
 @with_vissl_keys("MODEL.HEAD")
@@ -41,9 +71,9 @@ class Head:
 
     PARAMS: list[Any] = field(default_factory=list)
     """Heads, each ["name", {key: value}]."""
-    BATCHNORM_EPS: float = 1e-5
+    BATCHNORM_EPS: float = number(1e-5, least=0, most=1)
     """Added to the variance in the heads' batch norms."""
-    BATCHNORM_MOMENTUM: float = 0.1
+    BATCHNORM_MOMENTUM: float = number(0.1, least=0, most=1, fix="Write 0.1, the usual value.")
     """Weight of the newest batch in the running statistics of the heads' batch norms."""
 
 
@@ -54,7 +84,7 @@ class SyncBnConfig:
 
     CONVERT_BN_TO_SYNC_BN: bool = False
     """Synchronise every batch norm, on any backend."""
-    GROUP_SIZE: int = -1
+    GROUP_SIZE: int = number(-1, least=-1)
     """Processes that share statistics; -1 and 0: all (VISSL reads -1 as those of one machine)."""
 
 
@@ -65,7 +95,7 @@ class ActivationCheckpointing:
 
     USE_ACTIVATION_CHECKPOINTING: bool = False
     """Recompute, at every ZeRO level."""
-    EVERY_N_BLOCKS: int = 1
+    EVERY_N_BLOCKS: int = number(1, least=1)
     """Recompute every n-th block of the trunk; 1 saves most memory."""
 
 
@@ -77,7 +107,7 @@ class GradClip:
     """Clip the global norm of the gradients to MAX_NORM."""
     NORM_TYPE: float = 2
     """Order of the norm; only 2."""
-    MAX_NORM: float = 1
+    MAX_NORM: float = number(1, above=0)
     """Largest global L2 norm."""
 
 

@@ -1,12 +1,76 @@
-"""``OPTIMIZER``: the update rule, in every form that VISSL's users write it."""
+"""``OPTIMIZER``: the update rule, in every form that VISSL's users write it, and its schedules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from vissl_zero.config.blocks.schedulers import ParamSchedulers
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.vissl import with_vissl_keys
+
+
+@dataclass
+class AutoLrScaling:
+    """``auto_lr_scaling``: learning rates from the batch size, https://arxiv.org/abs/1706.02677."""
+
+    auto_scale: bool = False
+    """Scale the schedule so that its peak is base_value at base_lr_batch_size."""
+    base_value: float = number(0.1, above=0)
+    """Learning rate at ``base_lr_batch_size``."""
+    base_lr_batch_size: int = number(256, least=1)
+    """Source images per optimizer step over all processes that ``base_value`` is meant for."""
+    scaling_type: str = choice("linear", "linear", "sqrt")
+    """linear (with the batch) or sqrt (with its root)."""
+
+
+@dataclass
+class Scheduler:
+    """One schedule; which keys are used depends on ``name``."""
+
+    name: str = "multistep"
+    """constant, linear, cosine, step, multistep or composite."""
+    update_interval: str = choice("epoch", "step", "epoch")
+    """epoch or step: how often the value changes."""
+    value: float = number(0.1, least=0)
+    """constant: the value."""
+    start_value: float = number(0.1, least=0)
+    """linear, cosine: the first value."""
+    end_value: float = number(0.0, least=0)
+    """linear, cosine: the last value."""
+    values: list[float] = number([0.1, 0.01, 0.001], least=0)
+    """step, multistep: the values in order."""
+    milestones: list[int] = number([30, 60], least=0)
+    """multistep: epochs at which the next value begins."""
+    schedulers: list[Any] = field(default_factory=list)
+    """composite: the parts, each with the keys of a schedule."""
+    lengths: list[float] = field(default_factory=list)
+    """composite: share of the run that each part takes, summing to 1."""
+    interval_scaling: list[str] = choice([], "rescaled", "fixed")
+    """composite: per part, rescaled (runs its whole course within its share) or fixed (is cut out of the run)."""
+    auto_lr_scaling: AutoLrScaling = field(default_factory=AutoLrScaling)
+    """Learning rates from the batch size."""
+
+
+@dataclass
+class WeightDecayScheduler(Scheduler):
+    """A schedule that is off unless named."""
+
+    name: str | None = None  # type: ignore[assignment]
+    """As in a schedule of the learning rate; null: no schedule."""
+
+
+@dataclass
+class ParamSchedulers:
+    """``OPTIMIZER.param_schedulers``."""
+
+    lr: Scheduler = field(default_factory=Scheduler)
+    """Learning rate."""
+    lr_head: Scheduler = field(default_factory=Scheduler)
+    """Learning rate of the heads, where head_optimizer_params.use_different_lr."""
+    weight_decay: WeightDecayScheduler = field(default_factory=WeightDecayScheduler)
+    """Weight decay over time."""
+    weight_decay_head: WeightDecayScheduler = field(default_factory=WeightDecayScheduler)
+    """The heads' weight decay over time; unless named, like the trunk's."""
 
 
 @dataclass
@@ -15,9 +79,9 @@ class LarcConfig:
 
     clip: bool | None = None
     """Never enlarge the learning rate of a tensor (apex's clipping); null: false."""
-    trust_coefficient: float | None = None
+    trust_coefficient: float | None = number(None, above=0)
     """Largest update of a tensor over its norm, per unit of learning rate; null: 0.001."""
-    eps: float | None = None
+    eps: float | None = number(None, least=0)
     """Added to the gradient's norm; null: 1e-8."""
 
 
@@ -27,9 +91,9 @@ class BaseOptimizer:
 
     name: str | None = None
     """sgd, adam, adamw, lars or one of your own; null: as in the flat block."""
-    weight_decay: float | None = None
+    weight_decay: float | None = number(None, least=0)
     """Per step and unit of learning rate; null: as in the flat block."""
-    momentum: float | None = None
+    momentum: float | None = number(None, least=0)
     """Weight of the past in the running gradient (sgd, lars); null: as in the flat block."""
     nesterov: bool | None = None
     """Nesterov's momentum (sgd, lars); null: as in the flat block."""
@@ -51,8 +115,10 @@ class HeadOptimizerParams:
     """The heads follow param_schedulers.lr_head instead of lr."""
     use_different_wd: bool = False
     """The heads have the weight decay below."""
-    weight_decay: float = 1e-4
+    weight_decay: float = number(1e-4, least=0)
     """Of the heads, where ``use_different_wd``."""
+    lr_factors: list[float] = number([], above=0, most=10**9)
+    """Train a copy of the head per factor of the learning rate, side by side on a frozen trunk; the best counts."""
 
 
 @with_vissl_keys("OPTIMIZER")
@@ -66,9 +132,9 @@ class Optimizer:
     """Shard the optimizer's state: ZeRO level 1."""
     base_optimizer: BaseOptimizer = field(default_factory=BaseOptimizer)
     """The optimizer under ``name: zero``; wins over the flat keys."""
-    weight_decay: float | None = None
+    weight_decay: float | None = number(None, least=0)
     """Per step and unit of learning rate; null: 1e-4."""
-    momentum: float | None = None
+    momentum: float | None = number(None, least=0)
     """Weight of the past in the running gradient (sgd, lars); null: 0.9."""
     nesterov: bool | None = None
     """Nesterov's momentum (sgd, lars); null: false."""
@@ -80,7 +146,9 @@ class Optimizer:
     """LARC's keys."""
     PARAMS: dict[str, Any] = field(default_factory=dict)
     """The optimizer's other keys, such as eps or eta."""
-    num_epochs: int = 90
+    lr: float | None = number(None, above=0)
+    """Peak learning rate: param_schedulers.lr is scaled to it, warm-up included; null: the schedule as written."""
+    num_epochs: int = number(90, least=1, most=10**9)
     """Passes over the training images."""
     regularize_bn: bool = False
     """Weight decay on norm layers too."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vissl_zero.config.vissl_block import with_vissl_keys
+from vissl_zero.config.constraints import number
+from vissl_zero.config.vissl import with_vissl_keys
 
 
 @with_vissl_keys("CHECKPOINT")
@@ -16,23 +17,25 @@ class Checkpoint:
     """The run folder; null: Hydra's output or sweep folder (runs/<date>_<time>_<recipe>)."""
     AUTO_RESUME: bool = True
     """Go on from the newest whole checkpoint in DIR, if there is one."""
-    CHECKPOINT_FREQUENCY: int = 1
+    CHECKPOINT_FREQUENCY: int = number(1, least=1, also=(-1,))
     """Epochs between checkpoints; -1: none by epochs. The end of the run is saved unless both frequencies are -1."""
-    CHECKPOINT_ITER_FREQUENCY: int = -1
+    CHECKPOINT_ITER_FREQUENCY: int = number(-1, least=1, also=(-1,))
     """Optimizer steps between checkpoints; -1: only by epochs."""
-    KEEP_LAST: int = 2
+    SAVE_BEST: bool = False
+    """Keep the weights with the highest top-1 on TEST of a supervised run as weights_best.safetensors."""
+    KEEP_LAST: int = number(2, least=1, also=(-1,))
     """How many of the newest checkpoints are kept; -1: all."""
-    KEEP_EVERY: int = -1
+    KEEP_EVERY: int = number(-1, least=1, also=(-1,))
     """Keep those at multiples of this many optimizer steps for good; -1: none."""
     ASYNC: bool = True
     """Write while training goes on, from a copy in host memory; off, training waits for the disk."""
-    TIME_LIMIT_MIN: float | None = None
+    TIME_LIMIT_MIN: float | None = number(None, above=0, fix="Write null for none.")
     """Minutes after which the run saves and stops with exit code 75; null: none."""
     ALLOW_CHANGED: list[str] = field(default_factory=list)
     """Keys (or blocks) that may differ from the checkpoint's though they change shapes or the order of the data."""
-    LATEST_CHECKPOINT_RESUME_FILE_NUM: int = 1
+    LATEST_CHECKPOINT_RESUME_FILE_NUM: int = number(1, least=1, fix="Write 1 for the newest.")
     """Resume from the n-th newest."""
-    CHECK_RANKS_EVERY: int = -1
+    CHECK_RANKS_EVERY: int = number(-1, least=1, also=(-1,))
     """Optimizer steps between comparisons over ranks of what they should hold alike, by checksum; -1: never."""
 
 
@@ -52,11 +55,11 @@ class EmaModel:
 
     SAVE_EMA_MODEL: bool = False
     """Keep the average during training, shard by shard, and write it as weights_ema.safetensors."""
-    UPDATE_ITER: int = 1
+    UPDATE_ITER: int = number(1, least=1)
     """Optimizer steps between updates of the average."""
-    WARMUP: float = 0.05
+    WARMUP: float = number(0.05, least=0, most=1)
     """Share of training, 0 to 1, in which the average is a copy of the weights."""
-    DECAY: float = 0.9999
+    DECAY: float = number(0.9999, least=0, most=1)
     """Weight of the past in the average, 0 to 1, per update."""
 
 
@@ -80,15 +83,15 @@ class NearestNeighbor:
 
     USE_KNN: bool = True
     """Measure before and after training."""
-    EVERY_NUM_EPOCHS: int = 0
+    EVERY_NUM_EPOCHS: int = number(0, least=0)
     """Measure after every k-th epoch too; 0: only before and after."""
-    TOPK: int = 20
+    TOPK: int = number(20, least=1)
     """Neighbours that vote."""
-    SIGMA: float = 0.07
+    SIGMA: float = number(0.07, least=1e-6)
     """Temperature of the vote: a neighbour at cosine c weighs exp(c / SIGMA)."""
     L2_NORM_FEATS: bool = True
     """Divide features by their L2 norm (else the vote goes by dot products)."""
-    MAX_TRAIN_IMAGES: int = 10000
+    MAX_TRAIN_IMAGES: int = number(10000, least=1)
     """Most images to index; more are thinned out evenly."""
-    MAX_TEST_IMAGES: int = 2000
+    MAX_TEST_IMAGES: int = number(2000, least=1)
     """Most images to ask about; more are thinned out evenly."""

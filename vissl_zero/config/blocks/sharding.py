@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vissl_zero.config.constraints import choice, number
+
 
 @dataclass
 class ShardedDdpSetup:
@@ -11,7 +13,7 @@ class ShardedDdpSetup:
 
     USE_SDP: bool = False
     """Shard optimizer state and gradients."""
-    reduce_buffer_size: int = -1
+    reduce_buffer_size: int = number(-1, least=-1)
     """Elements per communication buffer of fairscale's ShardedDDP; no effect on the torch engine."""
 
 
@@ -21,7 +23,7 @@ class FsdpConfig:
 
     AUTO_SETUP_FSDP: bool = False
     """Shard parameters too, and derive the precision keys below from AMP."""
-    AUTO_WRAP_THRESHOLD: int = 0
+    AUTO_WRAP_THRESHOLD: int = number(0, least=0)
     """Also make a unit of every layer with at least this many parameters, of any type; 0: blocks only."""
     AMP_TYPE: str = "O1"
     """O1 (autocast) or O2 (parameters cast to half precision for compute); "01" and "02" mean the same."""
@@ -33,9 +35,9 @@ class FsdpConfig:
     """Allow compute_dtype to differ from float32."""
     fp32_reduce_scatter: bool = False
     """Reduce gradients in float32 when parameters are computed in half precision."""
-    compute_dtype: str = "float32"
+    compute_dtype: str = choice("float32", "float32", "float16", "bfloat16")
     """Dtype that parameters are cast to for compute: float32, float16 or bfloat16."""
-    bucket_cap_mb: float = 0
+    bucket_cap_mb: float = number(0, least=0)
     """Size in MiB of fairscale's reduce-scatter buckets; no effect on the torch engine."""
     clear_autocast_cache: bool = True
     """Drop autocast's cached casts after each unit; no effect on the torch engine, which caches none across units."""
@@ -89,11 +91,11 @@ class Zero:
     """Implementation: torch (auto is torch) or fairscale (levels 1 and 2, and 3 on CUDA)."""
     SHARD_GROUP_SIZE: int = -1
     """Processes that share one copy of the state; -1: all."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = number(1, least=1, most=2**31)
     """Micro-batches per optimizer step."""
     dynamic_loss_scale: bool = True
     """Scale the loss in float16 so that small gradients survive; no effect in other precisions."""
-    clip_grad: float | None = None
+    clip_grad: float | None = number(None, above=0)
     """Largest global L2 norm of the gradients; null: no clipping."""
     offload_optimizer_config: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     """Optimizer state on the CPU or on NVMe."""

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from vissl_zero.config.components.heads import MLPConfig, SwAVHeadConfig
-from vissl_zero.config.components.losses import CrossEntropyConfig, SwAVLossConfig
-from vissl_zero.config.components.optimizers import AdamConfig, AdamWConfig, LARSConfig, SGDConfig
-from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig
+from functools import cache
+
+from vissl_zero.config.components.heads import MLPConfig, SiameseHeadConfig
+from vissl_zero.config.components.optimizers import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LARSConfig,
+    MuonConfig,
+    SGDConfig,
+)
+from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig, TimmConfig, VisionTransformerConfig
+from vissl_zero.registry import METHODS
 
 # kind (the registry's own word) -> name -> keys
 BUILTIN: dict[str, dict[str, type]] = {
-    "trunk": {"regnet": RegNetConfig, "resnet": ResNetConfig},
-    "head": {"swav_head": SwAVHeadConfig, "mlp": MLPConfig},
-    "loss": {
-        "swav_loss": SwAVLossConfig,
-        "CrossEntropyLoss": CrossEntropyConfig,
-        "cross_entropy_multiple_output_single_target": CrossEntropyConfig,
+    "trunk": {
+        "regnet": RegNetConfig,
+        "resnet": ResNetConfig,
+        "vision_transformer": VisionTransformerConfig,
+        "timm": TimmConfig,
     },
-    "base optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "adamw": AdamWConfig, "lars": LARSConfig},
+    "head": {"mlp": MLPConfig, "siamese_head": SiameseHeadConfig},
+    "base optimizer": {
+        "sgd": SGDConfig,
+        "adam": AdamConfig,
+        "adamw": AdamWConfig,
+        "lars": LARSConfig,
+        "muon": MuonConfig,
+        "lamb": LambConfig,
+        "adafactor": AdafactorConfig,
+    },
 }
+_TABLES = {"loss": "losses", "head": "heads"}  # of a MethodSpec
+
+
+@cache
+def builtin_keys(kind: str) -> dict[str, type]:
+    """Keys of the built-in components of a kind by name, losses and heads of the methods among them."""
+    keys = dict(BUILTIN.get(kind, {}))
+    if kind in ("loss", "head"):
+        specs = [METHODS.get(method).build() for method in METHODS.builtin()]
+        keys |= {name: schema for spec in specs for name, schema in getattr(spec, _TABLES[kind]).items()}
+    return keys

@@ -1,4 +1,4 @@
-"""Keys of the built-in heads, written as ``MODEL.HEAD.PARAMS: [["name", {key: value}]]``."""
+"""Keys of the heads that no method owns, written as ``MODEL.HEAD.PARAMS: [["name", {key: value}]]``."""
 
 from __future__ import annotations
 
@@ -6,25 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-
-@dataclass
-class SwAVHeadConfig:
-    """``swav_head``: projection MLP, then one linear layer of prototypes per entry of ``num_clusters``."""
-
-    dims: list[int] = MISSING
-    """Widths of the projection MLP, from the trunk's features to the embedding."""
-    num_clusters: list[int] = MISSING
-    """Number of prototypes of each prototype layer."""
-    use_bn: bool = False
-    """Batch norm between the layers of the MLP."""
-    use_bias: bool = True
-    """Bias in the layers of the MLP (prototypes have none)."""
-    skip_last_bn: bool = True
-    """No batch norm or activation after the last layer of the MLP."""
-    normalize_feats: bool = True
-    """Divide embeddings by their L2 norm before they are scored."""
-    activation_name: str = "ReLU"
-    """Activation between the layers: ReLU, GELU or SiLU."""
+from vissl_zero.config.constraints import number
 
 
 @dataclass
@@ -32,16 +14,32 @@ class MLPConfig:
     """``mlp``: linear layers."""
 
     dims: list[int] = MISSING
-    """Widths, from the trunk's features to the outputs."""
+    """Widths, from the trunk's features (-1: as many as it has) to the outputs (-1: as many as there are classes)."""
     use_bn: bool = False
     """Batch norm after each layer."""
     use_relu: bool = False
     """ReLU after each layer."""
     use_dropout: bool = False
     """Dropout after each layer."""
-    dropout_rate: float = 0.5
+    dropout_rate: float = number(0.5, least=0, below=1)
     """Share of activations dropped where ``use_dropout``."""
     use_bias: bool = True
     """Bias in each layer."""
     skip_last_layer_relu_bn: bool = True
     """Nothing after the last layer."""
+
+
+@dataclass
+class SiameseHeadConfig:
+    """``siamese_head``: a projector and a predictor on top of it; BYOL, SimSiam and MoCo v3 need it."""
+
+    dims: list[int] = MISSING
+    """Widths of the projector, from the trunk's features to the embedding."""
+    predictor_dims: list[int] = MISSING
+    """Widths of the predictor's hidden layers; it ends in the embedding's width."""
+    use_bn: bool = True
+    """Batch norm between the layers."""
+    projector_last_bn: bool = False
+    """Batch norm without weights after the projector's last layer (SimSiam, MoCo v3)."""
+    predictor_last_bn: bool = False
+    """The same after the predictor's last layer (MoCo v3)."""

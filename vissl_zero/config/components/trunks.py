@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from vissl_zero.config.constraints import choice, constraint_problems, number
 from vissl_zero.errors import Problem
 
 
@@ -16,22 +19,22 @@ class RegNetConfig:
 
     name: str | None = None
     """Published network, such as ``regnet_y_400mf``; null: built from the parameters below."""
-    depth: int | None = None
+    depth: int | None = number(None, least=1, most=10000)
     """Number of blocks over all stages."""
-    w_0: int | None = None
+    w_0: int | None = number(None, least=8, most=2**20)
     """Width of the first block before quantisation, in channels."""
-    w_a: float | None = None
+    w_a: float | None = number(None, least=0, most=2**20)
     """Slope of the width over the blocks, in channels per block."""
-    w_m: float | None = None
+    w_m: float | None = number(None, above=1, most=2**20)
     """Ratio between the widths of neighbouring stages."""
-    group_width: int | None = None
+    group_width: int | None = number(None, least=1, most=2**20)
     """Channels per group of the grouped convolutions."""
-    bottleneck_multiplier: float = 1.0
+    bottleneck_multiplier: float = number(1.0, above=0, most=1024)
     """Width inside a block over the width of the block."""
     stem_type: str = "SIMPLE_STEM_IN"
     """First layers: SIMPLE_STEM_IN (3x3, stride 2), RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64
     pixels, RES_STEM_CIFAR (3x3, stride 1)."""
-    stem_width: int = 32
+    stem_width: int = number(32, least=1, most=2**20)
     """Channels of the first convolution."""
     block_type: str = "RES_BOTTLENECK_BLOCK"
     """RES_BOTTLENECK_BLOCK, RES_BOTTLENECK_LINEAR_BLOCK, VANILLA_BLOCK or RES_BASIC_BLOCK."""
@@ -39,11 +42,11 @@ class RegNetConfig:
     """RELU or SILU."""
     use_se: bool = True
     """Squeeze-and-excitation in every block: true is RegNetY, false RegNetX."""
-    se_ratio: float = 0.25
+    se_ratio: float = number(0.25, above=0, most=1024)
     """Channels inside squeeze-and-excitation over the block's input channels."""
-    bn_epsilon: float = 1e-5
+    bn_epsilon: float = number(1e-5, least=0, most=1)
     """Added to the variance in batch norm."""
-    bn_momentum: float = 0.1
+    bn_momentum: float = number(0.1, least=0, most=1)
     """Weight of the newest batch in the running statistics of batch norm."""
 
 
@@ -51,51 +54,113 @@ class RegNetConfig:
 class ResNetConfig:
     """``MODEL.TRUNK.RESNETS``: ResNet of https://arxiv.org/abs/1512.03385 (stride in the 3x3 convolution)."""
 
-    DEPTH: int = 50
+    DEPTH: int = choice(50, 18, 34, 50, 101, 152)
     """Layers: 18, 34, 50, 101 or 152."""
-    WIDTH_MULTIPLIER: int = 1
+    WIDTH_MULTIPLIER: int = number(1, least=1, most=1024)
     """Channels of every layer over those of the published network."""
-    NORM: str = "BatchNorm"
+    NORM: str = choice("BatchNorm", "BatchNorm", "GroupNorm")
     """Normalisation: BatchNorm or GroupNorm."""
-    GROUPNORM_GROUPS: int = 32
+    GROUPNORM_GROUPS: int = number(32, least=1)
     """Groups of GroupNorm; no effect with BatchNorm."""
-    GROUPS: int = 1
+    GROUPS: int = number(1, least=1, most=2**20)
     """Groups of the 3x3 convolutions (ResNeXt: 32)."""
-    WIDTH_PER_GROUP: int = 64
+    WIDTH_PER_GROUP: int = number(64, least=1, most=2**20)
     """Channels per group of the first stage."""
     ZERO_INIT_RESIDUAL: bool = False
     """Start every residual branch at zero (weight of its last norm)."""
     STANDARDIZE_CONVOLUTIONS: bool = False
     """Bring each filter to mean 0 and deviation 1 whenever it is applied (for GroupNorm)."""
-    LAYER4_STRIDE: int = 2
+    LAYER4_STRIDE: int = choice(2, 1, 2)
     """Stride of the last stage: 1 or 2."""
-    STEM_TYPE: str = "RES_STEM_IN"
+    STEM_TYPE: str = choice("RES_STEM_IN", "RES_STEM_IN", "RES_STEM_CIFAR")
     """First layers: RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64 pixels, RES_STEM_CIFAR (3x3)."""
 
 
+@dataclass
+class VisionTransformerConfig:
+    """``MODEL.TRUNK.VISION_TRANSFORMERS``: ViT of https://arxiv.org/abs/2010.11929 with learned positions."""
+
+    IMAGE_SIZE: int = number(224, least=1, most=2**16)
+    """Side of the images that position embeddings are made for, in pixels; they are interpolated for other sizes."""
+    PATCH_SIZE: int = number(16, least=1, most=2**16)
+    """Side of a patch, in pixels; divides the side of every crop."""
+    NUM_LAYERS: int = number(12, least=1, most=10000)
+    """Blocks. With HIDDEN_DIM, NUM_HEADS, MLP_DIM: tiny 12, 192, 3, 768; small 12, 384, 6, 1536; base 12, 768, 12,
+    3072; large 24, 1024, 16, 4096; huge 32, 1280, 16, 5120; giant 40, 1536, 24, 6144; 7B 40, 4096, 32, 16384."""
+    NUM_HEADS: int = number(12, least=1, most=2**20)
+    """Attention heads; divides HIDDEN_DIM."""
+    HIDDEN_DIM: int = number(768, least=1, most=2**20)
+    """Width of tokens and features."""
+    MLP_DIM: int = number(3072, least=1, most=2**22)
+    """Width inside the MLP of a block."""
+    DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of embeddings, of attention's output and in the MLP."""
+    ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of attention weights; takes torch's fused attention away."""
+    CLASSIFIER: str = choice("token", "token", "gap")
+    """What becomes the feature of an image: token (the class token) or gap (the mean of the patches)."""
+    DROP_PATH_RATE: float = number(0.0, least=0, below=1)
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    QKV_BIAS: bool = False
+    """Bias in the projections to queries, keys and values; the published networks have it."""
+    NUM_REGISTERS: int = number(0, least=0, most=10000)
+    """Register tokens (https://arxiv.org/abs/2309.16588)."""
+    LAYER_SCALE_INIT: float | None = number(None, above=0, most=1000)
+    """First value of layer scale (https://arxiv.org/abs/2103.17239); null: no layer scale."""
+    PATCH_DROP_RATE: float = number(0.0, least=0, below=1)
+    """Share of patches left out in training."""
+    USE_MASK_TOKEN: bool = False
+    """A learned vector for masked patches, for methods that mask."""
+
+
+@dataclass
+class TimmConfig:
+    """``MODEL.TRUNK.PARAMS`` of a trunk called ``timm/<model>``: arguments of ``timm.create_model``."""
+
+    name: str = ""
+    """Of the model, after ``timm/``; filled in."""
+    use_mask_token: bool = False
+    """A learned vector for masked patches; vision transformers only."""
+    patch_drop_rate: float = number(0.0, least=0, below=1)
+    """Share of patches left out in training; vision transformers only."""
+    drop_path_rate: float | None = number(None, least=0, below=1)
+    """Stochastic depth of the last block; null: the model's own."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments, such as img_size or init_values."""
+
+
 # Trunk -> its block of keys under MODEL.TRUNK; a trunk of one's own has PARAMS.
-TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS"}
+TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS", "vision_transformer": "VISION_TRANSFORMERS"}
+_TIMM = "timm"
 # What makes a RegNet when no name does.
 REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
-# Least value of each, and the least step between values where there is one.
-_REGNET_LEAST = {"depth": 1, "w_0": 8, "w_a": 0, "group_width": 1, "stem_width": 1}
+
+
+def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
+    """Sizes that make no vision transformer."""
+    key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
+    found = list(constraint_problems(config, key))
+    for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
+        if not found and getattr(config, name) % getattr(config, divisor):
+            must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
+            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return found
+
+
+def trunk_component(name: str) -> str:
+    """The registered trunk that builds ``name``: ``timm`` for ``timm/<model>``, else the name itself."""
+    return _TIMM if name.startswith(f"{_TIMM}/") else name
+
+
+def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """``MODEL.TRUNK.PARAMS`` with what the name of the trunk says."""
+    return {**params, "name": name.removeprefix(f"{_TIMM}/")} if trunk_component(name) == _TIMM else dict(params)
 
 
 def regnet_problems(config: RegNetConfig) -> list[Problem]:
     """Parameters of a RegNet that make none; those that are null are left to others to miss."""
-    key, found = "config.MODEL.TRUNK.REGNET", []
-    for name, least in _REGNET_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            found.append(Problem(f"{key}.{name}", str(value), f"must be at least {least}", f"Write {least} or more."))
-    for name in ("bottleneck_multiplier", "se_ratio"):
-        if not getattr(config, name) > 0:
-            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), "must be above 0", "Leave it out."))
+    key = "config.MODEL.TRUNK.REGNET"
+    found = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
         found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, say."))
-    if config.w_m is not None and not config.w_m > 1:
-        found.append(Problem(f"{key}.w_m", str(config.w_m), "must be above 1", "Write 2.5, say."))
     return found
-
-
-RESNET_DEPTHS: tuple[int, ...] = (18, 34, 50, 101, 152)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from vissl_zero.config.components import BUILTIN
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component, trunk_params
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
-from vissl_zero.registry import HEADS, LOSSES, TRUNKS
+from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
 
 
 def trunk_options(cfg: RunConfig) -> dict[str, Any]:
     """All keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
     trunk = cfg.MODEL.TRUNK
     if trunk.NAME in TRUNK_BLOCKS:
-        return _only_fields(asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME])), BUILTIN["trunk"][trunk.NAME])
-    return typed_options(component_keys(TRUNKS, trunk.NAME), trunk.PARAMS, "config.MODEL.TRUNK.PARAMS")
+        return _only_fields(asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME])), builtin_keys("trunk")[trunk.NAME])
+    keys = component_keys(TRUNKS, trunk_component(trunk.NAME))
+    return typed_options(keys, trunk_params(trunk.NAME, trunk.PARAMS), "config.MODEL.TRUNK.PARAMS")
 
 
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -32,52 +33,35 @@ def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def loss_options(cfg: RunConfig) -> dict[str, Any]:
-    """All keys of the chosen loss; SwAV's inferred ones filled in. Raises ConfigError for wrong keys."""
+    """All keys of the chosen loss; those that other blocks decide filled in. Raises ConfigError for wrong keys."""
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
     given = _only_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
     options = typed_options(schema, given, f"config.LOSS.{name}")
-    if name == "swav_loss":
-        options |= {key: value for key, value in swav_facts(cfg).items() if value is not None}
-    return options
-
-
-def swav_facts(cfg: RunConfig) -> dict[str, Any]:
-    """num_crops from the transforms, num_prototypes and embedding_dim from the head; None where they do not say."""
-    head = next((options or {} for name, options in _pairs(cfg.MODEL.HEAD.PARAMS) if name == "swav_head"), {})
-    dims = head.get("dims") or []
-    return {
-        "num_crops": num_crops(cfg.DATA.TRAIN.TRANSFORMS),
-        "num_prototypes": head.get("num_clusters"),
-        "embedding_dim": dims[-1] if dims else None,
-    }
+    inferred = _inferred(cfg).items()
+    return options | {key: value for key, (value, _) in inferred if value is not None}
 
 
 def inferred_notes(cfg: RunConfig) -> list[str]:
-    """Notes where the loss's keys say something else than the head and the transforms they are taken from."""
-    if cfg.LOSS["name"] != "swav_loss":
-        return []
-    notes, given = [], cfg.LOSS["swav_loss"]
-    for key, value in swav_facts(cfg).items():
-        said = getattr(given, key)
+    """Notes where the loss's keys say something else than the blocks they are taken from."""
+    name, notes = cfg.LOSS["name"], []
+    for key, (value, origin) in _inferred(cfg).items():
+        said = getattr(cfg.LOSS[name], key)
         if said is not None and value is not None and said != value:
-            origin = "transforms" if key == "num_crops" else "head"
-            notes.append(f"config.LOSS.swav_loss.{key}: {value} is used, taken from the {origin}, not {said}.")
+            notes.append(f"config.LOSS.{name}.{key}: {value} is used, taken from the {origin}, not {said}.")
     return notes
 
 
-def num_crops(transforms: Sequence[Any]) -> int | None:
-    """Crops per image that the transforms make; None if no multi-crop is among them."""
-    for entry in transforms:
-        if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
-            counts = entry.get("num_crops") or []
-            return sum(counts) if all(isinstance(count, int) for count in counts) else None
-    return None
+def method_of(loss: Any) -> Any:
+    """The ``MethodSpec`` that a built-in loss belongs to; None for a loss of your own."""
+    specs = (METHODS.get(name).build() for name in METHODS)
+    return next((spec for spec in specs if loss in spec.losses), None)
 
 
-def _pairs(heads: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(h[0], h[1]) for h in heads if isinstance(h, Sequence) and not isinstance(h, str) and len(h) == 2]
+def _inferred(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+    method = method_of(cfg.LOSS["name"])
+    return method.inferred(cfg) if method else {}
 
 
 def _only_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:

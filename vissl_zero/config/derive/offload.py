@@ -1,4 +1,4 @@
-"""Where optimizer state and parameters rest, from the two offload blocks; the same for recipes and ``initialize``."""
+"""Where state is offloaded to, in recipes and under ``initialize``; and what engines cannot do under the latter."""
 
 from __future__ import annotations
 
@@ -123,3 +123,39 @@ def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
     in_vain = ["fast_init"] if block.fast_init is True else []
     in_vain += ["nvme_path"] if block.nvme_path else []
     return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
+
+
+ENGINES = ("torch", "fairscale")
+_ENGINE_KEY = "zero.engine"
+
+
+def engine_of(name: str) -> str:
+    """``auto`` is torch."""
+    return "torch" if name == "auto" else name
+
+
+def engine_problems(
+    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int
+) -> list[Problem]:
+    """What cannot be done, each with the reason.
+
+    Args:
+        name: as given.
+        level: ZeRO level.
+        is_half: half precision is asked for, or comes with ``type=``.
+        is_offloaded: the optimizer or parameters rest elsewhere.
+        shard_group_size: -1: all ranks.
+    """
+    if engine_of(name) not in ENGINES:
+        fix = did_you_mean(name, ENGINES).strip() or "Leave it out."
+        return [Problem(_ENGINE_KEY, repr(name), "must be torch or fairscale", fix)]
+    if name != "fairscale":
+        return []
+    cannot = {
+        "at levels 0 and 3, which fairscale does not have in loops of one's own": level not in (1, 2),
+        "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": is_half,
+        "with offload, which fairscale does not have": is_offloaded,
+        "with shard_group_size, since fairscale shares one copy among all ranks": shard_group_size != -1,
+    }
+    fix = "Leave it out, or the other."
+    return [Problem(_ENGINE_KEY, repr(name), f"must be torch {words}", fix) for words, is_so in cannot.items() if is_so]

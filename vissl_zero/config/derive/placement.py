@@ -33,7 +33,7 @@ class Placement:
 
 def placement(cfg: RunConfig, host: Host) -> Placement:
     """Where the ranks of ``cfg`` live on ``host``."""
-    distributed, notes = cfg.DISTRIBUTED, []
+    distributed, notes = cfg.DISTRIBUTED, [host.assumed] if host.assumed else []
     world_size, procs = ranks(cfg, host)
     device = _device(cfg, host, procs)
     if device == "cpu" and host.num_gpus and cfg.MACHINE.DEVICE == "auto" and distributed.BACKEND != "gloo":
@@ -44,15 +44,31 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
         notes.append(f"config.DISTRIBUTED.NUM_PROC_PER_NODE has no effect: torchrun started {procs} processes.")
     if host.torchrun and distributed.MAX_RESTARTS:
         notes.append("config.DISTRIBUTED.MAX_RESTARTS has no effect under torchrun, which has --max-restarts.")
+    if cfg.MACHINE.MEMORY_GIB is not None and not cfg.DRY_RUN:
+        notes.append("config.MACHINE.MEMORY_GIB has an effect on dry runs only.")
+    threads = _threads(cfg, host, procs)
+    if threads < host.num_cores // procs and not (cfg.TRAINER.THREADS_PER_RANK or host.num_threads):
+        plural = "thread" if threads == 1 else "threads"
+        notes.append(
+            f"The machine is busy ({host.num_idle_cores} of {host.num_cores} cores idle): {threads} {plural} per "
+            f"process; config.TRAINER.THREADS_PER_RANK={host.num_cores // procs} uses all cores."
+        )
     return Placement(
         device=device,
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         world_size=world_size,
         num_nodes=max(1, world_size // procs),
         procs_per_node=procs,
-        threads_per_rank=cfg.TRAINER.THREADS_PER_RANK or max(1, host.num_cores // procs),
+        threads_per_rank=threads,
         notes=tuple(notes),
     )
+
+
+def _threads(cfg: RunConfig, host: Host, procs: int) -> int:
+    """Threads of a rank: as the user says, else its share of the idle cores (of all, if bits must not depend on it)."""
+    looks = host.num_idle_cores is not None and not cfg.TRAINER.DETERMINISTIC
+    cores = host.num_idle_cores if looks and host.num_idle_cores else host.num_cores
+    return cfg.TRAINER.THREADS_PER_RANK or host.num_threads or max(1, cores // procs)
 
 
 def ranks(cfg: RunConfig, host: Host) -> tuple[int, int]:

@@ -1,16 +1,16 @@
-"""What ``sharding`` is asked to do."""
+"""The sharding plan: the ZeRO level, the number formats, and what the engine is asked to do."""
 
 from __future__ import annotations
 
-from vissl_zero.config.blocks.model import ActivationCheckpointing, GradClip
-from vissl_zero.config.derive.level import level
+import re
+
+from vissl_zero.config.blocks.model import ActivationCheckpointing, AmpParams, GradClip
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.derive.optimizer import base_name, uses_larc
 from vissl_zero.config.derive.placement import Placement
-from vissl_zero.config.derive.precision import precision
-from vissl_zero.config.derive.whole_parameters import NO_UNITS, keeps_parameters_whole
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.vissl import TASK_LEVELS
 
 # What only fairscale reads: key -> field of the plan, and the level that reads it.
 _FAIRSCALE_KEYS = {
@@ -124,3 +124,138 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str
     if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):
         notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
     return notes
+
+
+_USE_SDP = "config.MODEL.SHARDED_DDP_SETUP.USE_SDP"
+_AUTO_FSDP = "config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP"
+_TYPE = re.compile(r"ZeroRedundancyOptimizer_Level_([123])")
+IMPLIED = "{key} is not given: 3, the one level whose parameters can be offloaded."
+TYPES = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
+
+
+def typed_level(name: str) -> int | None:
+    """The level that ColossalAI's name of it says; None: it is no such name."""
+    found = _TYPE.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def implied_level(params_device: str) -> int | None:
+    """The level of a block that names none but has parameters off the device, as on ColossalAI's page; else None."""
+    return 3 if params_device in ("cpu", "nvme") else None
+
+
+def switches(cfg: RunConfig) -> dict[str, int]:
+    """VISSL's switches that are on -> the level each stands for."""
+    found = {}
+    if cfg.OPTIMIZER.name == "zero":
+        found["config.OPTIMIZER.name=zero"] = 1
+    elif cfg.OPTIMIZER.use_zero:
+        found["config.OPTIMIZER.use_zero"] = 1
+    if cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP:
+        found[_USE_SDP] = 2
+    if cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP:
+        found[_AUTO_FSDP] = 3
+    task = cfg.TRAINER.TASK_NAME  # type: ignore[attr-defined] # from the tables of VISSL's keys
+    if task in TASK_LEVELS:
+        found[f"config.TRAINER.TASK_NAME={task}"] = TASK_LEVELS[task]
+    return found
+
+
+def chosen_level(cfg: RunConfig) -> int | None:
+    """The number in ``ZERO.LEVEL``, or in ``type``; None for auto (and for what is no level, which a rule refuses)."""
+    text = str(cfg.ZERO.LEVEL)
+    if text in {"0", "1", "2", "3"}:
+        return int(text)
+    return typed_level(cfg.ZERO.type) if text == "auto" and cfg.ZERO.type is not None else None
+
+
+def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
+    """The level, and a note for each switch that a number overrides."""
+    chosen, found = chosen_level(cfg), switches(cfg)
+    if chosen is None and not found and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
+        return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
+    if chosen is None:
+        return max(found.values(), default=0), ()
+    key = "config.ZERO.type" if str(cfg.ZERO.LEVEL) == "auto" else f"config.ZERO.LEVEL={chosen}"
+    notes = [
+        f"{key} wins over {switch}, which stands for level {meant}."
+        for switch, meant in found.items()
+        if meant != chosen
+    ]
+    return chosen, tuple(notes)
+
+
+HALF = ("float16", "bfloat16")
+_AMP_TYPES = {"O1": "O1", "01": "O1", "1": "O1", "O2": "O2", "02": "O2", "2": "O2"}
+
+
+def amp_type(cfg: RunConfig) -> str | None:
+    """``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01", with a zero); None: something else."""
+    return _AMP_TYPES.get(cfg.MODEL.FSDP_CONFIG.AMP_TYPE.upper())
+
+
+def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
+    """Number formats of a run, and a note for each key of FSDP_CONFIG that they override.
+
+    AMP off: one format throughout. AMP on: autocast over float32 parameters, gradients reduced in float32. At level 3,
+    O2 (or a compute_dtype of half precision written by hand, without AUTO_SETUP_FSDP) casts the parameters themselves
+    and reduces gradients in half precision too, unless fp32_reduce_scatter.
+    """
+    fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
+    if cfg.TRAINER.DTYPE == "float64":
+        return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
+    by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
+    half = None
+    if level == 3 and by_hand:
+        half = fsdp.compute_dtype
+    elif level == 3 and amp.USE_AMP and amp_type(cfg) == "O2":
+        half = amp.DTYPE
+    notes = (*_overridden(cfg, level, half), *_in_vain(cfg, level, _why_not_read(cfg, level, by_hand)))
+    if half:
+        reduce = "float32" if fsdp.fp32_reduce_scatter else half
+        scale = half == "float16" and cfg.ZERO.dynamic_loss_scale
+        return Precision("float32", None, half, reduce, scale), notes
+    autocast = amp.DTYPE if amp.USE_AMP else None
+    scale = autocast == "float16" and cfg.ZERO.dynamic_loss_scale
+    return Precision("float32", autocast, "float32", "float32", scale), notes
+
+
+def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
+    """Notes on precision keys of FSDP_CONFIG that say something else than what is done."""
+    fsdp = cfg.MODEL.FSDP_CONFIG
+    if fsdp.compute_dtype == (half or "float32"):
+        return ()
+    key = f"config.MODEL.FSDP_CONFIG.compute_dtype={fsdp.compute_dtype}"
+    if level < 3:
+        return (f"{key} has no effect below level 3.",)
+    if half:
+        # O2 with the default "float32", as VISSL's users write it, is no contradiction.
+        return () if fsdp.compute_dtype == "float32" else (f"{key} gives way to AMP_PARAMS.DTYPE={half}.",)
+    reason = "AUTO_SETUP_FSDP derives it from AMP" if fsdp.AUTO_SETUP_FSDP else "mixed_precision is off"
+    return (f"{key} has no effect: {reason}; parameters are computed in float32.",)
+
+
+def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
+    """Why AMP_TYPE decides nothing; empty if it does."""
+    if level < 3:
+        return "parameters are computed in half precision at level 3 only"
+    if by_hand:
+        return "compute_dtype is written by hand"
+    return "" if cfg.MODEL.AMP_PARAMS.USE_AMP else "AMP_PARAMS.USE_AMP is off"
+
+
+def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
+    """Notes on switches that were set and decide nothing."""
+    fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
+    key, notes = "config.MODEL.FSDP_CONFIG", []
+    if why_no_type and amp_type(cfg) == "O2":
+        notes.append(f"{key}.AMP_TYPE={fsdp.AMP_TYPE} has no effect: {why_no_type}.")
+    if not fsdp.mixed_precision and fsdp.AUTO_SETUP_FSDP:
+        notes.append(f"{key}.mixed_precision=False has no effect: AUTO_SETUP_FSDP derives it from AMP.")
+    elif not fsdp.mixed_precision and level < 3:
+        notes.append(f"{key}.mixed_precision=False has no effect below level 3.")
+    elif not fsdp.mixed_precision and fsdp.compute_dtype not in HALF:
+        notes.append(f"{key}.mixed_precision=False has no effect: compute_dtype is not in half precision.")
+    if amp.DTYPE != AmpParams().DTYPE and not amp.USE_AMP:
+        notes.append("config.MODEL.AMP_PARAMS.DTYPE has no effect: USE_AMP is off.")
+    return tuple(notes)

@@ -1,17 +1,22 @@
-"""Sources, labels, transforms, batch sizes."""
+"""Sources, labels, transforms; and whether there is anything to train on: folders are listed, no image is opened."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from vissl_zero.config.blocks.data import Split
+from vissl_zero.config.catalogue import missing
+from vissl_zero.config.derive.data import largest_crop
+from vissl_zero.config.derive.placement import micro_batch, ranks
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import at_least, one_of
+from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
@@ -27,7 +32,12 @@ def sources(cfg: RunConfig, host: Host) -> list[Problem]:
     found: list[Problem] = []
     for name, split in splits(cfg).items():
         key, names = f"config.DATA.{name}.DATA_SOURCES", list(dict.fromkeys(split.DATA_SOURCES))
-        if len(names) != 1:
+        if not names:
+            fix = f"Write config.DATA.{name}.DATA_PATHS=<folder of images>."
+            found.append(
+                Problem(key, "[]", "must name a data source", f"{fix} Known sources: {', '.join(DATA_SOURCES)}.")
+            )
+        elif len(names) != 1:
             fix = f"Known: {', '.join(DATA_SOURCES)}. Several DATA_PATHS of one source are joined."
             found.append(Problem(key, str(names), "must name one data source", fix))
         elif names[0] not in DATA_SOURCES:
@@ -40,34 +50,31 @@ def labels(cfg: RunConfig, host: Host) -> list[Problem]:
     found: list[Problem] = []
     for name, split in splits(cfg).items():
         key = f"DATA.{name}"
-        found += one_of(f"{key}.LABEL_TYPE", split.LABEL_TYPE, ("standard", "sample_index", "zero"))
         for source in split.LABEL_SOURCES:
-            found += one_of(f"{key}.LABEL_SOURCES", source, ("disk_folder", "disk_filelist", "synthetic"))
+            known = ("disk_folder", "disk_filelist", "torchvision_dataset", "synthetic")
+            found += one_of(f"{key}.LABEL_SOURCES", source, known)
         if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
             fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
             found.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
         for path in split.LABEL_PATHS:
-            if not Path(path).is_file():
+            if not Path(path).is_file() and not cfg.DRY_RUN:
                 fix = "Correct the path."
                 found.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
     return found
 
 
-def sizes(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Batches hold images, workers are counted from 0."""
-    found = at_least("DATA.NUM_DATALOADER_WORKERS", cfg.DATA.NUM_DATALOADER_WORKERS, 0)
-    for name, split in splits(cfg).items():
-        found += at_least(f"DATA.{name}.BATCHSIZE_PER_REPLICA", split.BATCHSIZE_PER_REPLICA, 1)
-        found += at_least(f"DATA.{name}.DEFAULT_GRAY_IMG_SIZE", split.DEFAULT_GRAY_IMG_SIZE, 1)
-        if split.DATA_LIMIT == 0 or split.DATA_LIMIT < -1:
-            must = "must be -1 (all images) or a number of images"
-            found.append(Problem(f"config.DATA.{name}.DATA_LIMIT", str(split.DATA_LIMIT), must, "Write -1 for all."))
-    return found
+def datasets(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Data sets that are named without paths are in a catalogue."""
+    return missing(cfg.DATA)
 
 
-def broken_images(cfg: RunConfig, host: Host) -> list[Problem]:
-    """What to do about a broken image is one of two things."""
-    return one_of("DATA.ON_BROKEN_IMAGE", cfg.DATA.ON_BROKEN_IMAGE, ("raise", "skip"))
+def image_size(cfg: RunConfig, host: Host) -> list[Problem]:
+    """IMG_SIZE has something to scale."""
+    size = cfg.DATA.IMG_SIZE
+    if size is not None and size >= 1 and largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
+        must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
+        return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Add {{name: Resize, size: [{size}, {size}]}}.")]
+    return []
 
 
 def transforms(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -91,10 +98,48 @@ def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
                 f"Known: {', '.join(TRANSFORMS)} and the classes of torchvision.transforms.{did_you_mean(name, known)}"
             )
             found.append(Problem(key, repr(name), "must name known transforms", fix))
+        if name in _SHAPES:
+            found += _SHAPES[name](entry, f"{key}.{name}")
         for value in entry.values():
             if isinstance(value, list) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
                 found += _unknown_transforms(list(value), key)
     return found
+
+
+def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
+    """A number, a size and two scales for each kind of crop."""
+    counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
+    if not (_are_counts(counts) and _are_counts(sizes)):
+        fix = "Write num_crops: [2, 6], size_crops: [224, 96], say."
+        return [Problem(key, f"num_crops {counts}, size_crops {sizes}", "must list whole numbers from 1 up", fix)]
+    if not isinstance(scales, list) or not all(_is_pair(pair) for pair in scales):
+        fix = "Write crop_scales: [[0.14, 1.0], [0.05, 0.14]], say."
+        return [Problem(f"{key}.crop_scales", str(scales), "must list pairs of shares, the smaller one first", fix)]
+    return []
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is int and value >= 1 for value in values)
+
+
+def _is_pair(pair: object) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) for value in pair)
+    return is_pair and 0 < pair[0] <= pair[1]  # type: ignore[index]
+
+
+def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
+    """One number per channel of an RGB image, or one for all; a deviation is above 0."""
+    found = []
+    for name in ("mean", "std"):
+        values = entry.get(name)
+        is_list = isinstance(values, list) and len(values) in (1, 3) and all(type(v) in (int, float) for v in values)
+        if not is_list or (name == "std" and not all(value > 0 for value in values)):  # type: ignore[attr-defined]
+            must = "must be 3 numbers, one for each of red, green and blue" + (", above 0" if name == "std" else "")
+            found.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], say."))
+    return found
+
+
+_SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
 
 
 @cache
@@ -103,12 +148,122 @@ def torchvision_names() -> frozenset[str]:
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
         return frozenset()
-    tree = ast.parse((Path(spec.origin).parent / "transforms" / "transforms.py").read_text())
-    for statement in tree.body:
-        is_all = isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "__all__"
-        if is_all:
-            return frozenset(ast.literal_eval(statement.value))  # type: ignore[attr-defined]
-    return frozenset()
+    names: set[str] = set()
+    for module in ("transforms", "autoaugment"):  # what torchvision.transforms takes over with `import *`
+        tree = ast.parse((Path(spec.origin).parent / "transforms" / f"{module}.py").read_text())
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "__all__":
+                names.update(ast.literal_eval(statement.value))
+    return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration
 
 
-RULES = (sources, labels, sizes, broken_images, transforms)
+def same_origin(cfg: RunConfig, host: Host) -> Problem | None:
+    """Images of one's own are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
+    train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
+    if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
+        return None
+    must = "must name your training images too, because config.DATA.TEST.DATA_PATHS names images of yours"
+    return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
+
+
+# As the data room reads them; a test holds the two together.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
+_MAX_DEPTH = 32
+
+
+def paths(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A disk_folder has folders that exist and hold images; a dry run may be of a machine that has them."""
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        key = f"config.DATA.{name}.DATA_PATHS"
+        if split.DATA_SOURCES != ["disk_folder"]:
+            continue
+        if not split.DATA_PATHS:
+            fix = f"Write {key}=[/path/to/images]."
+            found.append(Problem(key, "[]", "must name a folder with images", fix))
+        found += [
+            problem
+            for path in split.DATA_PATHS
+            if not (cfg.DRY_RUN and not Path(path).exists()) and (problem := _path_problem(key, Path(path)))
+        ]
+    return found
+
+
+def _path_problem(key: str, path: Path) -> Problem | None:
+    if "\0" in str(path):
+        return Problem(key, repr(str(path)), "must name a folder, and no path holds a zero byte", "Correct the path.")
+    if not path.exists():
+        return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
+    if not path.is_dir():
+        fix = f"Name the folder that holds it: {path.parent}."
+        return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
+    try:
+        is_empty = next(image_files(path), None) is None
+    except OSError as error:
+        fix = f"Make it readable ({error.strerror}: {error.filename})."
+        return Problem(key, repr(str(path)), "must name a folder that can be listed", fix)
+    if is_empty:
+        fix = f"Put images there ({', '.join(EXTENSIONS)}), or name another folder."
+        return Problem(key, repr(str(path)), "must name a folder that holds images", fix)
+    return None
+
+
+def _nearest(path: Path) -> str:
+    existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    missing = path.absolute().relative_to(existing).parts[0]
+    try:
+        hint = did_you_mean(missing, sorted(entry.name for entry in existing.iterdir()))
+    except OSError:
+        hint = ""
+    return f"{existing} exists, {missing!r} in it does not.{hint}"
+
+
+def image_files(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[str]:
+    """Paths of the images in a folder and below it, hidden ones left out, in no order; lists as it goes."""
+    if depth > _MAX_DEPTH:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+                yield entry.path
+            elif entry.is_dir():
+                yield from image_files(entry.path, depth + 1)
+
+
+def num_images(name: str, split: Split, most: int) -> int | None:
+    """Images of a split, counted up to ``most``; None if that cannot be told without opening the source."""
+    source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
+    if source == "digits":
+        count = NUM_DIGITS[name]
+    elif source == "disk_folder":
+        try:
+            count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path), most))
+        except OSError:
+            return None
+    else:
+        count = split.DATA_LIMIT if source == "synthetic" and split.DATA_LIMIT > 0 else most
+    return min(count, split.DATA_LIMIT) if split.DATA_LIMIT > 0 else count
+
+
+def enough(cfg: RunConfig, host: Host) -> Problem | None:
+    """Every process has an image, and an epoch a step."""
+    train, world_size = cfg.DATA.TRAIN, ranks(cfg, host)[0]
+    step = micro_batch(cfg, host) * max(1, cfg.ZERO.gradient_accumulation_steps)
+    count = num_images("TRAIN", train, max(world_size, step))
+    if not count:
+        return None  # no path, an unknown source: other rules speak
+    if count < world_size:
+        must = f"must be at most the number of images, {count}"
+        key = "config.DISTRIBUTED.NUM_PROC_PER_NODE"
+        return Problem(key, f"{world_size} processes", must, f"Lower it to {count} or less, or add images.")
+    if train.DROP_LAST and count < step:
+        must = f"drops every image: the {count} there are make less than one step of {step}"
+        fix = "Set it to False, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
+        return Problem("config.DATA.TRAIN.DROP_LAST", "True", must, fix)
+    return None
+
+
+RULES = (sources, datasets, same_origin, image_size, labels, transforms, paths, enough)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RESNET_DEPTHS, TRUNK_BLOCKS, regnet_problems
+from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.trunks import (
+    REGNET_PARAMETERS,
+    TRUNK_BLOCKS,
+    regnet_problems,
+    trunk_component,
+    vision_transformer_problems,
+)
 from vissl_zero.config.derive.components import trunk_options
 from vissl_zero.config.derive.weights import missing_weights
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import component_keys, typed_options
-from vissl_zero.config.rules.limits import at_least, one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS, TRUNKS
@@ -20,8 +26,12 @@ _HEADS = "config.MODEL.HEAD.PARAMS"
 
 def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
     """The trunk is known and has the keys it is given."""
-    if cfg.MODEL.TRUNK.NAME not in TRUNKS:
+    if trunk_component(cfg.MODEL.TRUNK.NAME) not in TRUNKS:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
+    has_name = "name" in cfg.MODEL.TRUNK.PARAMS and trunk_component(cfg.MODEL.TRUNK.NAME) == "timm"
+    if cfg.MODEL.TRUNK.NAME == "timm" or has_name:
+        fix = "Write config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224, say, and no name in PARAMS."
+        return [Problem("config.MODEL.TRUNK.NAME", cfg.MODEL.TRUNK.NAME, "must say the model: timm/<model>", fix)]
     if cfg.MODEL.TRUNK.NAME in TRUNK_BLOCKS and cfg.MODEL.TRUNK.PARAMS:
         fix = f"Write them under config.MODEL.TRUNK.{TRUNK_BLOCKS[cfg.MODEL.TRUNK.NAME]}."
         return [Problem("config.MODEL.TRUNK.PARAMS", str(cfg.MODEL.TRUNK.PARAMS), "is for trunks of your own", fix)]
@@ -30,6 +40,12 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def vision_transformer(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads divide the width of a vision transformer, and patches its image."""
+    is_used = cfg.MODEL.TRUNK.NAME == "vision_transformer"
+    return vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS) if is_used else []
 
 
 def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -59,16 +75,6 @@ def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def resnet(cfg: RunConfig, host: Host) -> list[Problem]:
-    """A ResNet is one of the published depths."""
-    if cfg.MODEL.TRUNK.NAME != "resnet":
-        return []
-    block, key = cfg.MODEL.TRUNK.RESNETS, "MODEL.TRUNK.RESNETS"
-    found = one_of(f"{key}.DEPTH", str(block.DEPTH), map(str, RESNET_DEPTHS))
-    found += one_of(f"{key}.NORM", block.NORM, ("BatchNorm", "GroupNorm"))
-    return found + at_least(f"{key}.WIDTH_MULTIPLIER", block.WIDTH_MULTIPLIER, 1)
-
-
 def heads(cfg: RunConfig, host: Host) -> list[Problem]:
     """Every head is ["name", {keys}], known, and has the keys it is given."""
     if not cfg.MODEL.HEAD.PARAMS:
@@ -85,10 +91,9 @@ def _head(head: Any) -> list[Problem]:
     if name not in HEADS:
         return [HEADS.unknown(name)]
     try:
-        typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}")
+        return _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"))
     except ConfigError as error:
         return list(error.problems)
-    return _dims(name, options)
 
 
 def is_head(head: Any) -> bool:
@@ -98,27 +103,25 @@ def is_head(head: Any) -> bool:
 
 
 def _dims(name: str, options: Mapping[str, Any]) -> list[Problem]:
-    if name not in ("mlp", "swav_head"):
-        return []
-    found, dims = [], list(options["dims"])
-    if len(dims) < 2 or min(dims[1:]) < 1 or (dims[0] < 1 and dims[0] != -1):
-        must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
-        found.append(Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs]."))
-    if name == "swav_head" and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
+    """Widths and numbers of prototypes, as every built-in head has them."""
+    found = []
+    if name in builtin_keys("head") and "dims" in options:
+        found += _widths(name, list(options["dims"]))
+    if name in builtin_keys("head") and "num_clusters" in options:
         got = str(list(options["num_clusters"]))
-        must = "must have at least 1 prototype in each layer"
-        found.append(Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], say."))
+        if not options["num_clusters"] or min(options["num_clusters"]) < 1:
+            must = "must have at least 1 prototype in each layer"
+            found.append(Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], say."))
     return found
 
 
-def batch_norm(cfg: RunConfig, host: Host) -> list[Problem]:
-    """The heads' batch norms have a positive eps."""
-    momentum = cfg.MODEL.HEAD.BATCHNORM_MOMENTUM
-    found = at_least("MODEL.HEAD.BATCHNORM_EPS", cfg.MODEL.HEAD.BATCHNORM_EPS, 0)
-    if not 0 <= momentum <= 1:
-        key = "config.MODEL.HEAD.BATCHNORM_MOMENTUM"
-        found.append(Problem(key, str(momentum), "must be between 0 and 1", "Write 0.1, the usual value."))
-    return found
+def _widths(name: str, dims: list[int]) -> list[Problem]:
+    outputs = [] if name == "mlp" and dims[-1:] == [-1] else dims[-1:]  # -1: as many as classes
+    if len(dims) < 2 or min([*dims[1:-1], *outputs], default=1) < 1 or (dims[0] < 1 and dims[0] != -1):
+        must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
+        must += " (-1: as many as there are classes)" * (name == "mlp")
+        return [Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs].")]
+    return []
 
 
 def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -131,9 +134,34 @@ def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
 
 
+def sweep(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads at several learning rates do not touch each other: what couples them is refused."""
+    factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
+    if not factors:
+        return []
+    key, found = "config.OPTIMIZER.head_optimizer_params.lr_factors", []
+    if len(cfg.MODEL.HEAD.PARAMS) != 1:
+        found.append(Problem(_HEADS, f"{len(cfg.MODEL.HEAD.PARAMS)} heads", f"must be one head, as {key} is given", ""))
+    if not settings.FREEZE_TRUNK_ONLY:
+        fix = "Write config.MODEL.FEATURE_EVAL_SETTINGS={EVAL_MODE_ON: true, FREEZE_TRUNK_ONLY: true}, or leave it out."
+        found.append(Problem(key, str(factors), "needs a frozen trunk: else the heads would share one", fix))
+    if cfg.ZERO.clip_grad is not None or cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP:
+        fix = "Leave one of the two out."
+        found.append(Problem(key, str(factors), "cannot go with clipping, which joins the heads' gradients", fix))
+    return found
+
+
+def probe(cfg: RunConfig, host: Host) -> Problem | None:
+    """A probe that is trained is measured on images it has not seen."""
+    if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
+        return None
+    fix = "Write config.DATA.TEST.DATA_PATHS=[<class folders of test images>]."
+    return Problem("config.DATA.TEST.DATA_SOURCES", "[]", "must name the images that the probe is measured on", fix)
+
+
 def weights(cfg: RunConfig, host: Host) -> Problem | None:
     """The weights to begin with are there."""
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
-RULES = (trunk, regnet, frozen, resnet, heads, batch_norm, evaluation, weights)
+RULES = (trunk, regnet, vision_transformer, frozen, heads, evaluation, sweep, probe, weights)

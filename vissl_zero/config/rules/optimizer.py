@@ -1,13 +1,18 @@
-"""OPTIMIZER: which forms name one optimizer, and which do not."""
+"""OPTIMIZER: which forms name one optimizer, and schedules that can be built and scaled."""
 
 from __future__ import annotations
 
-from vissl_zero.config.derive.optimizer import base_name, optimizer_options, uses_larc, weight_decay
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from vissl_zero.config.blocks.optimizer import Scheduler
+from vissl_zero.config.derive.optimizer import KEYS, base_name, optimizer_options, peak, plain, uses_larc
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.config.options import typed_options
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.registry import OPTIMIZERS
+from vissl_zero.registry import OPTIMIZERS, SCHEDULERS
 
 _KEY = "config.OPTIMIZER"
 _WRITE = f"Write {_KEY}.base_optimizer.name=sgd, say, or {_KEY}.name=sgd with {_KEY}.use_zero=True."
@@ -45,8 +50,7 @@ def known(cfg: RunConfig, host: Host) -> list[Problem]:
         options, _ = optimizer_options(cfg.OPTIMIZER)
     except ConfigError as error:
         return list(error.problems)
-    found = at_least("OPTIMIZER.momentum", options.get("momentum"), 0)
-    found += above_zero("OPTIMIZER.base_optimizer.PARAMS.eps", options.get("eps"))
+    found = []
     if options.get("nesterov") and not options.get("momentum"):
         fix = f"Give it a momentum, or write {_KEY}.nesterov=False."
         found.append(Problem(f"{_KEY}.nesterov", "True", "needs a momentum above 0", fix))
@@ -64,23 +68,114 @@ def larc(cfg: RunConfig, host: Host) -> list[Problem]:
     if uses_larc(block) and base_name(block) == "lars":
         must = "cannot be put on top of lars, which adapts its rates by itself"
         found.append(Problem(f"{_KEY}.use_larc", "True", must, f"Write {_KEY}.use_larc=False, or use sgd."))
-    for where, config in (
-        ("larc_config", block.larc_config),
-        ("base_optimizer.larc_config", block.base_optimizer.larc_config),
-    ):
-        found += above_zero(f"OPTIMIZER.{where}.trust_coefficient", config.trust_coefficient)
-        found += at_least(f"OPTIMIZER.{where}.eps", config.eps, 0)
     return found
 
 
-def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Epochs and weight decays are in range."""
-    block = cfg.OPTIMIZER
-    return [
-        *at_least("OPTIMIZER.num_epochs", block.num_epochs, 1),
-        *at_least("OPTIMIZER.weight_decay", weight_decay(block), 0),
-        *at_least("OPTIMIZER.head_optimizer_params.weight_decay", block.head_optimizer_params.weight_decay, 0),
-    ]
+_SCHEDULES = "config.OPTIMIZER.param_schedulers"
 
 
-RULES = (form, known, larc, numbers)
+def used(cfg: RunConfig) -> dict[str, Scheduler]:
+    """The schedules that this run follows."""
+    block = cfg.OPTIMIZER.param_schedulers
+    found = {"lr": block.lr}
+    if cfg.OPTIMIZER.head_optimizer_params.use_different_lr:
+        found["lr_head"] = block.lr_head
+    named = {"weight_decay": block.weight_decay, "weight_decay_head": block.weight_decay_head}
+    return found | {name: schedule for name, schedule in named.items() if schedule.name}
+
+
+def well_formed(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every schedule is known and has what it needs; parts of a composite too."""
+    found: list[Problem] = []
+    for name, schedule in used(cfg).items():
+        found += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
+    return found
+
+
+def _schedule(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Problem]:
+    name = schedule.get("name")
+    if not isinstance(name, str) or name not in SCHEDULERS:
+        return [replace(SCHEDULERS.unknown(str(name)), key=f"{key}.name")]
+    found = _missing(key, name, schedule)
+    if found:
+        return found
+    if name == "multistep":
+        return _multistep(key, schedule["values"], schedule["milestones"], num_epochs)
+    if name == "composite":
+        return _composite(key, schedule, num_epochs)
+    return []
+
+
+def _missing(key: str, name: str, schedule: Mapping[str, Any]) -> list[Problem]:
+    """Keys that a part of a composite, a free block, lacks or does not have."""
+    try:
+        typed_options(Scheduler, schedule, key)
+    except ConfigError as error:
+        return list(error.problems)
+    needed = [part for part in KEYS.get(name, ()) if part != "interval_scaling"]
+    fix = f"The {name} schedule needs {', '.join(needed)}."
+    return [Problem(f"{key}.{part}", "", "must be given", fix) for part in needed if part not in schedule]
+
+
+def _multistep(key: str, values: list[float], milestones: list[int], num_epochs: int) -> list[Problem]:
+    if len(values) != len(milestones) + 1 or sorted(milestones) != list(milestones):
+        got = f"values {list(values)}, milestones {list(milestones)}"
+        fix = "Write one more value than milestones, the milestones ascending."
+        return [Problem(key, got, "must have a value before, between and after the milestones", fix)]
+    if milestones and milestones[-1] >= num_epochs:
+        must = f"must lie before the end, config.OPTIMIZER.num_epochs={num_epochs}"
+        return [
+            Problem(
+                f"{key}.milestones", str(list(milestones)), must, "Lower them, name another schedule, or train longer."
+            )
+        ]
+    return []
+
+
+def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Problem]:
+    parts, lengths, scaling = schedule["schedulers"], schedule["lengths"], schedule.get("interval_scaling") or []
+    if not parts or len(lengths) != len(parts) or len(scaling) not in (0, len(parts)):
+        got = f"{len(parts)} schedulers, {len(lengths)} lengths, {len(scaling)} interval_scaling"
+        return [Problem(key, got, "must have a length and an interval_scaling per part", "Make the lists as long.")]
+    if not min(lengths) > 0 or not abs(sum(lengths) - 1) <= 1e-6:
+        fix = "They are shares of the whole run, such as [0.1, 0.9]."
+        return [Problem(f"{key}.lengths", str(list(lengths)), "must be positive and sum to 1", fix)]
+    found: list[Problem] = []
+    for index, part in enumerate(parts):
+        where = f"{key}.schedulers[{index}]"
+        if isinstance(part, Mapping):
+            found += _schedule(where, part, num_epochs)
+        else:
+            found.append(Problem(where, str(part), "must be a block with a name", "Write {name: linear, ...}."))
+    return found
+
+
+def auto_scaling(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Scaling by the batch has a base and something to scale."""
+    found: list[Problem] = []
+    for name, schedule in used(cfg).items():
+        auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
+        if not auto.auto_scale:
+            continue
+        if schedule.name in KEYS and not _schedule(key, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
+            fix = "Write the schedule for base_value; its shape is kept."
+            found.append(Problem(f"config.{key}", "", "needs a schedule that rises above 0", fix))
+    return found
+
+
+def peak_value(cfg: RunConfig, host: Host) -> list[Problem]:
+    """OPTIMIZER.lr has a schedule that can be scaled to it."""
+    value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
+    if value is None:
+        return []
+    found = []
+    if schedule.name not in KEYS:
+        must = f"must be left out: the schedule {schedule.name} is not one that can be scaled"
+        found.append(Problem("config.OPTIMIZER.lr", str(value), must, f"Write the rate into {_SCHEDULES}.lr."))
+    elif not _schedule(_SCHEDULES, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
+        must = f"needs a schedule that rises above 0 ({_SCHEDULES}.lr)"
+        found.append(Problem("config.OPTIMIZER.lr", str(value), must, "Its shape is kept, and its peak is moved."))
+    return found
+
+
+RULES = (form, known, larc, well_formed, auto_scaling, peak_value)

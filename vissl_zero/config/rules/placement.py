@@ -1,18 +1,14 @@
-"""Devices, processes, length of the run."""
+"""Devices, processes, machines, hooks; the run folder and restarts."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from vissl_zero.config.derive.placement import GPU_NAMES, ranks
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import above_zero, at_least, at_most, one_of
 from vissl_zero.config.run import RunConfig
-from vissl_zero.errors import Problem
-
-
-def names(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Device and backend are known."""
-    found = one_of("MACHINE.DEVICE", cfg.MACHINE.DEVICE, ("auto", "cpu", *GPU_NAMES))
-    return found + one_of("DISTRIBUTED.BACKEND", cfg.DISTRIBUTED.BACKEND, ("auto", "nccl", "gloo"))
+from vissl_zero.errors import Problem, did_you_mean
+from vissl_zero.registry import HOOKS
 
 
 def gpu(cfg: RunConfig, host: Host) -> Problem | None:
@@ -32,29 +28,10 @@ def gpu(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
-def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Counts and times are in range."""
-    return [
-        *at_least("DISTRIBUTED.NUM_PROC_PER_NODE", cfg.DISTRIBUTED.NUM_PROC_PER_NODE, 1),
-        *at_least("DISTRIBUTED.NUM_NODES", cfg.DISTRIBUTED.NUM_NODES, 1),
-        *above_zero("DISTRIBUTED.TIMEOUT_S", cfg.DISTRIBUTED.TIMEOUT_S),
-        *at_least("TRAINER.MAX_STEPS", cfg.TRAINER.MAX_STEPS, 1),
-        *at_least("TRAINER.THREADS_PER_RANK", cfg.TRAINER.THREADS_PER_RANK, 1),
-        *at_least("LOG_FREQUENCY", cfg.LOG_FREQUENCY, 1),
-        *at_least("SEED_VALUE", cfg.SEED_VALUE, 0),
-        *at_most("SEED_VALUE", cfg.SEED_VALUE, 2**63 - 1),
-        *at_least("NEAREST_NEIGHBOR.TOPK", cfg.NEAREST_NEIGHBOR.TOPK, 1),
-        *above_zero("NEAREST_NEIGHBOR.SIGMA", cfg.NEAREST_NEIGHBOR.SIGMA),
-        *at_least("NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS", cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, 0),
-        *at_least("NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES", cfg.NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES, 1),
-        *at_least("NEAREST_NEIGHBOR.MAX_TEST_IMAGES", cfg.NEAREST_NEIGHBOR.MAX_TEST_IMAGES, 1),
-    ]
-
-
 def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
     """Several machines know where to meet."""
     distributed = cfg.DISTRIBUTED
-    if distributed.NUM_NODES <= 1 or host.torchrun or cfg.SLURM.USE_SLURM:
+    if distributed.NUM_NODES <= 1 or host.torchrun or cfg.SLURM.USE_SLURM or cfg.DRY_RUN:
         return None
     host_name, _, port = distributed.RUN_ID.rpartition(":")
     if host_name and port.isdigit() and 0 < int(port) < 65536:
@@ -70,4 +47,45 @@ def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.DISTRIBUTED.RUN_ID", repr(distributed.RUN_ID), must, "Write such as 10.0.0.1:29500.")
 
 
-RULES = (names, gpu, numbers, several_machines)
+def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every extra hook is registered."""
+    return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
+
+
+def folder(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The run folder has a name."""
+    if cfg.CHECKPOINT.DIR is None or (cfg.CHECKPOINT.DIR and "\0" not in cfg.CHECKPOINT.DIR):
+        return []
+    fix = "Write config.CHECKPOINT.DIR=runs/mine, or leave it out for a new folder under runs/."
+    return [Problem("config.CHECKPOINT.DIR", repr(cfg.CHECKPOINT.DIR), "must name a folder", fix)]
+
+
+def allowed(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What may change is a key or a block that there is."""
+    found, known = [], [field.name for field in fields(cfg)]
+    for key in cfg.CHECKPOINT.ALLOW_CHANGED:
+        if key.removeprefix("config.").split(".")[0] not in known:
+            fix = did_you_mean(key, known).strip() or "Write it as the refusal of a resume does, such as LOSS.name."
+            found.append(Problem("config.CHECKPOINT.ALLOW_CHANGED", repr(key), "must name keys or blocks", fix))
+    return found
+
+
+def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Restarts are counted, and need something to go on from."""
+    found = []
+    distributed = cfg.DISTRIBUTED
+    if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
+        must = "needs AUTO_RESUME: a restarted run goes on from its newest checkpoint"
+        fix = "Write config.CHECKPOINT.AUTO_RESUME=true, or MAX_RESTARTS=0."
+        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
+    least = distributed.MIN_PROC_PER_NODE
+    if least != -1 and not 1 <= least <= distributed.NUM_PROC_PER_NODE:
+        must = f"must be -1, or from 1 to NUM_PROC_PER_NODE ({distributed.NUM_PROC_PER_NODE})"
+        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+    if least != -1 and distributed.NUM_NODES > 1:
+        must = "must be -1 with more than one machine: they start again with all of their processes"
+        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+    return found
+
+
+RULES = (gpu, several_machines, hooks, folder, allowed, restarts)

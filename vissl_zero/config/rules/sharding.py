@@ -1,14 +1,15 @@
-"""ZERO, and VISSL's two switches beside it."""
+"""ZERO and VISSL's two switches beside it, number formats that go together, TRAINER.DETERMINISTIC."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from vissl_zero.config.derive.level import TYPES, chosen_level, level, typed_level
 from vissl_zero.config.derive.offload import offload_problems
+from vissl_zero.config.derive.optimizer import base_name
 from vissl_zero.config.derive.placement import placement, ranks
+from vissl_zero.config.derive.sharding import HALF, TYPES, amp_type, chosen_level, level, typed_level
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.registry import STRATEGIES
@@ -59,26 +60,12 @@ def engine(cfg: RunConfig, host: Host) -> Problem | None:
     return None if name == "auto" or name in STRATEGIES else STRATEGIES.unknown(name)
 
 
-def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Counts and thresholds are in range."""
-    return [
-        *at_least("ZERO.gradient_accumulation_steps", cfg.ZERO.gradient_accumulation_steps, 1),
-        *above_zero("ZERO.clip_grad", cfg.ZERO.clip_grad),
-        *at_least("MODEL.SHARDED_DDP_SETUP.reduce_buffer_size", cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size, -1),
-        *at_least("MODEL.FSDP_CONFIG.bucket_cap_mb", cfg.MODEL.FSDP_CONFIG.bucket_cap_mb, 0),
-        *at_least("MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD", cfg.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD, 0),
-        *at_least(
-            "MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS", cfg.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS, 1
-        ),
-    ]
-
-
 def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
     """Both switches for clipping say the same."""
     old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
     if not old.USE_GRAD_CLIP:
         return []
-    found = above_zero("MODEL.GRAD_CLIP.MAX_NORM", old.MAX_NORM)
+    found = []
     if new is not None and new != old.MAX_NORM:
         must = f"differs from config.ZERO.clip_grad={new}"
         fix = "Write one of the two, or both alike."
@@ -136,4 +123,71 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     ]
 
 
-RULES = (level_value, one_switch, engine, numbers, clipping, sync_bn_group, shard_groups, offload)
+_FSDP = "MODEL.FSDP_CONFIG"
+
+
+def names(cfg: RunConfig, host: Host) -> list[Problem]:
+    """AMP_TYPE is one of the known, in one of its spellings."""
+    if amp_type(cfg) is not None:
+        return []
+    return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
+
+
+def opt_level(cfg: RunConfig, host: Host) -> Problem | None:
+    """apex's other levels are not there."""
+    given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
+    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01"):
+        return None
+    key = "config.MODEL.AMP_PARAMS.AMP_ARGS.opt_level"
+    fix = f"For half-precision parameters use level 3 with config.{_FSDP}.AMP_TYPE=O2."
+    return Problem(key, repr(given), "must be O1: autocast stands for apex here", fix)
+
+
+def float64(cfg: RunConfig, host: Host) -> list[Problem]:
+    """float64 is for everything or nothing."""
+    if cfg.TRAINER.DTYPE != "float64":
+        return []
+    found = []
+    if cfg.MODEL.AMP_PARAMS.USE_AMP:
+        fix = "Write config.MODEL.AMP_PARAMS.USE_AMP=False."
+        found.append(Problem("config.TRAINER.DTYPE", "'float64'", "cannot go with half precision (AMP)", fix))
+    if cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF:
+        key, got = f"config.{_FSDP}.compute_dtype", repr(cfg.MODEL.FSDP_CONFIG.compute_dtype)
+        found.append(Problem(key, got, "cannot go with config.TRAINER.DTYPE=float64", "Leave one of them out."))
+    return found
+
+
+_DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
+ELEMENT_WISE = ("sgd", "lars", "adam", "adamw")
+
+
+def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Engine, groups and optimizer are ones whose sums have one order."""
+    if not cfg.TRAINER.DETERMINISTIC:
+        return []
+    found = []
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "cannot be had on fairscale, whose sums over ranks run in an order of their own"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
+    if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, ranks(cfg, host)[0]):
+        must = "cannot be had with shard groups, which add up inside the groups first"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
+    if base_name(cfg.OPTIMIZER) not in ELEMENT_WISE:
+        must = f"needs {', '.join(ELEMENT_WISE[:-1])} or {ELEMENT_WISE[-1]}, whose updates round element by element"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
+    return found
+
+
+RULES = (
+    level_value,
+    one_switch,
+    engine,
+    clipping,
+    sync_bn_group,
+    shard_groups,
+    offload,
+    names,
+    opt_level,
+    float64,
+    reachable,
+)

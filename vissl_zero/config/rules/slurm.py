@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.limits import at_least, one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import Problem
 
@@ -44,6 +43,12 @@ def texts(cfg: RunConfig, host: Host) -> list[Problem]:
         value = getattr(slurm, key)
         if is_unsafe(value):
             found.append(_one_line(f"config.SLURM.{key}", value))
+    folder = cfg.CHECKPOINT.DIR or ""
+    if is_unsafe(folder):
+        found.append(_one_line("config.CHECKPOINT.DIR", folder))
+    if "%" in folder:
+        must = "must have no %, which SLURM replaces"
+        found.append(Problem("config.CHECKPOINT.DIR", repr(folder), must, "Name another folder."))
     if not slurm.NAME.strip():
         found.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
     if "%" in slurm.LOG_FOLDER:
@@ -81,20 +86,9 @@ def additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
 
 
 def numbers(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Counts and times are in range."""
+    """There is time to run, and to save before it ends."""
     slurm = cfg.SLURM
-    found = [
-        *at_least("SLURM.TIME_HOURS", slurm.TIME_HOURS, 0),
-        *at_least("SLURM.TIME_MINUTES", slurm.TIME_MINUTES, 0),
-        *at_least("SLURM.MEM_GB", slurm.MEM_GB, 0),
-        *at_least("SLURM.NUM_CPU_PER_PROC", slurm.NUM_CPU_PER_PROC, 1),
-        *at_least("SLURM.SIGNAL_DELAY_S", slurm.SIGNAL_DELAY_S, 1),
-        *at_least("SLURM.MAX_REQUEUES", slurm.MAX_REQUEUES, 0),
-        *one_of("SLURM.TASK_PER", slurm.TASK_PER, ("node", "process")),
-    ]
-    if not 0 <= slurm.PORT_ID < 65536:
-        must, fix = "must be 0 to 65535", "Write 0 for a free port."
-        found.append(Problem("config.SLURM.PORT_ID", str(slurm.PORT_ID), must, fix))
+    found = []
     minutes = 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES
     if minutes < 1:
         fix = "Set config.SLURM.TIME_HOURS or config.SLURM.TIME_MINUTES."

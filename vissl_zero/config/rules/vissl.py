@@ -8,8 +8,7 @@ from typing import Any
 from vissl_zero.config.blocks.machine import Slurm
 from vissl_zero.config.host import Host
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.vissl_block import VisslKey, vissl_keys
-from vissl_zero.config.vissl_no_effect import OTHER_LOSSES
+from vissl_zero.config.vissl import OTHER_LOSSES, VisslKey, vissl_keys
 from vissl_zero.errors import Problem
 
 
@@ -33,7 +32,8 @@ def no_effect(cfg: RunConfig) -> list[str]:
 
 def _problem(key: VisslKey, value: Any) -> Problem:
     allowed = " or ".join(str(allowed) for allowed in key.allowed)
-    return Problem(f"config.{key.path}", str(value), f"must be {allowed}: nothing else is implemented", "Leave it out.")
+    must = f"must be {allowed}: nothing else is implemented"
+    return Problem(f"config.{key.path}", str(value), must, f"{key.why} Leave the key out.")
 
 
 def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
@@ -41,14 +41,17 @@ def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
     found = []
     for key in vissl_keys():
         value = _value(cfg, key.path)
-        if value not in key.allowed:
+        if value is not _MISSING and value not in key.allowed:
             found.append((key, value))
     return found
 
 
+_MISSING = object()  # of a block that was deleted, or is no block
+
+
 def _value(node: Any, path: str) -> Any:
     for part in path.split("."):
-        node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+        node = node.get(part, _MISSING) if isinstance(node, Mapping) else getattr(node, part, _MISSING)
     return node
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import torchvision
 from PIL import Image
 
 from vissl_zero.registry import TRANSFORMS
-from vissl_zero.torchvision_compat import torchvision
 
 
 @TRANSFORMS.register("ImgPilColorDistortion")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torchvision
 from PIL import Image
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import TRANSFORMS
-from vissl_zero.torchvision_compat import torchvision
 
 
 @TRANSFORMS.register("ImgPilToMultiCrop")

@@ -8,13 +8,13 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
-from vissl_zero.torchvision_compat import torchvision
 
 InterpolationMode = torchvision.transforms.InterpolationMode
 
@@ -45,7 +45,7 @@ class Pipeline:
 def _applied(transform: Callable[[Any], Any], crop: Any) -> Any:
     try:
         return transform(crop)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if type(transform).__module__.split(".")[0] not in ("torchvision", "vissl_zero"):
             raise  # a defect in a user's own, who wants to see where
         raise DataError(

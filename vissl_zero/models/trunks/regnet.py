@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from vissl_zero import torchvision_compat  # noqa: F401  (must come before what imports torchvision)
-
 # isort: split
 from classy_vision.models import MODEL_REGISTRY
 from classy_vision.models.anynet import ActivationType, BlockType, StemType

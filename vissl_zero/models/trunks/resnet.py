@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vissl_zero import torchvision_compat  # noqa: F401  (must come before what imports torchvision)
-
 # isort: split
 from torchvision.models.resnet import BasicBlock, Bottleneck
 

@@ -35,7 +35,7 @@ class FlatSharded(ShardedModel):
         self,
         module: nn.Module,
         groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
+        build_optimizer: OptimizerFactory | None,
         plan: ShardingPlan,
         wrap_plan: WrapPlan,
         device: torch.device,
@@ -57,6 +57,10 @@ class FlatSharded(ShardedModel):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Gradients of earlier micro-batches wait as pieces; nothing is left for the last one."""
         return nullcontext()
+
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+        """See ``ShardedModel``."""
+        return FlatSharded(teacher, (), None, self._plan, wrap_plan, self._device)
 
     def describe(self) -> str:
         """See ``Sharded``."""

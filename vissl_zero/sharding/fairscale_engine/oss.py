@@ -38,6 +38,14 @@ class OwnedShard(Shard):
         """See ``Shard``; other ranks' gradients are none of this rank's business."""
         return self.source.grad if self.is_owned and self.has_grad else None
 
+    def held(self) -> Tensor:
+        """See ``Shard``: the whole parameter."""
+        return self.source.detach()
+
+    def held_shape(self) -> torch.Size:
+        """See ``Shard``."""
+        return self.source.shape
+
     @torch.no_grad()
     def normalize_rows(self) -> None:
         """See ``Shard``. Every rank does it to its whole copy, with the same result."""

@@ -18,8 +18,8 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.data_parallel import DataParallel
 from vissl_zero.sharding.fairscale_engine.oss import OwnedShard, deal, owned_shards, run_inside
+from vissl_zero.sharding.gradient_average import GradientAverage
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
@@ -90,7 +90,7 @@ class _OwnedByRank(ShardedModel):
 
 
 class OptimizerSharded(_OwnedByRank):
-    """Level 1: OSS and torch's DistributedDataParallel. Parameters and gradients are whole on every rank."""
+    """Level 1: OSS over averaged gradients. Parameters and gradients are whole on every rank."""
 
     def __init__(
         self,
@@ -102,12 +102,15 @@ class OptimizerSharded(_OwnedByRank):
         device: torch.device,
     ):
         oss = deal(module, groups)
-        self._parallel = DataParallel(module, device)
-        super().__init__(self._parallel.model, module, oss, groups, build_optimizer, plan, wrap_plan, device)
+        self._means = GradientAverage(list(module.parameters()), plan.timeout_s)
+        super().__init__(module, module, oss, groups, build_optimizer, plan, wrap_plan, device)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """See ``DataParallel``."""
-        return self._parallel.micro_batch(is_last)
+        """Gradients are averaged in the last micro-batch."""
+        return self._means.micro_batch(is_last)
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return self._means.backward_pass()
 
     def _moment(self) -> str:
         return "optimizer state sharded; parameters and gradients whole"
@@ -146,6 +149,7 @@ class GradientSharded(_OwnedByRank):
         self._reduced: set[str] = set()
         for shard in self._owned:
             shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+        self._watch.accept_hooks()
         self.zero_grad()
 
     @contextmanager

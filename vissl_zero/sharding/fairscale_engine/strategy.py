@@ -25,7 +25,11 @@ from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 class FairscaleStrategy(Strategy):
     """fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (level 3 on CUDA)."""
 
-    def shard(
+    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
+        if found := problems(plan, device):
+            raise ConfigError(found)
+
+    def _shard(
         self,
         model: nn.Module,
         groups: Sequence[ParamGroup],
@@ -36,11 +40,9 @@ class FairscaleStrategy(Strategy):
         """See ``Strategy``. Collective; the process group must be up.
 
         Raises:
-            ConfigError: something that fairscale cannot do, or group sizes that do not divide the world.
+            ConfigError: group sizes that do not divide the world.
             ModelsDifferError: the ranks hold different weights.
         """
-        if found := problems(plan, device):
-            raise ConfigError(found)
         wrap_plan = prepare(model, plan, device)
         sharded: Sharded
         if plan.level == 3:

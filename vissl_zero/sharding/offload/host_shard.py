@@ -41,6 +41,10 @@ class HostShard(Shard):
         self.local.copy_(values)
         self.publish()
 
+    def held(self) -> Tensor:
+        """See ``Shard``: the rows on the device."""
+        return self.on_device
+
     def take_grad(self) -> None:
         """See ``Shard``. Waits for the gradient to arrive."""
         self._fetch_grad()  # of a scalar, which no hook has fetched

@@ -48,13 +48,14 @@ class FullySharded(ShardedModel):
         self,
         module: nn.Module,
         groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
+        build_optimizer: OptimizerFactory | None,
         plan: ShardingPlan,
         wrap_plan: WrapPlan,
         device: torch.device,
     ):
         mesh = _mesh(device, wrap_plan.num_ranks, plan.timeout_s)
         trained = {name for group in groups for name in group.params}
+        self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
         store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
         with ExitStack() as undo:
             if store is not None:
@@ -77,7 +78,10 @@ class FullySharded(ShardedModel):
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
                 shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
-            build_optimizer = offloaded(build_optimizer, plan, store, shards)
+            if build_optimizer is not None:
+                build_optimizer = offloaded(build_optimizer, plan, store, shards)
+            elif store is not None:
+                self._own_store = store
             super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
             undo.pop_all()
 
@@ -96,6 +100,16 @@ class FullySharded(ShardedModel):
             self._is_last = is_last
         with nullcontext() if self._scalar_means is None else self._scalar_means.micro_batch():
             yield
+
+    def close(self) -> None:
+        """See ``Sharded``."""
+        super().close()
+        if self._own_store is not None:
+            self._own_store.close()
+
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+        """See ``ShardedModel``."""
+        return FullySharded(teacher, (), None, self._plan, wrap_plan, self._device)
 
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from vissl_zero.sharding.exchange.exchange import Exchange, add_in_order
-from vissl_zero.sharding.torch_engine.message_plan import Message, plan_messages
-from vissl_zero.sharding.torch_engine.row_shard import RowShard
+from vissl_zero.sharding.torch_engine.message_plan import Message
+from vissl_zero.sharding.torch_engine.row_shard import RowShard, WholeParameter
+from vissl_zero.sharding.torch_private import (
+    call_after_backward,
+    call_on_gradient,
+    is_in_backward,
+    is_nested_backward,
+    real_grad,
+    set_real_grad,
+)
 
 MAX_BACKLOG_BYTES = 2**23
 
@@ -23,38 +31,65 @@ class GradientMessages:
     parameter without gradient by then counts as zero. Where other ranks are behind, gradients are kept for a while
     rather than the backward pass held up: up to ``MAX_BACKLOG_BYTES`` of them.
 
+    All messages together are a round, one per backward pass; segments of reentrant checkpointing belong to the backward
+    pass around them. Ranks may run different numbers of backward passes: each round is announced, and a rank that has
+    no more takes part with zeros.
+
     Args:
         shards: the trained parameters in the order of the model.
+        messages: how they are packed, the last parameters first.
         exchange: among the ranks that share them.
     """
 
-    def __init__(self, shards: Sequence[RowShard], exchange: Exchange):
+    def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], exchange: Exchange):
         self._exchange = exchange
         self._dtype = shards[0].source.dtype if shards else torch.float32
         capacity = exchange.capacity(self._dtype)
-        self.messages = plan_messages(shards[::-1], exchange.num_ranks, capacity)
+        self.messages = messages
         self._reduced = torch.empty(self.messages[-1].stop if self.messages else 0, dtype=self._dtype)
         self._zeros = torch.zeros(capacity, dtype=self._dtype)
         self._ones = torch.ones(capacity, dtype=self._dtype)
         self._is_summing = False  # whether ``_reduced`` holds gradients of this step already
         self._is_active = True
         self._ready: set[Tensor] = set()
+        self._sending: dict[Tensor, Tensor | None] = {}
         self._num_posted = 0
         self._backlog_bytes = 0
-        self._num_rounds = 0
+        self._is_open = False
+        self._is_driven = False
         self._is_callback_queued = False
+        self._num_opening = 0.0
         self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
         for shard in shards:
-            shard.source.register_post_accumulate_grad_hook(self._on_gradient)
+            call_on_gradient([shard.source], self._on_gradient)
+            shard.source.__class__ = WholeParameter
+            shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
 
     def start(self, *, is_active: bool) -> None:
         """Before a micro-batch. Inactive: gradients add up on this rank instead."""
         self._is_active = is_active
-        self._num_rounds = 0
 
     def finish(self) -> None:
-        """After a micro-batch. A rank whose loss has reached no parameter sends what it would have sent."""
-        if self._is_active and not self._num_rounds:
+        """After a micro-batch: wait until no rank has gradients left to send."""
+        if not (self._is_active and self.messages):
+            return
+        self.settle()
+        while self._announce(False, wait=True):
+            self._end_round()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward pass, where its caller can say so."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Between backward passes: have sent all there is. Collective if a round is open."""
+        if self._is_open and not is_in_backward():
             self._end_round()
 
     def forget(self) -> None:
@@ -64,9 +99,12 @@ class GradientMessages:
     def _on_gradient(self, param: Tensor) -> None:
         if not self._is_active:
             return
-        if not self._is_callback_queued:
+        if not self._is_open:
+            self._is_open = True
+            self._announce(True)
+        if not (self._is_driven or self._is_callback_queued):
             self._is_callback_queued = True
-            Variable._execution_engine.queue_callback(self._end_round)
+            call_after_backward(self._after_backward)
         self._ready.add(param)
         self._backlog_bytes += param.nbytes
         while (
@@ -79,22 +117,52 @@ class GradientMessages:
     def _is_complete(self, message: Message) -> bool:
         return all(piece.shard.source in self._ready for piece in message.pieces)
 
+    def _after_backward(self) -> None:
+        self._is_callback_queued = False
+        if self._is_open and not is_nested_backward():
+            self._end_round()
+
+    def _announce(self, is_opening: bool, *, wait: bool = False) -> bool:
+        """Say whether a round begins here, or this rank's micro-batch is over; with ``wait``, whether one begins."""
+
+        def say(out: Tensor) -> None:
+            out.fill_(is_opening)
+
+        def take(received: Sequence[Tensor]) -> None:
+            self._num_opening = float(sum(received))
+
+        self._exchange.post(1, self._dtype, say, take, is_scatter=False)
+        if wait:
+            self._exchange.finish()
+        return self._num_opening > 0
+
     def _end_round(self) -> None:
         """The backward pass has ended: send the rest, and take in all that is on its way."""
-        self._is_callback_queued = False
-        while self._num_posted < len(self.messages):
-            self._post_next()
-        self._exchange.finish()
-        self._ready.clear()
-        self._num_posted = self._backlog_bytes = 0
-        self._num_rounds += 1
-        self._is_summing = True
+        is_begun = True
+        while is_begun:
+            while self._num_posted < len(self.messages):
+                self._post_next()
+            self._exchange.finish()
+            self._ready.clear()
+            self._sending.clear()
+            self._num_posted = self._backlog_bytes = 0
+            self._is_open = False
+            self._is_summing = True
+            # Reentrant checkpointing adds to a gradient after it was sent, where segments share a parameter.
+            is_begun = any(real_grad(source) is not None for source in self._last_use)
+            if is_begun:
+                self._announce(True)
 
     @torch.no_grad()
     def _post_next(self) -> None:
         index = self._num_posted
         self._num_posted += 1
         message, is_sum = self.messages[index], self._is_summing
+        for piece in message.pieces:
+            source = piece.shard.source
+            if source not in self._sending:
+                self._sending[source] = real_grad(source)
+                set_real_grad(source, None)
         self._exchange.post(
             message.num_flagged,
             self._dtype,
@@ -104,11 +172,11 @@ class GradientMessages:
         )
         for piece in message.pieces:
             if self._last_use[piece.shard.source] == index:
-                piece.shard.source.grad = None
+                self._sending[piece.shard.source] = None
                 self._backlog_bytes -= piece.shard.source.nbytes
 
     def _fill(self, message: Message, out: Tensor) -> None:
-        grads = [piece.shard.source.grad for piece in message.pieces]
+        grads = [self._sending[piece.shard.source] for piece in message.pieces]
         flags = self._ones[: len(grads)]
         if any(grad is None for grad in grads):
             flags = torch.tensor([float(grad is not None) for grad in grads], dtype=self._dtype)
@@ -117,7 +185,7 @@ class GradientMessages:
             for piece, grad in zip(message.pieces, grads, strict=True):
                 missing = piece.numel
                 if grad is not None:
-                    parts.append(piece.view(grad, rank))
+                    parts.append(piece.view(grad.contiguous(), rank))
                     missing -= parts[-1].numel()
                 if missing:
                     parts.append(self._zeros[:missing])

@@ -55,7 +55,7 @@ class OrderedMeans:
         self._params = [param for param in params if param.requires_grad]
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self, is_last: bool = True) -> Iterator[None]:
         """Around forward and backward of one micro-batch. Collective at its end: an all-to-all and an all-gather."""
         earlier = [param.grad for param in self._params]
         for param in self._params:

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.sharding.shard import Shard, divide_by_norms
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
+from vissl_zero.sharding.torch_private import real_grad, set_real_grad
+
+
+class _GradientElsewhere(Tensor):
+    """Stands for a gradient of which this rank holds some rows: it is there, it can be dropped, and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise VisslZeroError(
+            "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
+            "it. Write zero=dict(keep_gradients=True, ...) to keep whole gradients, or clip by zero=dict(clip_grad=...)"
+            ", or scale the loss. Setting it to None is possible."
+        )
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter whose gradient leaves for the ranks that need it; the class of such a parameter is set to this one.
+
+    Without it a loop that edits gradients would find None and do nothing.
+    """
+
+    _row_shard: RowShard | None = None
+    _settle: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
+        if self._row_shard is None:
+            return real_grad(self)
+        self._settle()
+        return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._row_shard is None:
+            set_real_grad(self, value)
+            return
+        self._settle()
+        if value is None:
+            self._row_shard.drop_grad()
+        elif value is not _ELSEWHERE:
+            _ELSEWHERE + value  # refused
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+_ELSEWHERE = torch.empty(0).as_subclass(_GradientElsewhere)
 
 
 @dataclass(eq=False)
@@ -44,12 +97,33 @@ class RowShard(Shard):
 
     def local_grad(self) -> Tensor | None:
         """See ``Shard``."""
-        return self.reduced
+        if self.reduced is not None or isinstance(self.source, WholeParameter):
+            return self.reduced
+        # Gradients are kept whole: these rows of theirs.
+        grad, numel = self.source.grad, self.local.numel()
+        if grad is None:
+            return None
+        return grad.contiguous().view(-1)[self.first_element : self.first_element + numel].view(self.local.shape)
+
+    def held(self) -> Tensor:
+        """See ``Shard``: the whole parameter."""
+        return self.source.detach()
+
+    def held_shape(self) -> torch.Size:
+        """See ``Shard``."""
+        return self.source.shape
 
     def forget_grad(self) -> None:
         """See ``Shard``."""
-        super().forget_grad()
+        set_real_grad(self.source, None)
+        self.local.grad = None
         self.reduced = None
+
+    def drop_grad(self) -> None:
+        """Forget the gradient though the step is not over: what another backward pass adds must not find it."""
+        if self.reduced is not None:
+            self.reduced.zero_()
+        self.forget_grad()
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
@@ -62,13 +136,13 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
 
     Args:
         module: whole, where it is to be trained.
-        trained: full names; other parameters are not cut.
+        trained: full names; other parameters, and frozen ones, are not cut.
         num_ranks: that share the state.
         rank: this one.
     """
     for name, source in module.named_parameters():
-        if name not in trained:
-            yield Shard(name, source, source, source.shape)
+        if name not in trained or not source.requires_grad:
+            yield whole_shard(name, source, is_counted=rank == 0)
             continue
         rows_per_rank = -(-(source.shape[0] if source.dim() else 1) // num_ranks)
         shard = RowShard(name, source, source, source.shape, rows_per_rank=rows_per_rank)

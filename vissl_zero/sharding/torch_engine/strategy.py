@@ -1,4 +1,4 @@
-"""The torch engine: DistributedDataParallel at level 0, ``fully_shard`` at levels 1 to 3; CPU and GPU."""
+"""The torch engine: averaged gradients at level 0, ``fully_shard`` at levels 1 to 3; CPU and GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.derive.whole_parameters import keeps_parameters_whole
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
@@ -23,13 +22,17 @@ from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
 from vissl_zero.sharding.torch_engine.replicated import Replicated
 from vissl_zero.sharding.torch_engine.whole_parameters import WholeParameters
+from vissl_zero.sharding.watch import num_hooks
 
 
 @STRATEGIES.register("torch")
 class TorchStrategy(Strategy):
-    """torch's DDP and fully_shard, levels 0 to 3."""
+    """Replicas at level 0, fully_shard at 1 to 3."""
 
-    def shard(
+    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
+        _check(plan)
+
+    def _shard(
         self,
         model: nn.Module,
         groups: Sequence[ParamGroup],
@@ -40,10 +43,9 @@ class TorchStrategy(Strategy):
         """See ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
 
         Raises:
-            ConfigError: level 0 in half precision other than autocast, or group sizes that do not divide the world.
+            ConfigError: group sizes that do not divide the world.
             ModelsDifferError: the ranks hold different weights.
         """
-        _check(plan)
         if plan.deterministic:
             build_optimizer = _single_rounded(build_optimizer)
         wrap_plan = prepare(model, plan, device)
@@ -55,7 +57,17 @@ class TorchStrategy(Strategy):
         if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
             materialize_(model, "", plan.seed)
             return WholeParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+        _refuse_hooked(model)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
+
+
+def _refuse_hooked(model: nn.Module) -> None:
+    """``fully_shard`` puts other tensors in the place of parameters, so a hook on one would never run."""
+    hooked = [name for name, param in model.named_parameters() if num_hooks(param)]
+    if hooked:
+        must = "must have no hooks where fully_shard replaces parameters: they would never run"
+        fix = "Put the hook on a module's output, or use ZeRO level 0, or level 1 or 2 on the CPU."
+        raise ConfigError([Problem("model", f"{hooked[0]} has a hook", must, fix)])
 
 
 def _single_rounded(build_optimizer: OptimizerFactory) -> OptimizerFactory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.exchange.choose import open_exchange
+from vissl_zero.sharding.gradient_average import GradientAverage
 from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
 from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages
+from vissl_zero.sharding.torch_engine.message_plan import plan_messages
 from vissl_zero.sharding.torch_engine.parameter_messages import ParameterMessages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
@@ -51,8 +53,13 @@ class WholeParameters(ShardedModel):
         trained = {name for parameter_group in groups for name in parameter_group.params}
         shards = list(row_shards(module, trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
-        self._gradients = GradientMessages(rows, self.exchange)
-        self._parameters = ParameterMessages(self._gradients.messages, self.exchange)
+        self._means: GradientAverage | None = None
+        messages = plan_messages(rows[::-1], group.size(), self.exchange.capacity(rows[0].source.dtype)) if rows else []
+        if plan.keep_gradients:
+            self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
+        else:
+            self._gradients = GradientMessages(rows, messages, self.exchange)
+        self._parameters = ParameterMessages(messages, self.exchange)
         build_optimizer = offloaded(build_optimizer, plan, None, shards)
         # The shards are views: what they share memory with is whole already.
         wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)
@@ -64,9 +71,16 @@ class WholeParameters(ShardedModel):
 
         Where the order of sums is fixed, level 1 does as level 2.
         """
+        if self._means is not None:
+            with self._means.micro_batch(is_last):
+                yield
+            return
         self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
         yield
         self._gradients.finish()
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return (self._gradients if self._means is None else self._means).backward_pass()
 
     def step(self) -> StepResult:
         """See ``Sharded``."""
@@ -78,7 +92,8 @@ class WholeParameters(ShardedModel):
     def zero_grad(self) -> None:
         """See ``Sharded``."""
         super().zero_grad()
-        self._gradients.forget()
+        if self._means is None:
+            self._gradients.forget()
 
     def replicated(self) -> dict[str, Tensor]:
         """See ``Sharded``. All parameters are whole on every rank."""

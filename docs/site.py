@@ -1,0 +1,58 @@
+"""Hooks of the documentation site (`make docs`): pages outside ``docs/`` join it, and their links keep working.
+
+The same Markdown must read well in a checkout, where ``README.md`` links to ``docs/sharding.md``, and on the site,
+where it is ``index.md`` beside ``sharding.md``. So links are rewritten while the site is built; nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# Path in the checkout -> path on the site.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {f"benchmarks/{path.name}": f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))}
+PICTURES = [path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks").glob("*.svg"))]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and pictures that live outside ``docs/``."""
+    for source, target in PAGES.items():
+        text = _relinked((ROOT / source).read_text(), (ROOT / source).parent, Path(target).parent)
+        files.append(File.generated(config, target, content=text))
+    for picture in PICTURES:
+        files.append(File.generated(config, str(picture), content=(ROOT / picture).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that leave ``docs/`` at the pages that were added."""
+    if page.file.generated_by is not None:
+        return markdown
+    return _relinked(markdown, ROOT / "docs" / Path(page.file.src_uri).parent, Path(page.file.src_uri).parent)
+
+
+def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:
+    """``markdown`` of a page in ``folder``, its links as ``site_folder`` of the site sees their targets.
+
+    A link to a file that the site does not hold (an example, source code) becomes its path. A link to nothing stays, so
+    that the strict build fails on it.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        bang, text, link, anchor = match.groups(default="")
+        target = (folder / link).resolve()
+        if not (target.is_relative_to(ROOT) and target.exists()):
+            return match[0]
+        path = target.relative_to(ROOT).as_posix()
+        if not (path in PAGES or path.startswith("docs/") or Path(path) in PICTURES):
+            return f"`{path}`" if text.rstrip("/") == path else f"{text} (`{path}`)"
+        path = PAGES.get(path, path).removeprefix("docs/")
+        return f"{bang}[{text}]({'../' * len(site_folder.parts)}{path}{anchor})"
+
+    return LINK.sub(replace, markdown)

@@ -1,0 +1,169 @@
+"""Losses that couple samples: over several ranks with uneven rows they are those of one process, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ranks import run_on_ranks
+from vissl_zero import collectives
+from vissl_zero.methods.barlow_twins.loss import barlow_twins_loss
+from vissl_zero.methods.deepcluster_v2.loss import NOT_ASSIGNED, ClusterMemory, deepcluster_loss
+from vissl_zero.methods.dino.loss import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.dinov2.loss import dinov2_loss
+from vissl_zero.methods.gather import count_samples
+from vissl_zero.methods.ibot.loss import masked_patch_loss
+from vissl_zero.methods.ijepa.loss import latent_regression
+from vissl_zero.methods.koleo import koleo
+from vissl_zero.methods.mae.loss import mae_loss
+from vissl_zero.methods.moco_v2.loss import KeyQueue, info_nce
+from vissl_zero.methods.moco_v3.loss import symmetric_info_nce
+from vissl_zero.methods.msn.loss import msn_loss
+from vissl_zero.methods.npid.loss import MemoryBank
+from vissl_zero.methods.pirl.loss import pirl_loss
+from vissl_zero.methods.simclr.loss import nt_xent
+from vissl_zero.methods.simmim.loss import simmim_loss
+from vissl_zero.methods.vicreg.loss import vicreg_loss
+from vissl_zero.models.keyed_random import set_random_key
+
+NUM_IMAGES, DIM = 12, 4
+# Rows of each rank. The last rank may hold none.
+SPLITS = {1: [7], 2: [5, 2], 3: [4, 3, 0]}
+
+
+def _constant(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _mask(mine: slice) -> Tensor:
+    """(n, 4), with a different number of masked patches in each image, and none in one."""
+    mask = _constant(50, 7, 4) > 0
+    mask[1] = False
+    return mask[mine]
+
+
+def _pirl(x: Tensor, mine: slice) -> Tensor:
+    """Twice, as the memory that the first call updates enters the second."""
+    bank, sample_ids = MemoryBank(NUM_IMAGES, DIM).double(), torch.arange(7)[mine] * 5 % NUM_IMAGES
+    total = x.new_zeros(())
+    for step in range(2):
+        set_random_key(0, step, sample_ids)
+        total = total + pirl_loss(x[:, 0], x[:, 1], sample_ids, bank, 3, temperature=0.5)
+        bank.update(x[:, 0].detach(), sample_ids)
+    return total
+
+
+def _deepcluster(x: Tensor, mine: slice) -> Tensor:
+    memory, sample_ids = ClusterMemory(NUM_IMAGES, DIM, [3, 2]).double(), torch.arange(7)[mine] * 5 % NUM_IMAGES
+    memory.update(x[:, 0][None].detach(), sample_ids)
+    memory.cluster(epoch=0, num_iters=3)
+    assignments = memory.assignments[:, sample_ids]
+    assignments[:, sample_ids == 5] = NOT_ASSIGNED
+    return deepcluster_loss(x.transpose(0, 1), memory.centroids, assignments)
+
+
+def _moco_v2(x: Tensor, mine: slice) -> Tensor:
+    queue = KeyQueue(10, DIM).double()
+    queue.push(x[:, 2].detach())
+    return info_nce(x[:, 0], x[:, 1], queue.keys, 0.3)
+
+
+def _dino(x: Tensor, mine: slice) -> Tensor:
+    centre = Centre(DIM).double()
+    teacher = x[:, :2].detach().transpose(0, 1) * 2
+    centre.update(teacher)
+    return dino_loss(x.transpose(0, 1), centre.targets(teacher, 0.3))
+
+
+def _ibot(x: Tensor, mine: slice) -> Tensor:
+    mask = _mask(mine)
+    patches = x[:, :4][mask]
+    return masked_patch_loss(patches, sinkhorn_targets(patches.detach().flip(1), 0.4), mask)
+
+
+def _dinov2(x: Tensor, mine: slice) -> Tensor:
+    views, mask = x.transpose(0, 1), _mask(mine).repeat(2, 1)
+    patches = torch.cat((x[:, :4], x[:, 2:6]))[mask]
+    teacher = views[:2].detach() * 1.5
+    return dinov2_loss((views, teacher), (patches, patches.detach() * 2), mask, views[2:4], 0.5)
+
+
+def _msn(x: Tensor, mine: slice) -> Tensor:
+    views = F.normalize(x.transpose(0, 1), dim=2)
+    return msn_loss(views[1:], views[0], 0.2, use_sinkhorn=True, entropy_weight=0.5)
+
+
+def _simmim(x: Tensor, mine: slice) -> Tensor:
+    return simmim_loss(x.unflatten(2, (2, 2)).repeat(1, 1, 2, 2), _constant(51, 7, 6, 4, 4)[mine], _mask(mine).view(-1, 2, 2))
+
+
+# Each takes (n, 6, DIM) and the slice of the whole batch that these are.
+LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
+    "simclr": lambda x, _: nt_xent(x[:, 0], x[:, 1], 0.3),
+    "moco_v2": _moco_v2,
+    "moco_v3": lambda x, _: symmetric_info_nce((x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), 0.3),
+    "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1),
+    "vicreg": lambda x, _: vicreg_loss(x[:, 0] * 0.3, x[:, 1] * 0.3),
+    "koleo": lambda x, _: koleo(x[:, 0]),
+    "dino": _dino,
+    "ibot": _ibot,
+    "dinov2": _dinov2,
+    "msn": _msn,
+    "mae": lambda x, mine: mae_loss(x[:, :4], _constant(52, 7, 4, DIM)[mine], _mask(mine)),
+    "simmim": _simmim,
+    "ijepa": lambda x, mine: latent_regression(x, _constant(53, 7, 6, DIM)[mine]),
+    "pirl": _pirl,
+    "deepcluster_v2": _deepcluster,
+}
+
+
+def _train_step(counts: list[int]) -> dict[str, tuple[float, Tensor]]:
+    """Loss and gradient of a linear layer as the training loop gets them, for every method."""
+    rank, world_size, total = collectives.rank(), collectives.world_size(), sum(counts)
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    images = _constant(1, total, 6, 5)[mine]
+    results = {}
+    for name, loss_of in LOSSES.items():
+        weight = _constant(2, DIM, 5).requires_grad_()
+        loss = loss_of(images @ weight.T, mine)
+        assert loss.isfinite(), name
+        (loss * (counts[rank] * world_size / total)).backward()
+        assert weight.grad is not None
+        results[name] = (
+            collectives.all_reduce_sum(loss.detach() * (counts[rank] / total)).item(),
+            collectives.all_reduce_sum(weight.grad) / world_size,
+        )
+    return results
+
+
+def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks():
+    (alone,) = run_on_ranks(1, _train_step, SPLITS[1])
+    for world_size in (2, 3):
+        for of_rank in run_on_ranks(world_size, _train_step, SPLITS[world_size]):
+            for name, (loss, gradient) in of_rank.items():
+                assert loss == pytest.approx(alone[name][0], rel=1e-12, abs=1e-12), (name, world_size)
+                difference = (gradient - alone[name][1]).abs().max().item()
+                assert difference <= 1e-12 * max(1.0, alone[name][1].abs().max().item()), (name, world_size)
+                assert gradient.abs().max() > 1e-3, name
+
+
+def _state_after_updates(counts: list[int]) -> list[Tensor]:
+    rank = collectives.rank()
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    queue = KeyQueue(10, DIM).double()
+    for step in range(3):
+        queue.push(_constant(step, 7, DIM)[mine])
+    known = count_samples(len(range(*mine.indices(7))), torch.device("cpu"))
+    assert (known.per_rank, known.local, known.first) == (tuple(counts), counts[rank], mine.start)
+    return [queue.keys, queue.position]
+
+
+def test_queue_holds_samples_in_one_order():
+    (alone,) = run_on_ranks(1, _state_after_updates, SPLITS[1])
+    for world_size in (2, 3):
+        for state in run_on_ranks(world_size, _state_after_updates, SPLITS[world_size]):
+            assert all(torch.equal(one, other) for one, other in zip(state, alone, strict=True))

@@ -1,0 +1,275 @@
+"""Every method at every level: the losses, weights and teacher of plain torch in one process, to 1e-10 in float64.
+
+The reference has one process, the whole batch, torch's own SGD, and a teacher that follows by two lines of arithmetic.
+Exact accumulation is held to the same reference: one rank with four micro-batches is four ranks with one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vissl_zero
+from tests.dist.case import Case, Trunk
+from tests.ranks import run_on_ranks
+from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.folder import newest_checkpoint
+from vissl_zero.checkpoint.resume import restore
+from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, ResolvedRun
+from vissl_zero.data.loader import build_loader
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.loop import train
+from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.methods.method import build_method
+from vissl_zero.models.init import initialize_
+from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.model import build_model
+from vissl_zero.registry import METHODS, TRUNKS
+
+NUM_STEPS, BATCH, LR = 4, 12, 0.05
+TOLERANCE = 1e-10
+MLP = ["mlp", {"dims": [6, 9, 4], "use_relu": True}]
+SIAMESE = ["siamese_head", {"dims": [6, 9, 4], "predictor_dims": [5], "use_bn": False}]
+SWAV = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5]}]
+DINO = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5], "use_weight_norm_prototypes": True}]
+CLUSTERS = {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 4, "queue": {"queue_length": 20, "start_iter": 1}}
+# method -> loss, its keys, head, crops of each of two sizes
+CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
+    "supervised": ("CrossEntropyLoss", {}, ["mlp", {"dims": [6, 10]}], [2, 1]),
+    "simclr": ("simclr_info_nce_loss", {"temperature": 0.3}, MLP, [2]),
+    "simsiam": ("simsiam_loss", {}, SIAMESE, [2]),
+    "barlow_twins": ("barlow_twins_loss", {"lambda_": 0.1}, MLP, [2]),
+    "vicreg": ("vicreg_loss", {"sim_coeff": 1.0, "std_coeff": 1.0, "cov_coeff": 0.1}, MLP, [2]),
+    "byol": ("byol_loss", {"momentum": 0.7}, SIAMESE, [2]),
+    # Longer than a batch and no multiple of it: which keys are dropped depends on their order.
+    "moco_v2": ("moco_loss", {"embedding_dim": 4, "queue_size": 20, "momentum": 0.7}, MLP, [2]),
+    "moco_v3": ("moco_v3_loss", {"momentum": 0.7}, SIAMESE, [2]),
+    "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
+    "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
+    "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
+}
+
+
+@dataclass
+class TrunkKeys:
+    norm: str = "batch"
+
+
+@TRUNKS.register("parity_trunk", config=TrunkKeys)
+def parity_trunk(norm: str) -> Trunk:
+    """The tiny trunk of the parity tests: uneven widths, so that ranks hold few rows or none."""
+    return Trunk(Case(norm=norm))
+
+
+@dataclass
+class Result:
+    """Of a run: the loss of every step, whole tensors at the end (the teacher's behind "teacher:", state of the loss
+    behind "loss:"), bytes of the teacher on rank 0."""
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    teacher_bytes: int = 0
+
+    def distance(self, other: Result) -> float:
+        assert len(self.losses) == len(other.losses) and self.state.keys() == other.state.keys()
+        tensors = [(self.state[name] - other.state[name]).abs().max().item() for name in self.state]
+        return max([*tensors, *(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))])
+
+
+def make_method_plan(method: str, level: int, world_size: int, norm: str, folder: str = "", **changes: Any) -> ResolvedRun:
+    loss, keys, head, crops = CASES[method]
+    config = make_config(USE_KNN=False)
+    data = config["DATA"]["TRAIN"]
+    data["DATA_LIMIT"] = 2 * BATCH
+    sizes = {"size_crops": [8, 6][: len(crops)], "num_crops": crops, "total_num_crops": sum(crops)}
+    scales = {"crop_scales": [[0.5, 1.0], [0.4, 0.8]][: len(crops)]}
+    data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
+    config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
+    config["MODEL"]["HEAD"]["PARAMS"] = [head]
+    config["LOSS"] = {"name": loss, loss: keys}
+    plan = make_plan(config, folder, level=level, world_size=world_size)
+    sgd = OptimizerPlan("sgd", {"momentum": 0.9}, lr={"name": "constant", "value": LR})
+    fields = {"batch_per_rank": BATCH // world_size, "global_batch": BATCH, "max_steps": NUM_STEPS, "optimizer": sgd}
+    return dataclasses.replace(plan, **(fields | changes))
+
+
+@cache
+def plain(method: str, norm: str) -> Result:
+    """The reference: torch, one process, the whole batch."""
+    plan = make_method_plan(method, 0, 1, norm)
+    model = build_model(plan.config["MODEL"])
+    initialize_(model, plan.seed)
+    model.double().train()
+    teacher = copy.deepcopy(model)
+    rule = build_method(plan.config["LOSS"]).double()
+    unit_rows = rule.normalized_rows()
+    params, followers = dict(model.named_parameters()), dict(teacher.named_parameters())
+    for weights in (params, followers):
+        for name in unit_rows:
+            weights[name].data /= weights[name].data.norm(dim=1, keepdim=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    loader = build_loader(plan.config["DATA"], "TRAIN", plan.seed, BATCH, 0, 1, 1)
+    rule.set_length(2 * loader.steps_per_epoch, loader.steps_per_epoch)
+    result, step = Result(), 0
+    for epoch in range(2):
+        for (batch,) in loader.epoch(epoch):
+            batch = batch.to("cpu", torch.float64)
+            rule.on_step(step, epoch)
+            set_random_key(plan.seed, step, batch.sample_ids)
+            with torch.no_grad():
+                taught = rule.run_teacher(teacher, batch) if rule.has_teacher else None
+            outputs = rule.run_student(model, batch)
+            loss = rule.loss(outputs, batch, taught)
+            optimizer.zero_grad()
+            loss.backward()
+            rule.after_micro_batch(outputs, batch)
+            optimizer.step()
+            with torch.no_grad():
+                for name in unit_rows:
+                    params[name] /= params[name].norm(dim=1, keepdim=True)
+                if rule.has_teacher:
+                    momentum = rule.momentum(step)
+                    for name, follower in followers.items():
+                        follower.copy_(momentum * follower + (1 - momentum) * params[name])
+                    for name in unit_rows:
+                        followers[name] /= followers[name].norm(dim=1, keepdim=True)
+            result.losses.append(loss.item())
+            step += 1
+    result.state = _state(model.state_dict(), teacher.state_dict() if rule.has_teacher else {}, rule)
+    return result
+
+
+def _state(model: dict[str, Tensor], teacher: dict[str, Tensor], rule: Any) -> dict[str, Tensor]:
+    found = {name: tensor.detach().clone() for name, tensor in model.items()}
+    found |= {f"teacher:{name}": tensor.clone() for name, tensor in teacher.items() if ".predictor." not in name}
+    found |= {f"loss:{n}": t.double().clone() for n, t in rule.state_dict().items() if isinstance(t, Tensor)}
+    return {name: tensor for name, tensor in found.items() if "num_batches" not in name}
+
+
+class _Losses(Hook):
+    def __init__(self, saver: Saver | None = None):
+        self.losses: list[float] = []
+        self.saver = saver
+
+    def on_step(self, run: Run, record: StepRecord) -> None:
+        assert record.loss is not None
+        self.losses.append(record.loss)
+        if self.saver is not None:
+            self.saver.save(run, [])
+            self.saver.finish()
+
+
+def _train(plan: ResolvedRun, saver: Saver | None = None, from_folder: str = "") -> Result:
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    hook = _Losses(saver)
+    if from_folder:
+        with newest_checkpoint(from_folder) as checkpoint:
+            restore(run, [], checkpoint)
+    train(run, schedules, frozen, [hook])
+    run.sharded.consolidate_buffers()
+    teacher = run.sharded.full_teacher_state()
+    result = Result(hook.losses, _state(run.sharded.full_state(), teacher, run.method), run.sharded.ledger().teacher)
+    run.sharded.close()
+    return result if run.is_main else Result()
+
+
+def _levels(method: str, world_size: int, levels: list[int], folder: str) -> list[Result]:
+    """In one task of the pool. The last cell has parameters and the optimizer on NVMe, the teacher's with them."""
+    plans = [make_method_plan(method, level, world_size, "batch") for level in levels]
+    if world_size == 2:
+        tiers = {key: OffloadPlan("nvme", nvme_path=folder) for key in ("offload_params", "offload_optimizer")}
+        plans[-1] = dataclasses.replace(plans[-1], sharding=dataclasses.replace(plans[-1].sharding, **tiers))
+    return [_train(plan) for plan in plans]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("method", CASES)
+def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
+    levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
+    for level, result in zip(levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True):
+        assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}"
+
+
+def _fairscale(method: str) -> list[Result]:
+    plans = [make_method_plan(method, level, 2, "batch") for level in (1, 2)]
+    return [_train(dataclasses.replace(p, sharding=dataclasses.replace(p.sharding, engine="fairscale"))) for p in plans]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["byol", "swav_momentum"])
+def test_a_teacher_under_fairscale(method: str) -> None:
+    for result in run_on_ranks(2, _fairscale, method)[0]:
+        assert result.distance(plain(method, "batch")) < TOLERANCE
+
+
+def _exactly(method: str, world_size: int, level: int, num_micro: int) -> Result:
+    size = BATCH // world_size // num_micro
+    changes = {"batch_per_rank": size, "accumulation_steps": num_micro, "exact_accumulation": num_micro > 1}
+    return _train(make_method_plan(method, level, world_size, "group", **changes))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "simclr")) for name in CASES])
+def test_exact_accumulation_equals_as_many_ranks(method: str) -> None:
+    for world_size, level, num_micro in ((1, 0, 4), (4, 3, 1), (2, 2, 3)):
+        result = run_on_ranks(world_size, _exactly, method, world_size, level, num_micro)[0]
+        assert result.distance(plain(method, "group")) < TOLERANCE, f"{world_size} ranks x {num_micro}"
+
+
+def test_plain_accumulation_is_another_thing() -> None:
+    """Or the test above could not fail."""
+    changes = {"batch_per_rank": BATCH // 4, "accumulation_steps": 4}
+    result = run_on_ranks(1, _train, make_method_plan("simclr", 0, 1, "group", **changes))[0]
+    assert result.distance(plain("simclr", "group")) > 1e-4
+
+
+def _save(folder: str, method: str) -> Result:
+    plan = make_method_plan(method, 3, 3, "batch", folder, max_steps=2)
+    saver = Saver(Path(folder), is_async=False, keep_last=-1, keep_every=-1)
+    result = _train(plan, saver)
+    saver.close()
+    return result
+
+
+def _resume(folder: str, method: str, level: int, world_size: int) -> Result:
+    return _train(make_method_plan(method, level, world_size, "batch", folder), from_folder=folder)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["byol", "moco_v2", "dino"])
+def test_a_teacher_resumes_in_another_layout(method: str, tmp_path: Path) -> None:
+    saved = run_on_ranks(3, _save, str(tmp_path), method)[0]
+    with pytest.warns(UserWarning, match="no final weights yet"):
+        trunk = vissl_zero.load_trunk(tmp_path, which="teacher").trunk
+    for name, tensor in trunk.named_parameters():
+        assert torch.equal(tensor, saved.state[f"teacher:trunk.{name}"].float())
+        assert not torch.equal(tensor, saved.state[f"trunk.{name}"].float())
+    for world_size, level in ((2, 1), (1, 0), (2, 3)):
+        result = run_on_ranks(world_size, _resume, str(tmp_path), method, level, world_size)[0]
+        result.losses = plain(method, "batch").losses[:2] + result.losses
+        assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}, {world_size} ranks"
+
+
+def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:
+    held = {}
+    for level in (0, 1, 3):
+        plan = make_method_plan("moco_v3", level, 3, "batch")
+        held[level] = run_on_ranks(3, _train, plan)[0].teacher_bytes
+        assert rehearse(plan).forecast.memory.teacher == held[level]
+    assert held[3] < 0.45 * held[0]  # a third, and what 5 and 7 rows over 3 ranks leave uneven
+
+
+def test_every_method_is_held() -> None:
+    assert CASES.keys() == set(METHODS.builtin())
+

@@ -1,0 +1,101 @@
+"""VISSL's dataset catalogue: names in recipes become paths of this machine, or a sentence with the line to add."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.config.catalogue import find_catalogue, missing, use_catalogue
+from vissl_zero.config.compose import compose
+from vissl_zero.errors import ConfigError
+
+RECIPE = """# @package _global_
+defaults: [/config/supervised/digits]
+config:
+  DATA:
+    TRAIN: {DATA_SOURCES: [disk_folder], LABEL_SOURCES: [disk_folder], DATASET_NAMES: [my_set], DATA_PATHS: []}
+    TEST: {DATA_SOURCES: [], DATASET_NAMES: [my_set]}
+"""
+
+
+def data(**keys: object) -> Data:
+    """A block that trains on a named data set."""
+    return Data(TRAIN=Split(**{"DATA_SOURCES": ["disk_folder"], "DATASET_NAMES": ["flowers"]} | keys))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Path:
+    path = tmp_path / "dataset_catalog.json"
+    flowers = {"train": ["/data/flowers", "/data/labels.npy"], "val": ["<img_path>", "<lbl_path>"]}
+    path.write_text(json.dumps({"flowers": flowers, "empty": {}}))
+    return path
+
+
+def test_paths_come_from_the_catalogue(catalogue: Path) -> None:
+    block = data(LABEL_SOURCES=["disk_filelist"])
+    (note,) = use_catalogue(block, catalogue)
+    assert block.TRAIN.DATA_PATHS == ["/data/flowers"]
+    assert block.TRAIN.LABEL_PATHS == ["/data/labels.npy"]
+    assert "flowers is read from /data/flowers" in note
+    assert missing(block) == []
+
+
+def test_paths_that_are_given_win(catalogue: Path) -> None:
+    block = data(DATA_PATHS=["/mine"])
+    assert use_catalogue(block, catalogue) == []
+    assert block.TRAIN.DATA_PATHS == ["/mine"]
+    assert block.TRAIN.LABEL_PATHS == []
+
+
+@pytest.mark.parametrize("name", ["roses", "empty"])
+def test_a_name_that_is_not_there_is_answered_with_the_line_to_add(catalogue: Path, name: str) -> None:
+    block = data(DATASET_NAMES=[name])
+    assert use_catalogue(block, catalogue) == []
+    (problem,) = missing(block)
+    assert f'{{"{name}": {{"train": ["/path/to/images", "<labels>"], "val"' in str(problem)
+    assert "config.DATA.TRAIN.DATA_PATHS=[/path/to/images]" in str(problem)
+
+
+def test_placeholders_are_not_paths(catalogue: Path) -> None:
+    block = Data(TEST=Split(DATA_SOURCES=["disk_folder"], DATASET_NAMES=["flowers"]))
+    use_catalogue(block, catalogue)
+    assert block.TEST.DATA_PATHS == []
+    assert len(missing(block)) == 1
+
+
+def test_where_it_is_looked_for(tmp_path: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert find_catalogue([], {}) is None
+    own = tmp_path / "home/.vissl_zero/dataset_catalog.json"
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    assert find_catalogue([], {}) == own
+    beside = tmp_path / "recipes/config/dataset_catalog.json"
+    beside.parent.mkdir(parents=True)
+    beside.write_text("{}")
+    assert find_catalogue([tmp_path / "recipes"], {}) == beside
+    assert find_catalogue([tmp_path / "recipes"], {"VISSL_ZERO_CATALOG": str(catalogue)}) == catalogue
+    with pytest.raises(ConfigError, match="VISSL_ZERO_CATALOG: must name a dataset catalogue"):
+        find_catalogue([], {"VISSL_ZERO_CATALOG": "/nowhere"})
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"a": 1}', "[" * 100_000])
+def test_a_file_that_is_no_catalogue(catalogue: Path, text: str) -> None:
+    catalogue.write_text(text)
+    with pytest.raises(ConfigError, match="must be JSON"):
+        use_catalogue(data(), catalogue)
+
+
+def test_a_recipe_finds_the_catalogue_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs/config"
+    folder.mkdir(parents=True)
+    (folder / "named.yaml").write_text(RECIPE)
+    (folder / "dataset_catalog.json").write_text(json.dumps({"my_set": {"train": [str(tmp_path)], "val": []}}))
+    monkeypatch.delenv("VISSL_ZERO_CATALOG", raising=False)
+    composed = compose("named", [f"hydra.searchpath=[file://{tmp_path}/configs]"])
+    train = composed.run.DATA.TRAIN
+    assert list(map(Path, train.DATA_PATHS)) == [tmp_path]
+    assert any("my_set is read from" in note for note in composed.notes)

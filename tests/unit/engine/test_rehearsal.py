@@ -1,0 +1,102 @@
+"""A dry run describes any machine, gives a verdict, and refuses what the run would refuse."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from tests.unit.commands.example_checkpoint import write_checkpoint
+from vissl_zero.config.compose import compose
+from vissl_zero.config.host import Host
+from vissl_zero.config.resolve import resolve
+from vissl_zero.config.saved import as_data
+from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.errors import ConfigError, LaunchError
+from vissl_zero.launch.dry_run import DOES_NOT_FIT, dry_run
+from vissl_zero.reporting.rehearsal_lines import verdict
+
+NO_QUEUE = "config.LOSS.swav_loss.queue.queue_length=0"  # it must hold a batch
+
+
+def planned(recipe, *overrides, folder="/nowhere", host=None):
+    composed = compose(recipe, ["config.DRY_RUN=true", *overrides])
+    return resolve(composed.run, folder, recipe=recipe, host=host)
+
+
+def said(plan) -> tuple[int, str]:
+    console = Console(file=io.StringIO())
+    code = dry_run(plan, console=console)
+    return code, console.file.getvalue()
+
+
+def test_a_machine_with_gpus_and_images_that_are_elsewhere():
+    words = [
+        NO_QUEUE,
+        "config.MACHINE.DEVICE=gpu",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=8",
+        "config.DISTRIBUTED.NUM_NODES=4",
+    ]
+    words += ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", "config.DATA.TRAIN.DATA_PATHS=[/imagenet/train]"]
+    words += ["config.DATA.TEST.DATA_SOURCES=[disk_folder]", "config.DATA.TEST.DATA_PATHS=[/imagenet/val]"]
+    plan = planned("quickstart/swav_digits", *words)
+    run = rehearse(plan)
+    assert (plan.device, plan.world_size, run.num_images) == ("cuda", 32, 1_281_167)
+    assert run.steps_per_epoch == 1_281_167 // (16 * 32)
+    code, text = said(plan)
+    assert code == 0 and "Assumed: machines with 8 GPU(s) each" in text and "a GPU of 80 GiB, assumed" in text
+    assert "1,281,167 images in 1,000 classes are assumed" in text and "/imagenet/train, /imagenet/val" in text
+    assert rehearse(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120
+
+
+def test_a_run_of_the_same_recipe_is_refused():
+    composed = compose("quickstart/swav_digits", ["config.MACHINE.DEVICE=gpu", "config.DATA.TRAIN.DATA_PATHS=[/none]"])
+    with pytest.raises(ConfigError, match=r"MACHINE.DEVICE: cannot be used here"):
+        resolve(composed.run, "/nowhere", host=Host())
+
+
+def test_the_verdict_says_by_how_much_and_what_would_help():
+    batch = "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=700"
+    code, text = said(planned("quickstart/swav_digits", NO_QUEUE, batch, "config.MACHINE.MEMORY_GIB=1.2"))
+    assert code == DOES_NOT_FIT and "too much. What would help:" in text and "for 2 processes" in text
+    assert "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=350" in text and "USE_ACTIVATION_CHECKPOINTING=True" in text
+    code, text = said(planned("quickstart/swav_digits", NO_QUEUE, batch, "config.MACHINE.MEMORY_GIB=200"))
+    assert code == 0 and "verdict             fits:" in text and "to spare" in text
+
+
+def test_tiers_are_counted_apart(tmp_path):
+    inside = rehearse(planned("quickstart/swav_digits"))
+    disk = f"config.ZERO.offload_optimizer_config={{device: nvme, nvme_path: {tmp_path}}}"
+    outside = rehearse(planned("quickstart/swav_digits", disk))
+    state = inside.forecast.memory.optimizer
+    assert inside.tiers.keys() == {"device"} and outside.tiers["disk"] == state > 0
+    assert outside.tiers["device"] == inside.tiers["device"] - state
+    assert verdict(inside)[0]
+
+
+def test_it_refuses_classes_without_an_output_and_labels_that_are_not_there(tmp_path):
+    head = "config.MODEL.HEAD.PARAMS=[[mlp,{dims:[64,5]}]]"
+    with pytest.raises(ConfigError, match=r"an output per class: there is an image of class 9"):
+        rehearse(planned("supervised/digits", head))
+    for index in range(40):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{index}.png")
+    photos = ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}]"]
+    with pytest.raises(ConfigError, match="this loss needs labels and the images have none"):
+        rehearse(planned("supervised/digits", *photos))
+
+
+def test_a_folder_with_a_run_in_it(tmp_path):
+    recipe = "supervised/digits"
+    plan = planned(recipe, folder=tmp_path)
+    write_checkpoint(tmp_path, {"model/trunk.weight": torch.ones(3)}, resolved=as_data(plan))
+    code, text = said(planned(recipe, folder=tmp_path))
+    assert code == 0 and "step_000000004" in text.split("resume:")[1]
+    with pytest.raises(ConfigError, match=r"BATCHSIZE_PER_REPLICA: was 32 when the checkpoint was made"):
+        said(planned(recipe, "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64", folder=tmp_path))
+    Path(tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(LaunchError, match="already holds a run"):
+        said(planned(recipe, "config.CHECKPOINT.AUTO_RESUME=false", folder=tmp_path))

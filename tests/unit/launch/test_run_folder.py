@@ -1,0 +1,37 @@
+"""What stands in a run folder before a run starts there: nothing is written through a link, nothing is waited for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.errors import LaunchError
+from vissl_zero.launch.run import prepare_folder
+
+
+def test_both_configurations_are_there_at_once_or_not_at_all(tmp_path):
+    (tmp_path / "config.user.yaml").write_text("old")
+    prepare_folder(make_plan(make_config(), tmp_path), "new\n").release()
+    assert (tmp_path / "config.user.yaml").read_text() == "new\n"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize(
+    "name", ["run.lock", "config.user.yaml", "config.resolved.yaml", "metrics.jsonl", "checkpoints", "logs/rank0.log"]
+)
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_of_ours_is_named(tmp_path, name, kind):
+    mine, path = tmp_path / "mine", tmp_path / "run" / name
+    mine.write_text("mine")
+    path.parent.mkdir(parents=True)
+    {"link": lambda: path.symlink_to(mine), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    plan = make_plan(make_config(), tmp_path / "run")
+    if kind == "folder" and name in ("checkpoints", "logs/rank0.log"):
+        prepare_folder(plan, "").release()
+        return
+    says = {"link": "a link", "pipe": "a named pipe", "folder": "a folder"}[kind]
+    with pytest.raises(LaunchError, match=f"{path} is {says}, where a run writes its own files"):
+        prepare_folder(plan, "")
+    assert mine.read_text() == "mine"

@@ -1,0 +1,255 @@
+"""Losses against numbers that the papers' own code, VISSL's and lightly's give for the same inputs, in float64.
+
+The numbers were computed by running that code at the commits named here on ``_randn`` of the seeds named here; where it
+needs a process group, with one rank. A number alone says little, so gradients and several ranks are compared with one
+process in ``tests/dist/test_method_losses.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vissl_zero.methods.barlow_twins.loss import barlow_twins_loss
+from vissl_zero.methods.byol.loss import byol_loss
+from vissl_zero.methods.deepcluster_v2.loss import ClusterMemory, deepcluster_loss, spherical_kmeans
+from vissl_zero.methods.dino.loss import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.dinov2.loss import dinov2_loss
+from vissl_zero.methods.distillation.loss import distillation_loss
+from vissl_zero.methods.ibot.loss import masked_patch_loss
+from vissl_zero.methods.ijepa.loss import latent_regression
+from vissl_zero.methods.koleo import koleo
+from vissl_zero.methods.mae.loss import mae_loss, pixel_targets
+from vissl_zero.methods.moco_v2.loss import KeyQueue, info_nce
+from vissl_zero.methods.moco_v3.loss import symmetric_info_nce
+from vissl_zero.methods.msn.loss import msn_loss
+from vissl_zero.methods.npid.loss import MemoryBank, nce_loss
+from vissl_zero.methods.pirl.loss import pirl_loss
+from vissl_zero.methods.simclr.loss import nt_xent
+from vissl_zero.methods.simmim.loss import simmim_loss
+from vissl_zero.methods.simsiam.loss import simsiam_loss
+from vissl_zero.methods.supervised.loss import (
+    binary_cross_entropy,
+    mix_targets,
+    smooth_targets,
+    soft_cross_entropy,
+)
+from vissl_zero.methods.vicreg.loss import vicreg_loss
+from vissl_zero.models.keyed_random import set_random_key
+
+
+def _randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+A, B, C, D = (_randn(seed, 6, 5) for seed in (1, 2, 3, 4))
+
+
+def _is(value: Tensor, published: float | list[float]) -> None:
+    torch.testing.assert_close(value.detach(), torch.tensor(published, dtype=torch.float64), rtol=1e-8, atol=1e-12)
+
+
+def test_simclr():
+    """lightly e8d317f lightly/loss/ntx_ent_loss.py; vissl 09270ed simclr_info_nce_loss.py: the same."""
+    _is(nt_xent(A, B, 0.2), 3.6582377199659972)
+
+
+def test_moco_v2():
+    """lightly e8d317f lightly/loss/ntx_ent_loss.py, with a memory bank."""
+    _is(info_nce(A, B, F.normalize(_randn(7, 7, 5), dim=1), 0.2), 3.6862059746484572)
+
+
+def test_moco_v3():
+    """facebookresearch/moco-v3 c349e6e moco/builder.py."""
+    _is(symmetric_info_nce((A, B), (C, D), 0.2), 2.6864490096638654)
+
+
+def test_byol_and_simsiam():
+    """lightly e8d317f lightly/loss/negative_negative_similarity.py."""
+    negative_ad, negative_bc = 0.2398888478119335, -0.24115833713737014
+    _is(byol_loss((A, B), (C, D)), 4 + 2 * negative_ad + 2 * negative_bc)
+    _is(simsiam_loss((A, B), (C, D)), (negative_ad + negative_bc) / 2)
+    _is(simsiam_loss((A, B), (A, B)), -0.042261560902032175)
+
+
+def test_barlow_twins():
+    """facebookresearch/barlowtwins 8e8d284 main.py; lightly e8d317f lightly/loss/barlow_twins_loss.py: the same."""
+    _is(barlow_twins_loss(A, B, 0.0051), 3.996844846463495)
+    _is(barlow_twins_loss(A, B, 0.0051, scale=0.024), 0.024 * 3.996844846463495)
+
+
+def test_vicreg():
+    """facebookresearch/vicreg 4e12602 main_vicreg.py; lightly e8d317f lightly/loss/vicreg_loss.py: the same."""
+    _is(vicreg_loss(A, B), 51.04880704511413)
+
+
+def test_dino():
+    """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a centre."""
+    student, teacher = _randn(10, 4, 6, 8), _randn(11, 2, 6, 8)
+    centre = Centre(8, 0.9).double()
+    centre.mean.copy_(_randn(9, 8) * 0.1)
+    _is(dino_loss(student, centre.targets(teacher, 0.07)), 12.103813516045745)
+    centre.update(teacher)
+    after = [-0.02627772145883702, 0.15383469641282838, -0.036471944648670124, 0.03134863702576182]
+    after += [0.1320562308676549, -0.02482915077759862, 0.02988401876559076, 0.01426439333174953]
+    _is(centre.mean, after)
+    centre.update(teacher * torch.inf)
+    _is(centre.mean, after)
+
+
+def _masked() -> tuple[Tensor, Tensor, Tensor]:
+    """Patch scores of the student and the teacher, and a mask in which one image has no masked patch."""
+    mask = _randn(15, 12, 9) > 0.4
+    mask[3] = False
+    return _randn(13, 12, 9, 7), _randn(14, 12, 9, 7), mask
+
+
+def test_ibot():
+    """bytedance/ibot da316d8 main_ibot.py."""
+    student, teacher, mask = _masked()
+    centre = Centre(7, 0.9).double()
+    centre.mean.copy_(_randn(12, 7) * 0.1)
+    _is(masked_patch_loss(student[mask], centre.targets(teacher[mask], 0.07), mask), 11.88465635487851)
+    centre.update(teacher)
+    after = [-0.013543190273707704, -0.12788921485993437, -0.008178795242890474, 0.040424776616997116]
+    _is(centre.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
+
+
+def test_dinov2():
+    """facebookresearch/dinov2 b8931f7 dinov2/loss/*.py, put together as in dinov2/train/ssl_meta_arch.py."""
+    student, teacher = _randn(10, 4, 6, 8), _randn(11, 2, 6, 8)
+    patches, teacher_patches, mask = _masked()
+    targets = sinkhorn_targets(teacher, 0.3)
+    _is(targets.square().sum(), 6.44624902542537)
+    _is(dino_loss(student, targets), 13.30083603195547)
+    _is(masked_patch_loss(patches[mask], sinkhorn_targets(teacher_patches[mask], 0.3), mask), 12.007313762840829)
+    loss = dinov2_loss((student, teacher), (patches[mask], teacher_patches[mask]), mask, torch.stack((A, B)), 0.3)
+    _is(loss, 25.30740474472757)
+
+
+def test_koleo():
+    """facebookresearch/dinov2 b8931f7 dinov2/loss/koleo_loss.py; two cases of lightly's test_koleo_loss.py."""
+    _is(koleo(A), -0.15430178770459835)
+    assert koleo(torch.tensor([[0.0, 1.0], [0.0, -1.0]])).item() == pytest.approx(-math.log(2), rel=1e-6)
+    rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [-1.0, 0.0], [0.0, -1.0], [-1.0, -1.0]])
+    assert koleo(rows).item() == pytest.approx(0.2674, abs=1e-4)
+    assert koleo(A[:1]).item() == 0.0
+
+
+@pytest.mark.parametrize(("use_sinkhorn", "cross_entropy"), [(False, 6.252803100554206), (True, 6.304777784886833)])
+def test_msn(use_sinkhorn: bool, cross_entropy: float):
+    """facebookresearch/msn 4388dc1 src/losses.py: the three terms, entropies weighted 2 and 3 here."""
+    prototypes = F.normalize(_randn(18, 8, 5), dim=1)
+    anchors, target = (F.normalize(rows, dim=-1) @ prototypes.T for rows in (_randn(16, 3, 6, 5), _randn(17, 6, 5)))
+    loss = msn_loss(anchors, target, 0.1, 0.25, 2.0, 3.0, use_sinkhorn)
+    _is(loss, cross_entropy + 2 * 0.07796805886569746 + 3 * 0.6403929764538031)
+
+
+@pytest.mark.parametrize(("normalize", "published"), [(True, 2.1147518036806985), (False, 2.0743800982699727)])
+def test_mae(normalize: bool, published: float):
+    """facebookresearch/mae efb2a80 models_mae.py."""
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 0]])
+    _is(mae_loss(_randn(20, 3, 4, 48), pixel_targets(_randn(19, 3, 3, 8, 8), 4, normalize), mask), published)
+
+
+def test_patches_must_fit():
+    with pytest.raises(ValueError, match="8 x 10 pixels have no whole patches of 4"):
+        pixel_targets(torch.zeros(1, 3, 8, 10), 4)
+
+
+def test_simmim():
+    """microsoft/SimMIM d3e29bc models/simmim.py, which adds 1e-5 to the 96 masked pixels."""
+    loss = simmim_loss(_randn(22, 3, 3, 8, 8), _randn(19, 3, 3, 8, 8), _randn(21, 3, 2, 2) > 0)
+    _is(loss, 1.1795286730292438 * (96 + 1e-5) / 96)
+
+
+def test_ijepa():
+    """facebookresearch/ijepa 52c1ae9 src/train.py: smooth_l1_loss onto layer_norm."""
+    _is(latent_regression(_randn(23, 3, 2, 4, 5), _randn(24, 3, 2, 4, 5) * 2), 0.8397889728158877)
+
+
+def test_npid():
+    """vissl 09270ed nce_loss.py: scores, Z from the first batch, the loss, and the memory afterwards."""
+    bank = MemoryBank(20, 5, momentum=0.5).double()
+    bank.memory.copy_(F.normalize(_randn(25, 20, 5), dim=1))
+    sample_ids, negatives = torch.tensor([3, 17, 0, 8, 11, 5]), torch.arange(24).view(6, 4) * 7 % 20
+    _is(nce_loss(bank.similarities(A, sample_ids, negatives), bank, 0.07), 8.237168239379425)
+    _is(bank.normalizer, 144036.3129996871)
+    _is(nce_loss(bank.similarities(B, sample_ids, negatives), bank, 0.07), 4.945772018712026)
+    bank.update(A, sample_ids)
+    _is(bank.memory[sample_ids].sum(), -1.207020474447063)
+    before = bank.memory.clone()
+    bank.update(A * torch.inf, sample_ids)
+    assert torch.equal(bank.memory, before)
+
+
+def test_pirl_weighs_image_and_patches():
+    """Equation 5 of the paper, from NPID's parts, which are checked above."""
+    bank, sample_ids = MemoryBank(20, 5).double(), torch.tensor([3, 17, 0, 8, 11, 5])
+    set_random_key(0, 0, sample_ids)
+    loss = pirl_loss(A, B, sample_ids, bank, 4, weight=0.25)
+    first, second = (
+        nce_loss(bank.similarities(rows, sample_ids, bank.draw_negatives(6, 4, f"memory_bank.{name}")), bank, 0.07)
+        for rows, name in ((A, "image"), (B, "transformed"))
+    )
+    _is(loss, (0.75 * first + 0.25 * second).item())
+    assert pirl_loss(A, B, sample_ids, bank, 4, use_info_nce=True).item() > 0
+
+
+def test_deepcluster_v2():
+    """vissl 09270ed deepclusterv2_loss.py, its random first centroids replaced by the first rows."""
+    rows = F.normalize(_randn(26, 20, 5), dim=1)
+    (four, of_four), (three, of_three) = (spherical_kmeans(rows, rows[:count], 5) for count in (4, 3))
+    _is(torch.stack((four.sum(), three.sum())), [0.032096307305290894, -0.19679273174691447])
+    assert of_four.tolist() == [0, 0, 2, 3, 2, 1, 0, 1, 0, 3, 3, 3, 3, 1, 2, 2, 1, 3, 2, 0]
+    assert of_three.tolist() == [0, 0, 2, 0, 2, 2, 0, 1, 0, 2, 2, 1, 1, 1, 2, 2, 1, 1, 2, 0]
+    sample_ids = torch.tensor([3, 17, 0, 8, 11, 5])
+    assignments = torch.stack((of_four, of_three))[:, sample_ids]
+    _is(deepcluster_loss(torch.stack((A, B)), [four, three], assignments), 4.907553747059038)
+
+
+def test_cluster_memory_leaves_unknown_images_out():
+    memory = ClusterMemory(30, 5, [4, 3], num_crops=2).double()
+    known = torch.arange(0, 30, 2)
+    with pytest.raises(ValueError, match="0 images cannot make 4 clusters"):
+        memory.cluster(0)
+    memory.update(_randn(27, 2, 15, 5), known)
+    memory.cluster(0)
+    assert (memory.assignments[:, 1::2] == -100).all() and (memory.assignments[:, known] >= 0).all()
+    counted = deepcluster_loss(_randn(28, 2, 4, 5), memory.centroids, memory.assignments[:, [0, 1, 2, 3]])
+    _is(
+        deepcluster_loss(_randn(28, 2, 4, 5)[:, [0, 2]], memory.centroids, memory.assignments[:, [0, 2]]),
+        counted.item(),
+    )
+
+
+def test_distillation():
+    """vissl 09270ed distillation_loss.py, kl_divergence at temperature 3."""
+    _is(distillation_loss(A, B, 3.0), 0.49994182496656436)
+
+
+def test_soft_targets_are_torchs():
+    labels = torch.tensor([0, 3, 1, 4, 2, 2])
+    targets = smooth_targets(labels, 5, 0.1).double()
+    torch.testing.assert_close(
+        soft_cross_entropy(A, targets), F.cross_entropy(A, labels, label_smoothing=0.1), rtol=1e-6, atol=0
+    )
+    mixed = mix_targets(targets, targets.flip(0), torch.tensor([0.25] * 6))
+    torch.testing.assert_close(mixed, 0.25 * targets + 0.75 * targets.flip(0))
+    torch.testing.assert_close(binary_cross_entropy(A, mixed), F.binary_cross_entropy_with_logits(A, mixed))
+
+
+def test_key_queue_is_a_ring():
+    queue = KeyQueue(4, 5).double()
+    assert torch.allclose(queue.keys.norm(dim=1), torch.ones(4, dtype=torch.float64))
+    queue.push(A[:3])
+    queue.push(B[:2])
+    unit_a, unit_b = F.normalize(A, dim=1), F.normalize(B, dim=1)
+    torch.testing.assert_close(queue.keys, torch.stack((unit_b[1], unit_a[1], unit_a[2], unit_b[0])))
+    queue.push(A)  # more than it holds: the newest stay
+    torch.testing.assert_close(queue.keys.sort(dim=0).values, unit_a[2:].sort(dim=0).values)
+    assert int(queue.position) == 3

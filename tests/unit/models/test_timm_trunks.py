@@ -1,0 +1,190 @@
+"""Trunks made of timm's layers give what timm's own models give with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.init import initialize_
+from vissl_zero.models.keyed_random import key_random_layers, set_random_key
+from vissl_zero.models.model import build_model
+from vissl_zero.models.trunks.timm_trunk import TimmTrunk, build_timm_trunk
+from vissl_zero.models.trunks.vision_transformer import TransformerTrunk, VisionTransformer, interpolated
+from vissl_zero.models.unit import Unit
+
+SMALL = {"IMAGE_SIZE": 16, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 8, "MLP_DIM": 12}
+OURS = {"unit", "embedding", "pooling"}
+
+
+def _timm_names(trunk: nn.Module) -> dict[str, Tensor]:
+    state = trunk.state_dict()
+    prefix = "net." if isinstance(trunk, TimmTrunk) else ""
+    return {".".join(p for p in name.removeprefix(prefix).split(".") if p not in OURS): t for name, t in state.items()}
+
+
+def _images(*sides: int, rows: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(rows, 3, side, side, generator=generator) for side in sides]
+
+
+# Model, arguments, sides of two resolutions, whether its units are a chain (None: a vision transformer).
+MODELS: list[tuple[str, dict[str, Any], tuple[int, int], bool | None]] = [
+    ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64}, (64, 32), None),
+    ("vit_small_patch14_reg4_dinov2", {"depth": 2, "img_size": 56}, (56, 28), None),
+    ("deit3_small_patch16_224", {"depth": 2, "img_size": 64, "global_pool": "avg"}, (64, 48), None),
+    ("vit_base_patch16_siglip_224", {"depth": 1, "img_size": 64, "embed_dim": 32, "num_heads": 2}, (64, 64), None),
+    ("convnext_atto", {"depths": (1, 1, 1, 2)}, (64, 32), True),
+    ("convnextv2_atto", {"depths": (1, 1, 1, 1)}, (64, 32), True),
+    ("swin_tiny_patch4_window7_224", {"depths": (2, 1), "num_heads": (2, 2), "embed_dim": 8}, (224, 112), True),
+    ("efficientnet_b0", {}, (64, 32), True),
+    ("resnet18", {}, (64, 32), True),
+    ("regnety_002", {}, (64, 32), True),
+    ("xcit_nano_12_p16_224", {"depth": 2}, (64, 32), False),
+    ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 64}, (64, 64), False),
+    ("vit_small_patch16_dinov3", {"depth": 2, "img_size": 64}, (64, 32), False),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "sides", "is_chain"), MODELS, ids=[row[0] for row in MODELS])
+def test_outputs_are_timms(name: str, arguments: dict[str, Any], sides: tuple[int, int], is_chain: bool | None) -> None:
+    trunk = build_timm_trunk(name, model_args=arguments)
+    initialize_(trunk, seed=1)
+    assert getattr(trunk, "is_chain", None) is is_chain
+    assert sum(isinstance(module, Unit) for module in trunk.modules()) >= 2
+    dynamic = {"dynamic_img_size": True} if is_chain is None or name.startswith(("swin", "vit", "deit")) else {}
+    theirs = timm.create_model(name, num_classes=0, **arguments, **dynamic)
+    theirs.load_state_dict(_timm_names(trunk))
+    images = _images(*sides)
+    with torch.no_grad():
+        ours = trunk.eval()(images)
+        for image, features in zip(images, ours, strict=True):
+            torch.testing.assert_close(features, theirs.eval()(image), rtol=1e-5, atol=1e-5)
+            assert features.shape == (2, trunk.feature_dim)
+
+
+def test_first_weights_are_the_runs_own() -> None:
+    for name in ("convnext_atto", "vit_tiny_patch16_224"):
+        states = []
+        for seed in (1, 1, 2):
+            trunk = build_timm_trunk(name, model_args={"depths": (1, 1, 1, 1)} if "convnext" in name else {"depth": 1})
+            initialize_(trunk, seed)
+            states.append(trunk.state_dict())
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+        drawn = [key for key in states[0] if not torch.equal(states[0][key], states[2][key])]
+        assert len(drawn) >= 6
+        assert all(tensor.isfinite().all() for tensor in states[0].values())
+    vit = VisionTransformer(**{**SMALL, "HIDDEN_DIM": 64}, USE_MASK_TOKEN=True, NUM_REGISTERS=2, LAYER_SCALE_INIT=0.1)
+    initialize_(vit, 0)
+    assert 0.0195 < vit.blocks[0].unit.attn.qkv.weight.std() < 0.0205
+    assert (vit.blocks[0].unit.attn.proj.bias == 0).all() and (vit.blocks[0].unit.ls1.gamma == 0.1).all()
+    tokens = vit.embedding.unit
+    assert all(
+        0 < t.abs().max() < 0.2 for t in (tokens.cls_token, tokens.reg_token, tokens.mask_token, tokens.pos_embed)
+    )
+
+
+def test_positions_are_interpolated_as_timm_does() -> None:
+    positions = torch.randn(1, 12, 5, generator=torch.Generator().manual_seed(0))
+    ours = interpolated(positions, (3, 4), (5, 2))
+    theirs = timm.layers.resample_abs_pos_embed(positions, (5, 2), (3, 4), num_prefix_tokens=0)
+    torch.testing.assert_close(ours, theirs)
+    assert interpolated(positions, (3, 4), (3, 4)) is positions
+
+
+def test_kept_patches_are_the_only_ones_seen() -> None:
+    trunk = VisionTransformer(**SMALL, CLASSIFIER="gap").eval()
+    initialize_(trunk, 0)
+    (image,) = _images(16)
+    kept = torch.tensor([[0, 5, 3], [15, 2, 1]])
+    (tokens,) = trunk([image], kept=[kept], return_tokens=True)
+    assert tokens.shape == (2, 1 + 3, 8)
+    hidden = image.clone()
+    hidden[0, :, 12:, 12:] += 9.0  # patch 15, which image 0 does not see
+    assert torch.equal(trunk([hidden], kept=[kept], return_tokens=True)[0], tokens)
+    hidden[0, :, :4, :4] += 9.0
+    assert not torch.equal(trunk([hidden], kept=[kept], return_tokens=True)[0][0], tokens[0])
+    everything = torch.arange(16).expand(2, -1)
+    torch.testing.assert_close(trunk([image], kept=[everything]), trunk([image]))
+
+
+def test_masked_patches_are_not_seen() -> None:
+    trunk = VisionTransformer(**SMALL, USE_MASK_TOKEN=True).eval()
+    initialize_(trunk, 0)
+    (image,) = _images(16)
+    mask = torch.zeros(2, 16, dtype=torch.bool)
+    mask[0, 15] = True
+    hidden = image.clone()
+    hidden[:, :, 12:, 12:] += 9.0
+    seen, masked = trunk([hidden])[0], trunk([hidden], masks=[mask])[0]
+    assert torch.equal(masked[0], trunk([image], masks=[mask])[0][0]) and not torch.equal(masked[0], seen[0])
+    assert torch.equal(masked[1], seen[1])
+    with pytest.raises(ValueError, match="USE_MASK_TOKEN"):
+        VisionTransformer(**SMALL)([image], masks=[mask])
+
+
+def test_dropped_patches_are_keyed() -> None:
+    trunk = VisionTransformer(**SMALL, PATCH_DROP_RATE=0.5).train()
+    (image,) = _images(16)
+    set_random_key(0, 0, torch.tensor([4, 9]))
+    (tokens,) = trunk([image], return_tokens=True)
+    assert tokens.shape == (2, 1 + 8, 8)
+    set_random_key(0, 0, torch.tensor([9]))
+    assert torch.allclose(trunk([image[1:]], return_tokens=True)[0], tokens[1:], atol=1e-6)
+    assert trunk.eval()([image], return_tokens=True)[0].shape == (2, 17, 8)
+
+
+def test_recomputed_blocks_with_dropout_give_the_same_gradients() -> None:
+    """Also where a unit is called once per resolution, inside timm's own forward pass."""
+    for trunk in (
+        VisionTransformer(**SMALL, DROPOUT_RATE=0.3, ATTENTION_DROPOUT_RATE=0.3, DROP_PATH_RATE=0.3),
+        build_timm_trunk("xcit_nano_12_p16_224", drop_path_rate=0.5, model_args={"depth": 2, "proj_drop_rate": 0.3}),
+    ):
+        initialize_(trunk, 0)
+        key_random_layers(trunk.train())
+        set_random_key(0, 0, torch.arange(2))
+        gradients = []
+        for is_recomputed in (False, True):
+            for module in trunk.modules():
+                if isinstance(module, Unit):
+                    module.checkpoint = is_recomputed
+            trunk.zero_grad()
+            for buffer in trunk.buffers():
+                buffer.zero_()
+            sides = (16, 12) if isinstance(trunk, TransformerTrunk) else (32, 16)
+            torch.cat(trunk(_images(*sides))).sin().sum().backward()
+            gradients.append([param.grad.clone() for param in trunk.parameters() if param.grad is not None])
+        assert len(gradients[0]) > 10
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
+
+
+def test_wrong_models_and_arguments_are_said() -> None:
+    for name, more, said in (
+        ("convnext_ato", {}, r"must name a model of timm.*convnext_atto"),
+        ("convnext_atto", {"model_args": {"widths": 3}}, "model_args.*unexpected keyword argument 'widths'"),
+        ("convnext_atto", {"use_mask_token": True}, "are for plain vision transformers"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            build_timm_trunk(name, **more)
+    for keys, said in (
+        ({"HIDDEN_DIM": 9}, "HIDDEN_DIM.*multiple of NUM_HEADS, 2"),
+        ({"PATCH_SIZE": 5}, "IMAGE_SIZE.*multiple of PATCH_SIZE, 5"),
+        ({"CLASSIFIER": "max"}, "CLASSIFIER.*must be token or gap"),
+        ({"DROP_PATH_RATE": 1.0}, "DROP_PATH_RATE.*below 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            VisionTransformer(**{**SMALL, **keys})
+
+
+def test_models_are_built_by_name() -> None:
+    head = {"PARAMS": [["mlp", {"dims": [-1, 5]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
+    name, params = "timm/vit_tiny_patch16_224", {"name": "vit_tiny_patch16_224", "model_args": {"depth": 1}}
+    for trunk in ({"NAME": name, "PARAMS": params}, {"NAME": "vision_transformer", "VISION_TRANSFORMERS": SMALL}):
+        model = build_model({"TRUNK": trunk, "HEAD": head})
+        assert isinstance(model.trunk, TransformerTrunk)
+        assert model(_images(16, 32))[0].shape == (4, 5)
+        assert len(model.zero_units()) == 1 + len(model.trunk.blocks) + 2 + 1

@@ -1,0 +1,177 @@
+"""How far an optimizer looks, found by trial: torch's, timm's, and some that a careless trial would let through."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from vissl_zero.errors import ConfigError
+from vissl_zero.optim import update_rule as module
+from vissl_zero.optim.update_rule import ELEMENT_WISE, UpdateRule, element_keys, update_rule
+
+SHAPES = [(40, 7), (40,), (5, 3, 3, 3), (4, 40), ()]
+
+
+def _rule(build, shapes=SHAPES):
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = build(params)
+    own = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
+    return update_rule(optimizer, own)
+
+
+def _all_of_torch():
+    classes = [cls for _, cls in inspect.getmembers(torch.optim, inspect.isclass)]
+    return [cls for cls in classes if issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("cls", _all_of_torch(), ids=lambda cls: cls.__name__)
+def test_every_optimizer_of_torch(cls, monkeypatch):
+    monkeypatch.setattr(module, "ELEMENT_WISE", frozenset())  # or it would be taken on trust
+    if cls in ELEMENT_WISE:
+        assert _rule(lambda params: cls(params, lr=1e-2)) is UpdateRule.ELEMENT_WISE
+    elif cls.__name__ in ("Muon", "Adafactor"):
+        shapes = [shape for shape in SHAPES if len(shape) == 2]
+        assert _rule(lambda params: cls(params, lr=1e-2), shapes) is UpdateRule.PER_TENSOR
+    else:  # LBFGS asks for a closure, SparseAdam for sparse gradients; a new one of torch's belongs in a list above
+        assert cls.__name__ in ("LBFGS", "SparseAdam")
+        with pytest.raises(ConfigError, match="must run on single tensors to be sharded"):
+            _rule(lambda params: cls(params, lr=1e-2))
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"capturable": False}])
+def test_options_of_an_element_wise_optimizer(options, monkeypatch):
+    monkeypatch.setattr(module, "ELEMENT_WISE", frozenset())
+    assert _rule(lambda params: torch.optim.AdamW(params, lr=0.0, **options)) is UpdateRule.ELEMENT_WISE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, UpdateRule.ELEMENT_WISE) for name in ("lion", "nadamw", "madgrad", "rmsproptf", "adopt", "sgdw")),
+        *((name, UpdateRule.PER_TENSOR) for name in ("adamp", "sgdp", "clion", "adafactor", "adafactorbv", "lars")),
+        *((name, UpdateRule.PER_TENSOR) for name in ("muon", "novograd", "mars")),
+        ("lamb", None),  # it clips by the norm of all gradients
+    ],
+)
+def test_optimizers_of_timm_as_people_build_them(name, expected):
+    """With a group without weight decay, as ``create_optimizer_v2`` makes it, on which LARS and LAMB rest in places."""
+    pytest.importorskip("vissl_zero.torchvision_compat")
+    timm = pytest.importorskip("timm.optim")
+    model = nn.Sequential(nn.Linear(7, 40), nn.Conv2d(3, 5, 3), nn.LayerNorm(40))
+    optimizer = timm.create_optimizer_v2(model, name, lr=1e-2, weight_decay=0.05)
+    assert len(optimizer.param_groups) > 1
+    shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
+    if expected is None:
+        with pytest.raises(ConfigError, match="from that tensor alone"):
+            update_rule(optimizer, shapes)
+    else:
+        assert update_rule(optimizer, shapes) is expected
+
+
+def test_prodigy_couples_all_tensors():
+    prodigyopt = pytest.importorskip("prodigyopt")
+    with pytest.raises(ConfigError, match="from that tensor alone"):
+        _rule(lambda params: prodigyopt.Prodigy(params, lr=1.0))
+
+
+class _Sgd(torch.optim.SGD):
+    """Changes gradients by ``change`` first."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.change(group, param)
+        return super().step(closure)
+
+
+class _OneGroupOnly(_Sgd):
+    """Looks at whole tensors where a group says so."""
+
+    def change(self, group, param):
+        if group.get("normalised"):
+            param.grad /= param.grad.norm()
+
+
+class _LargeOnly(_Sgd):
+    def change(self, group, param):
+        if param.numel() > 30_000:
+            param.grad -= param.grad.mean()
+
+
+class _ClampOnly(_Sgd):
+    """Looks at the whole tensor where its gradient is very large."""
+
+    def change(self, group, param):
+        if param.numel():
+            param.grad /= param.grad.abs().max().clamp(min=50.0)
+
+
+class _Random(_Sgd):
+    def change(self, group, param):
+        param.grad += torch.randn_like(param)
+
+
+class _Idle(_Sgd):
+    """As one that holds the parameters it was built with somewhere else."""
+
+    def change(self, group, param):
+        param.grad = None
+
+
+def _two_groups(cls):
+    return lambda params: cls([{"params": params[:1]}, {"params": params[1:], "normalised": True}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "build", [_two_groups(_OneGroupOnly), *(lambda p, c=c: c(p, lr=0.1) for c in (_LargeOnly, _ClampOnly))]
+)
+def test_found_in_any_group_at_any_size_and_any_value(build):
+    assert _rule(build) is UpdateRule.PER_TENSOR
+
+
+@pytest.mark.parametrize(
+    ("cls", "sentence"), [(_Random, "not by chance"), (_Idle, "left those of group 0 as they were")]
+)
+def test_what_cannot_be_reproduced_or_tried_is_refused(cls, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        _rule(lambda params: cls(params, lr=0.1))
+
+
+def test_a_hook_takes_trust_away():
+    def normalise(optimizer, *_):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            param.grad /= param.grad.norm()
+
+    def build(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(normalise)
+        return optimizer
+
+    assert _rule(build) is UpdateRule.PER_TENSOR
+
+
+def test_one_that_wraps_another_is_tried_with_it():
+    timm = pytest.importorskip("timm.optim")
+    build = lambda params: timm.Lookahead(torch.optim.AdamW(params, lr=0.1))  # noqa: E731
+    assert _rule(build) is UpdateRule.ELEMENT_WISE
+
+
+def test_a_trial_leaves_the_optimizer_alone():
+    params = [nn.Parameter(torch.randn(3, 4))]
+    optimizer = _ClampOnly(params, lr=0.0)
+    before, random_state = params[0].detach().clone(), torch.get_rng_state()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    update_rule(optimizer, [[(3, 4)]])
+    assert not optimizer.state and optimizer.param_groups[0]["params"] == params
+    assert torch.equal(before, params[0]) and torch.equal(random_state, torch.get_rng_state())
+
+
+def test_counters_are_told_from_values_of_elements():
+    param = nn.Parameter(torch.zeros(()))
+    assert element_keys(torch.optim.NAdam([param])) == {"exp_avg", "exp_avg_sq"}  # not step, not mu_product
+    assert element_keys(torch.optim.ASGD([param])) == {"ax"}
+    assert element_keys(torch.optim.Adagrad([param])) == {"sum"}

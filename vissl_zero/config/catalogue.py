@@ -1,0 +1,112 @@
+"""VISSL's dataset catalogue: where the data sets that recipes name (``DATASET_NAMES``) lie on this machine.
+
+A JSON file in VISSL's format::
+
+    {"imagenet1k_folder": {"train": ["/imagenet/train", "<lbl_path>"], "val": ["/imagenet/val", "<lbl_path>"]}}
+
+The first path of a split is DATA_PATHS, the second LABEL_PATHS. What stands in angle brackets is not filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.errors import ConfigError, Problem
+
+VARIABLE = "VISSL_ZERO_CATALOG"
+FILE = "dataset_catalog.json"
+SPLITS = {"TRAIN": "train", "TEST": "val"}
+# Sources that read files: others make their images, or are a plugin's and know their own names.
+SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset")
+
+
+def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The catalogue to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
+
+    Args:
+        recipe_folders: folders that hold ``config/``, in the order in which recipes are looked for.
+        environment: of the process.
+    Raises:
+        ConfigError: the variable names no file.
+    """
+    if named := environment.get(VARIABLE):
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise ConfigError([Problem(VARIABLE, repr(named), "must name a dataset catalogue", "Correct the path.")])
+        return path
+    places = [folder / part / FILE for folder in recipe_folders for part in ("config", "")]
+    return next((path for path in (*places, home_catalogue()) if path.is_file()), None)
+
+
+def home_catalogue() -> Path:
+    """Where a user's own catalogue lies."""
+    return Path.home() / ".vissl_zero" / FILE
+
+
+def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
+    """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths; returns sentences to say once.
+
+    A name that the catalogue does not have stays without paths: ``missing`` says what to add.
+
+    Raises:
+        ConfigError: the catalogue cannot be read.
+    """
+    wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
+    if not wanting or catalogue is None:
+        return []
+    entries, notes = read_catalogue(catalogue), []
+    for name, split in wanting.items():
+        found = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
+        if not all(images for images, _ in found):
+            continue
+        split.DATA_PATHS = [images for images, _ in found]
+        if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
+            split.LABEL_PATHS = [labels for _, labels in found if labels]
+        names = ", ".join(split.DATASET_NAMES)
+        notes.append(f"config.DATA.{name}: {names} is read from {', '.join(split.DATA_PATHS)} ({catalogue}).")
+    return notes
+
+
+def missing(data: Data) -> list[Problem]:
+    """Data sets that are named and in no catalogue, with the line to add."""
+    found = []
+    for name in SPLITS:
+        split = getattr(data, name)
+        if not _wants_paths(split):
+            continue
+        line = json.dumps({split.DATASET_NAMES[0]: {part: ["/path/to/images", "<labels>"] for part in SPLITS.values()}})
+        fix = f"Add to {home_catalogue()} (or to the file that {VARIABLE} names): {line}"
+        paths = f"or write config.DATA.{name}.DATA_PATHS=[/path/to/images]."
+        must = "must be in a dataset catalogue, for no DATA_PATHS are given"
+        found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
+    return found
+
+
+def _wants_paths(split: Split) -> bool:
+    reads_files = any(source in SOURCES for source in split.DATA_SOURCES)
+    return bool(split.DATASET_NAMES) and reads_files and not split.DATA_PATHS
+
+
+def read_catalogue(path: Path) -> dict[str, Any]:
+    """The entries of a catalogue. Raises ConfigError where it is no JSON object of objects."""
+    must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([Problem(str(path), str(error), must, "Correct the file.")]) from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ConfigError([Problem(str(path), type(entries).__name__, must, "Correct the file.")])
+    return entries
+
+
+def _paths(entries: Mapping[str, Any], dataset: str, part: str) -> tuple[str, str]:
+    """Images and labels of one split; empty where the catalogue does not say."""
+    values: Sequence[Any] = entries.get(dataset, {}).get(part) or ()
+    filled = [v if isinstance(v, str) and not (v.startswith("<") and v.endswith(">")) else "" for v in values]
+    images, labels, *_ = [*filled, "", ""]
+    return images, labels

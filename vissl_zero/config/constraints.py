@@ -1,0 +1,172 @@
+"""What a value may be, stated beside the field it is about, and the one checker that reads it.
+
+    temperature: float = number(0.1, above=0)
+    DEVICE: str = choice("auto", "cpu", "gpu")
+
+Whatever a field says, every number must be finite and fit into 64 bits, and the elements of a typed list have its type.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from vissl_zero.errors import Problem, did_you_mean
+
+_KEY = "constraint"
+_LARGEST = 2**63 - 1
+_ELEMENTS: dict[str, tuple[Any, str]] = {
+    "int": (int, "whole numbers"),
+    "float": ((int, float), "numbers"),
+    "str": (str, "texts"),
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of numbers; ``also`` holds values outside it that have a meaning of their own, such as -1 for "all"."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    fix: str = ""
+
+    def allows(self, value: float) -> bool:
+        """Whether a number (never NaN) is in the range."""
+        return value in self.also or not (
+            (self.least is not None and value < self.least)
+            or (self.most is not None and value > self.most)
+            or (self.above is not None and value <= self.above)
+            or (self.below is not None and value >= self.below)
+        )
+
+    def violated(self, value: float) -> str:
+        """The bound that a number outside the range violates; both bounds of a share."""
+        if (self.least, self.most) == (0, 1):
+            return str(self)
+        is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
+        side = replace(self, most=None, below=None) if is_low else replace(self, least=None, above=None, also=())
+        return str(side)
+
+    def __str__(self) -> str:
+        low = f"at least {_plain(self.least)}" if self.least is not None else ""
+        low = f"above {_plain(self.above)}" if self.above is not None else low
+        high = f"at most {_plain(self.most)}" if self.most is not None else ""
+        high = f"below {_plain(self.below)}" if self.below is not None else high
+        words = " and ".join(filter(None, (low, high)))
+        if self.least is not None and self.most is not None:
+            words = f"from {_plain(self.least)} to {_plain(self.most)}"
+        return " or ".join([*(_plain(value) for value in self.also), words])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several words."""
+
+    options: tuple[Any, ...]
+    also: tuple[Any, ...] = ()  # understood, and not listed
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.options))
+
+
+def number(
+    default: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    also: tuple[float, ...] = (),
+    fix: str = "",
+) -> Any:
+    """A dataclass field whose number, or each number of its list, is in a range.
+
+    Args:
+        default: a list is copied for each instance.
+        least, most, above, below: bounds, the last two exclusive.
+        also: allowed outside of them.
+        fix: what to write instead, for the message; by default the nearest value that is allowed.
+    """
+    return _field(default, Range(least, most, above, below, also, fix))
+
+
+def choice(default: Any, *options: Any, also: tuple[Any, ...] = ()) -> Any:
+    """A dataclass field whose value, or each value of its list, is one of ``options`` (or of ``also``, not listed)."""
+    return _field(default, Choice(options, also))
+
+
+def _field(default: Any, constraint: Range | Choice) -> Any:
+    metadata = {_KEY: constraint}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> Iterator[Problem]:
+    """Everything in a tree of dataclasses and plain containers that its fields do not allow.
+
+    Args:
+        value: a dataclass, or what one holds.
+        key: its full path, such as ``config.MODEL``.
+        unused: paths of blocks that this run does not read, which may hold anything.
+    """
+    if key in unused:
+        return
+    if is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            inner, path = getattr(value, item.name), f"{key}.{item.name}"
+            found = [*_of_type(inner, str(item.type), path)] or [*constraint_problems(inner, path, unused)]
+            yield from found
+            if _KEY in item.metadata and not found and path not in unused:
+                yield from _outside(inner, item.metadata[_KEY], path)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from constraint_problems(inner, f"{key}.{name}", unused)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from constraint_problems(inner, f"{key}[{index}]", unused)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(key, str(value), "must be a finite number", f"Correct {key}.")
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        yield Problem(key, _short(value), f"must be at most {_LARGEST}", f"Lower {key}.")
+
+
+def _of_type(value: Any, annotation: str, key: str) -> Iterator[Problem]:
+    """Elements of a typed list that are something else: OmegaConf lets containers among numbers pass."""
+    found = re.fullmatch(r"list\[(int|float|str)\](?: \| None)?", annotation)
+    if not found or not isinstance(value, (list, tuple)):
+        return
+    kind, words = _ELEMENTS[found[1]]
+    wrong = [item for item in value if not isinstance(item, kind) or (isinstance(item, bool) and kind is not str)]
+    if wrong:
+        yield Problem(key, _short(wrong[0]), f"must be a list of {words}", f"Correct {key}.")
+
+
+def _outside(value: Any, constraint: Range | Choice, key: str) -> Iterator[Problem]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _outside(item, constraint, f"{key}[{index}]")
+    elif isinstance(constraint, Range):
+        if isinstance(value, (int, float)) and not constraint.allows(value):
+            must = constraint.violated(value)
+            nearest = next(iter(constraint.also), constraint.least if constraint.least is not None else None)
+            write = f"Write {key}={_plain(nearest)}." if nearest is not None else f"Correct {key}."
+            yield Problem(key, _short(value), f"must be {must}", constraint.fix or write)
+    elif value is not None and value not in constraint.options and value not in constraint.also:
+        fix = did_you_mean(str(value), map(str, constraint.options)).strip() or "Choose one of them."
+        yield Problem(key, repr(value), f"must be {constraint}", fix)
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:20]}... ({len(text)} digits)"

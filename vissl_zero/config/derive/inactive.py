@@ -1,0 +1,244 @@
+"""Inactive keys: set away from their defaults though nothing reads them in this run; each named once, with why.
+
+Keys of sharding are ``derive/sharding.py``'s, where the plan says more than a switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from vissl_zero.config.blocks.optimizer import Scheduler
+from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.derive.optimizer import KEYS
+from vissl_zero.config.run import RunConfig
+
+_OPTIMIZER = "OPTIMIZER.head_optimizer_params"
+_SCHEDULES = "OPTIMIZER.param_schedulers"
+# Switch -> what has an effect only while it is set (blocks stand for all of their keys).
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "MODEL.WEIGHTS_INIT.PARAMS_FILE": ("MODEL.WEIGHTS_INIT",),
+    f"{_OPTIMIZER}.use_different_wd": (f"{_OPTIMIZER}.weight_decay",),
+    f"{_OPTIMIZER}.use_different_lr": (f"{_SCHEDULES}.lr_head",),
+    f"{_SCHEDULES}.lr.auto_lr_scaling.auto_scale": (
+        f"{_SCHEDULES}.lr.auto_lr_scaling.base_value",
+        f"{_SCHEDULES}.lr.auto_lr_scaling.base_lr_batch_size",
+        f"{_SCHEDULES}.lr.auto_lr_scaling.scaling_type",
+    ),
+    f"{_SCHEDULES}.weight_decay.name": (f"{_SCHEDULES}.weight_decay",),
+    f"{_SCHEDULES}.weight_decay_head.name": (f"{_SCHEDULES}.weight_decay_head",),
+    "HOOKS.EMA_MODEL.SAVE_EMA_MODEL": (
+        "HOOKS.EMA_MODEL.UPDATE_ITER",
+        "HOOKS.EMA_MODEL.WARMUP",
+        "HOOKS.EMA_MODEL.DECAY",
+    ),
+    "NEAREST_NEIGHBOR.USE_KNN": (
+        "NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS",
+        "NEAREST_NEIGHBOR.TOPK",
+        "NEAREST_NEIGHBOR.SIGMA",
+        "NEAREST_NEIGHBOR.L2_NORM_FEATS",
+        "NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES",
+        "NEAREST_NEIGHBOR.MAX_TEST_IMAGES",
+    ),
+    "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
+}
+
+
+@dataclass(frozen=True)
+class Inactive:
+    """Keys that have no effect where ``when`` holds, and why."""
+
+    keys: tuple[str, ...]
+    when: Callable[[RunConfig], bool]
+    why: str
+
+
+def _without_size(split: str) -> Callable[[RunConfig], bool]:
+    return lambda cfg: getattr(cfg.DATA, split).DATA_SOURCES in (["digits"], ["disk_folder"], [])
+
+
+_REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
+_WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
+_BUILT_IN = (["digits"], ["synthetic"])
+_CONDITIONS: tuple[Inactive, ...] = (
+    *(
+        Inactive(
+            (f"DATA.{split}.DEFAULT_GRAY_IMG_SIZE",),
+            _without_size(split),
+            "only images that a source makes have this size",
+        )
+        for split in ("TRAIN", "TEST")
+    ),
+    Inactive(
+        tuple(f"DATA.TEST.{key}" for key in ("BATCHSIZE_PER_REPLICA", "DROP_LAST")),
+        lambda cfg: True,
+        "evaluation takes every image once, in batches of its own",
+    ),
+    Inactive(
+        tuple(
+            f"DATA.TEST.{key}" for key in ("DATA_LIMIT", "LABEL_TYPE", "LABEL_SOURCES", "LABEL_PATHS", "SOURCE_PARAMS")
+        ),
+        lambda cfg: not cfg.DATA.TEST.DATA_SOURCES,
+        "TEST has no data source",
+    ),
+    Inactive(
+        ("DATA.ON_BROKEN_IMAGE",),
+        lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),
+        "no image is read from a file",
+    ),
+    Inactive(
+        ("DATA.WORKER_TIMEOUT_S",), lambda cfg: cfg.DATA.NUM_DATALOADER_WORKERS == 0, "there are no loader processes"
+    ),
+    Inactive(
+        (f"{_REGNET}.se_ratio",),
+        lambda cfg: cfg.MODEL.TRUNK.NAME == "regnet" and not cfg.MODEL.TRUNK.REGNET.use_se,
+        "use_se is off",
+    ),
+    Inactive(
+        (f"{_RESNET}.GROUPNORM_GROUPS",),
+        lambda cfg: cfg.MODEL.TRUNK.NAME == "resnet" and cfg.MODEL.TRUNK.RESNETS.NORM != "GroupNorm",
+        "NORM is not GroupNorm",
+    ),
+    Inactive(
+        ("MODEL.HEAD.BATCHNORM_EPS", "MODEL.HEAD.BATCHNORM_MOMENTUM"),
+        lambda cfg: not any(_has_batch_norm(head) for head in cfg.MODEL.HEAD.PARAMS),
+        "no head has batch norm",
+    ),
+    Inactive(
+        (f"{_EVAL}.ASSERT_HEAD_LAYER_SHAPE_INIT", f"{_EVAL}.EVAL_MODE_ON"),
+        lambda cfg: not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE and not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY,
+        "no weights are loaded",
+    ),
+    Inactive(
+        tuple(f"LOSS.swav_loss.queue.{key}" for key in ("start_iter", "start_epoch")),
+        lambda cfg: cfg.LOSS["name"] == "swav_loss" and cfg.LOSS["swav_loss"].queue.queue_length == 0,
+        "queue_length is 0",
+    ),
+    Inactive(
+        ("LOSS.swav_loss.queue.start_epoch",),
+        lambda cfg: (
+            cfg.LOSS["name"] == "swav_loss" and cfg.LOSS["swav_loss"].queue.start_epoch >= cfg.OPTIMIZER.num_epochs
+        ),
+        "the run ends before the queue begins",
+    ),
+    Inactive(
+        ("OPTIMIZER.regularize_bn", "OPTIMIZER.regularize_bias", "OPTIMIZER.non_regularized_parameters"),
+        lambda cfg: _weight_decay(cfg) == 0,
+        "weight decay is 0",
+    ),
+    Inactive(
+        ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST"),
+        lambda cfg: (
+            not cfg.DATA.TEST.DATA_SOURCES
+            or (cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES)
+        ),
+        "no top-1 on TEST is measured",
+    ),
+    Inactive(
+        tuple(f"CHECKPOINT.{key}" for key in ("KEEP_LAST", "KEEP_EVERY", "ASYNC")),
+        lambda cfg: cfg.CHECKPOINT.CHECKPOINT_FREQUENCY == cfg.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY == -1,
+        "no checkpoint is written",
+    ),
+    Inactive(
+        ("CHECKPOINT.LATEST_CHECKPOINT_RESUME_FILE_NUM", "CHECKPOINT.ALLOW_CHANGED"),
+        lambda cfg: not cfg.CHECKPOINT.AUTO_RESUME,
+        "AUTO_RESUME is off",
+    ),
+)
+
+
+def _has_batch_norm(head: Any) -> bool:
+    """Whether a head may have batch norm; a head of the user's may."""
+    name, keys = head[0], head[1]
+    return bool(keys.get("use_bn", name not in ("swav_head", "mlp")))
+
+
+def _weight_decay(cfg: RunConfig) -> float | None:
+    schedules, head = cfg.OPTIMIZER.param_schedulers, cfg.OPTIMIZER.head_optimizer_params
+    if schedules.weight_decay.name or schedules.weight_decay_head.name or head.use_different_wd:
+        return None
+    nested = cfg.OPTIMIZER.base_optimizer.weight_decay
+    return cfg.OPTIMIZER.weight_decay if nested is None else nested
+
+
+def _conditional(cfg: RunConfig) -> Iterator[str]:
+    for entry in _CONDITIONS:
+        found = [key for key in entry.keys if _differs(cfg, key)]
+        if found and entry.when(cfg):
+            yield f"{_have(found)}: {entry.why}."
+
+
+def _differs(cfg: RunConfig, key: str) -> bool:
+    """Whether a key is there and set away from its default."""
+    return bool(_value(cfg, key) != _value(_defaults(), key))
+
+
+def inactive_keys(cfg: RunConfig) -> list[str]:
+    """A sentence per switch that is off and has keys set away from their defaults, and per unread block."""
+    notes = []
+    for switch, keys in _SWITCHES.items():
+        if not _value(cfg, switch) and (found := [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]):
+            notes.append(f"{_have(found)}: config.{switch} is {'not set' if _is_word(switch) else 'off'}.")
+    trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
+    for name, block in TRUNK_BLOCKS.items():
+        if trunk.NAME not in (name, "auto") and getattr(trunk, block) != getattr(unset, block):
+            notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
+    if cfg.DISTRIBUTED.NUM_NODES == 1 and (found := [k for k in ("RUN_ID", "SECRET_FILE") if _is_set(cfg, k)]):
+        notes.append(f"{_have([f'DISTRIBUTED.{key}' for key in found])}: one machine has nobody to meet.")
+    if cfg.TRAINER.EXACT_ACCUMULATION and cfg.ZERO.gradient_accumulation_steps <= 1:
+        notes.append(f"{_have(['TRAINER.EXACT_ACCUMULATION'])}: a step has one micro-batch.")
+    return list(dict.fromkeys([*notes, *_schedules(cfg), *_overridden(cfg), *_conditional(cfg)]))
+
+
+def _overridden(cfg: RunConfig) -> Iterator[str]:
+    """Keys of OPTIMIZER that give way to another one."""
+    block = cfg.OPTIMIZER
+    schedules, nested = block.param_schedulers, block.base_optimizer
+    if block.lr is not None and schedules.lr.auto_lr_scaling.auto_scale:
+        yield f"{_have([f'{_SCHEDULES}.lr.auto_lr_scaling'])}: OPTIMIZER.lr={block.lr:g} is the peak at any batch."
+    if block.weight_decay is not None and nested.weight_decay not in (None, block.weight_decay):
+        yield f"{_have(['OPTIMIZER.weight_decay'])}: base_optimizer.weight_decay={nested.weight_decay:g} is used."
+
+
+def _schedules(cfg: RunConfig) -> Iterator[str]:
+    """Keys of other schedules than the one that is named."""
+    block, unset = cfg.OPTIMIZER.param_schedulers, Scheduler()
+    every = {key for keys in KEYS.values() for key in keys}
+    for name in ("lr", "lr_head", "weight_decay", "weight_decay_head"):
+        schedule: Scheduler = getattr(block, name)
+        if schedule.name not in KEYS or (
+            name == "lr_head" and not cfg.OPTIMIZER.head_optimizer_params.use_different_lr
+        ):
+            continue
+        other = sorted(every - {*KEYS[schedule.name]})
+        if found := [key for key in other if getattr(schedule, key) != getattr(unset, key)]:
+            yield f"{_have([f'{_SCHEDULES}.{name}.{key}' for key in found])}: the schedule is {schedule.name}."
+        if name.startswith("weight_decay") and schedule.auto_lr_scaling.auto_scale:
+            yield f"{_have([f'{_SCHEDULES}.{name}.auto_lr_scaling'])}: only learning rates are scaled."
+
+
+def _have(keys: list[str]) -> str:
+    return f"{', '.join(f'config.{key}' for key in keys)} {'has' if len(keys) == 1 else 'have'} no effect"
+
+
+def _is_set(cfg: RunConfig, key: str) -> bool:
+    return bool(getattr(cfg.DISTRIBUTED, key) != getattr(_defaults().DISTRIBUTED, key))
+
+
+def _is_word(switch: str) -> bool:
+    return not isinstance(_value(_defaults(), switch), bool)
+
+
+@cache
+def _defaults() -> RunConfig:
+    return RunConfig()
+
+
+def _value(cfg: RunConfig, path: str) -> Any:
+    node: Any = cfg
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return node

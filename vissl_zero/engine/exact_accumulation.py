@@ -1,0 +1,122 @@
+"""One loss over all micro-batches of a step: what as many processes, with a micro-batch each, would give.
+
+Accumulating gradients of a loss that couples samples is not the same as a larger batch: each micro-batch has its own
+negatives, centre or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of
+all of them gives a gradient for each output; a second pass runs each micro-batch again, with graph, and propagates
+those (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+
+Exact for models without batch norm. With it, each micro-batch has statistics of its own, as one process of several has
+without synchronised batch norm, and running statistics see the micro-batches one after the other.
+
+Cost: the student's forward pass twice (a third more computation), one loss instead of many, and the memory of all
+outputs of the step; activations are those of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from vissl_zero.data.batch import Batch
+from vissl_zero.engine.hook import Run
+from vissl_zero.methods.method import join_rows
+from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.sharding.batch_norm import frozen_statistics
+
+
+def accumulate_exactly(
+    run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype, watch: AbstractContextManager[None]
+) -> Tensor:
+    """Gradients of the loss over all micro-batches of all ranks.
+
+    Args:
+        run: in progress; ``method.on_step`` has been called.
+        micro_batches: of this rank, on the CPU.
+        dtype: of images.
+        watch: entered around the first forward pass with graph.
+    Returns:
+        0-d float64: this rank's share of the step's loss.
+    """
+    sharded, method = run.sharded, run.method
+    num_samples = sum(batch.num_global for batch in micro_batches)
+    joined = _join(micro_batches, method.loss_sees_images).to(run.device, dtype)
+    parts, taught_parts = [], []
+    with torch.no_grad(), frozen_statistics():
+        for batch in _loaded(run, micro_batches, dtype):
+            parts.append(_wide(method.run_student(sharded.model, batch)))
+    if method.has_teacher:
+        with torch.no_grad():
+            for batch in _loaded(run, micro_batches, dtype):
+                taught_parts.append(method.run_teacher(sharded.teacher, batch))
+    sizes = [batch.num_local for batch in micro_batches]
+    outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
+    leaves = [_leaf(value) for value in outputs]
+    whole = pytree.tree_unflatten(leaves, structure)
+    loss = method.loss(whole, joined, method.join(taught_parts, sizes) if method.has_teacher else None)
+    # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
+    weighed = loss * (joined.num_local * run.world_size / num_samples)
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
+    gradients = [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    for index, batch in enumerate(_loaded(run, micro_batches, dtype)):
+        with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
+            with watch if index == 0 else nullcontext():
+                again = pytree.tree_leaves(_wide(method.run_student(sharded.model, batch)))
+            sharded.backward(_surrogate(again, gradients, sizes, index))
+    method.after_micro_batch(whole, joined)
+    return loss.detach().double() * (joined.num_local / num_samples)
+
+
+def _loaded(run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype) -> Any:
+    """Each micro-batch on the device, random layers keyed by it."""
+    for batch in micro_batches:
+        set_random_key(run.plan.seed, run.step, batch.sample_ids)
+        yield batch.to(run.device, dtype)
+
+
+def _join(micro_batches: Sequence[Batch], with_images: bool) -> Batch:
+    """All micro-batches of this rank as one; without images unless the loss looks at them."""
+    first, sizes = micro_batches[0], [batch.num_local for batch in micro_batches]
+    targets = [batch.targets for batch in micro_batches]
+    columns = zip(*(batch.images for batch in micro_batches), strict=True)
+    return replace(
+        first,
+        images=[join_rows(images, sizes) for images in columns] if with_images else [],
+        targets=None if first.targets is None else torch.cat([t for t in targets if t is not None]),
+        sample_ids=torch.cat([batch.sample_ids for batch in micro_batches]),
+        num_global=sum(batch.num_global for batch in micro_batches),
+    )
+
+
+def _wide(outputs: list[Any]) -> list[Any]:
+    """Half precision to float32, as losses compute: gradients of outputs would lose digits in between."""
+    return pytree.tree_map(
+        lambda value: value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value, outputs
+    )
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes: Sequence[int], index: int) -> Tensor:
+    """A number whose gradient with respect to the outputs is what the loss of all micro-batches gave."""
+    terms = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if isinstance(output, Tensor) and output.requires_grad:
+            if gradient is None:  # used by nobody; still a part of the graph that every step has
+                terms.append((output * 0).sum())
+            else:
+                views = len(gradient) // sum(sizes)
+                own = gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
+                terms.append((output * own).sum())
+    return torch.stack(terms).sum()

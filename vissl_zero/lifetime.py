@@ -1,0 +1,178 @@
+"""Nothing outlives its owner: child processes and temporary folders that are gone when a process is, however it ends.
+
+SIGKILL runs no handler and no ``finally``, so the kernel has to do it: a child asks to be killed with its parent, and a
+temporary folder has a janitor, a shell that waits for its owner's end of a pipe to close. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing import process
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SCRATCH_VARIABLE = "VISSL_ZERO_SCRATCH"
+SWEEP_VARIABLE = "VISSL_ZERO_SWEEP"  # process id of the sweep that a command line is a job of
+_PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10  # Linux; Python's fcntl has no name for it
+_SHARED_MEMORY = Path("/dev/shm")
+_DYING_S = 5.0
+# Arguments: the folder, the folder of shared memory. Twice, because what dies with the owner may still be writing.
+_JANITOR = """
+trap '' HUP INT TERM
+read -r _
+for attempt in 1 2; do
+    sleep 0.5
+    for note in "$1"/shares.*; do
+        pid=${note##*.}
+        rm -f -- "$2/torch_${pid}_"* "$2/sem.vissl-zero-$pid-"*
+    done
+    [ "$attempt" = 2 ] && rm -rf -- "$1"
+done
+"""
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. For a process that its parent has just started.
+
+    Args:
+        parent: process id of the parent; it may be gone by now.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we asked
+
+
+def end_with_creator() -> None:
+    """The same for a process that ``multiprocessing`` started, whose parent may be a fork server.
+
+    The fork server lives as long as one of its processes does, so neither is of use to watch. The process that asked
+    for this one holds the other end of a pipe: when that closes, the kernel sends SIGKILL, which ends a stopped
+    process too.
+    """
+    creator: Any = multiprocessing.parent_process()
+    if creator is None or not sys.platform.startswith("linux"):
+        return
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(creator.sentinel, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, fcntl.fcntl(creator.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not creator.is_alive():
+        os._exit(1)  # it died before we asked
+
+
+class Scratch:
+    """A folder that only this user can enter, removed by ``close``, or by its janitor if this process is killed.
+
+    Use it as a context, or keep it until the process ends. With it go the shared memory and the semaphores of processes
+    that have called ``note_shares``.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="vissl_zero_"))
+        read, self._pipe = os.pipe()  # neither end is inherited by other processes that this one starts
+        try:
+            self._janitor = subprocess.Popen(
+                ["/bin/sh", "-c", _JANITOR, "vissl-zero-janitor", str(self.path), str(_SHARED_MEMORY)],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # out of reach of what kills the group
+            )
+        except BaseException:
+            os.close(self._pipe)
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        finally:
+            os.close(read)
+
+    def close(self) -> None:
+        """Remove the folder and what is shared under its processes' names; they must have been killed by now."""
+        pids = [int(path.suffix[1:]) for path in self.path.glob("shares.*")]
+        deadline = time.monotonic() + _DYING_S
+        while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        remove_shares(pids)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._janitor.kill()
+        self._janitor.wait()
+        os.close(self._pipe)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_own: Scratch | None = None
+
+
+def scratch_folder() -> Path:
+    """The launcher's scratch folder, or one of this process's own."""
+    global _own
+    if given := os.environ.get(SCRATCH_VARIABLE):
+        return Path(given)
+    _own = _own or Scratch()
+    return _own.path
+
+
+def note_shares() -> None:
+    """Have everything that ``multiprocessing`` leaves under a name cleared away, should this process be killed.
+
+    Its sockets go into the scratch folder, its semaphores get this process's number into their names (torch gives it to
+    shared memory). Processes started afterwards inherit the folder.
+    """
+    config: Any = process.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in config:
+        config["tempdir"] = str(scratch_folder())
+        config["semprefix"] = f"/vissl-zero-{os.getpid()}"
+    with suppress(OSError):  # no room: what is left then is a file of 32 bytes
+        (Path(config["tempdir"]) / f"shares.{os.getpid()}").touch()
+
+
+def remove_shares(pids: list[int]) -> None:
+    """Remove the shared memory and semaphores of processes that have ended."""
+    if not pids or not _SHARED_MEMORY.is_dir():
+        return
+    numbers = "|".join(map(str, pids))
+    ours = re.compile(rf"(torch_({numbers})_|sem\.vissl-zero-({numbers})-).*")
+    for path in _SHARED_MEMORY.iterdir():
+        if ours.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

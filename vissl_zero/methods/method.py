@@ -1,0 +1,183 @@
+"""What every method is to the training loop, the dry run, checkpoints and reports: the only class they know.
+
+A loss of your own subclasses ``Method`` and defines ``forward(outputs, batch)``; everything else has a default. It
+is registered with ``@LOSSES.register("my_loss", config=MyLossConfig)`` and built with the fields of its config.
+
+Rows of every output are *crop-major* over the resolutions in order: row j belongs to sample ``j % num_local``, crop
+``j // num_local``, so ``rows.unflatten(0, (num_crops, num_local))`` has a crop per leading index.
+
+**Gradients.** The loop weighs each rank's loss by its share of the samples, ``num_local / num_global``, and gradients
+are summed over ranks with these weights. So a loss that is a mean over samples returns the mean over this rank's own.
+A loss that couples samples across ranks must give exactly the gradient of the single-process loss on the whole batch.
+Both come out right if every rank returns either the mean over its own samples of a term that may look at all samples,
+or the same number for the whole batch, and whatever it takes from other ranks comes through ``methods/gather.py``,
+whose backward passes sum over ranks. A rank may have no samples; it must make the same collective calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vissl_zero.methods.health import CollapseRule
+from vissl_zero.registry import LOSSES, require_interface
+
+
+class Batch(Protocol):
+    """What a method may know about a micro-batch of this rank; the data room's ``Batch`` is one."""
+
+    @property
+    def images(self) -> list[Tensor]:
+        """One tensor per resolution, (crops of that resolution * B, 3, H_r, W_r), crop-major."""
+
+    @property
+    def num_crops(self) -> Sequence[int]:
+        """Crops per sample in each resolution."""
+
+    @property
+    def targets(self) -> Tensor | None:
+        """(B,) int64 class of each sample; None without labels."""
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """(B,) int64 index of each sample in the source."""
+
+    @property
+    def num_local(self) -> int:
+        """Samples of this rank, B; may differ between ranks and may be 0."""
+
+    @property
+    def num_global(self) -> int:
+        """Samples of this micro-batch over all ranks."""
+
+
+class Method(nn.Module):
+    """Base of all methods, registered in LOSSES: what student and teacher see, the loss, the figures.
+
+    A subclass defines ``forward(outputs, batch)``, the loss; with a teacher ``forward(outputs, batch, taught)``.
+
+    The loop calls ``set_length`` once, and for each optimizer step, on every rank: ``on_step`` once; then per
+    micro-batch ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
+    ``after_micro_batch``. State that a resumed run needs belongs in buffers or in ``get_extra_state``.
+
+    Attributes:
+        has_teacher: a momentum copy of the model is kept and run (see ``run_teacher`` and ``momentum``).
+        loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
+        ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
+            all others.
+        guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
+    """
+
+    has_teacher: bool = False
+    loss_sees_images: bool = False
+    ignored_label: int | None = None
+    guessing_loss: float | None = None
+
+    def forward(self, *args: Any) -> Tensor:
+        """See the class."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(outputs, batch)")
+
+    def loss(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
+        """The loss, a 0-d tensor; see the module for what its gradient must be. It calls ``forward``.
+
+        Args:
+            outputs: one entry per head of the model.
+            batch: the micro-batch they were computed from.
+            taught: the teacher's outputs, without gradient; None without a teacher.
+        """
+        loss: Tensor = self(outputs, batch) if taught is None else self(outputs, batch, taught)
+        return loss
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The model's outputs for a micro-batch: an entry per head."""
+        outputs: list[Any] = model(batch.images, self.probe())
+        return outputs
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The teacher's outputs; called without gradient. By default it sees all crops, as the student does."""
+        outputs: list[Any] = model(batch.images)
+        return outputs
+
+    def momentum(self, step: int) -> float:
+        """Weight of the teacher's past after optimizer step ``step`` (from 0); 1 - it is the student's weight."""
+        raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
+
+    def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
+        """Outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
+
+        Args:
+            parts: outputs of student or teacher, a micro-batch each.
+            num_samples: of each.
+        """
+        columns = zip(*map(pytree.tree_leaves, parts), strict=True)
+        joined = [join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        outputs: list[Any] = pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
+        return outputs
+
+    def probe(self) -> Tensor | None:
+        """Rows (q, D) to be scored by the head in the coming forward pass, without gradient; None: nothing."""
+        return None
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Update state from what the model just gave. May be a collective."""
+
+    def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
+        """How long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """A new optimizer step begins; both count from 0."""
+
+    def health_sums(self) -> Tensor:
+        """What ``health`` needs of this rank's last micro-batch, 1-d; the loop sums it over ranks, with the loss."""
+        return torch.empty(0)
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """Figures on the last micro-batch of all ranks, for logs and the report.
+
+        Args:
+            sums: ``health_sums`` of all ranks together, float64.
+        """
+        return {}
+
+    def collapse_rule(self, num_steps: int) -> CollapseRule | None:
+        """What tells from ``health``, step by step, that the model collapses; None: nothing does.
+
+        Args:
+            num_steps: of the run.
+        """
+        return None
+
+    def normalized_rows(self) -> list[str]:
+        """Full names of 2-d parameters whose rows are set to unit length after each optimizer step."""
+        return []
+
+
+def join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
+    """Crop-major rows of several micro-batches, as those of one micro-batch with all their samples.
+
+    Args:
+        parts: (V * n_i, ...) each.
+        num_samples: n_i of each, at least 1.
+    """
+    views = len(parts[0]) // num_samples[0]
+    by_view = [part.unflatten(0, (views, count)) for part, count in zip(parts, num_samples, strict=True)]
+    return torch.cat(by_view, dim=1).flatten(0, 1)
+
+
+def build_method(loss_config: Mapping[str, Any]) -> Method:
+    """The method whose loss ``LOSS.name`` names, built with the keys under that name.
+
+    Args:
+        loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
+
+    Raises:
+        ConfigError: the name or a key is wrong.
+    """
+    name = loss_config["name"]
+    method: Method = LOSSES.get(name).build(**(loss_config.get(name) or {}))
+    require_interface(LOSSES, name, method, base=Method)
+    return method

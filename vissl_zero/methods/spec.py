@@ -1,0 +1,135 @@
+"""What the rest of the program may ask a method without importing torch.
+
+``python -m vissl_zero.methods.spec`` writes the table of ``docs/methods.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vissl_zero.errors import Problem
+from vissl_zero.registry import HEADS, METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+class MethodSpec:
+    """Base of the torch-free half of every method; registered in METHODS, built without arguments.
+
+    Attributes:
+        losses: what ``LOSS.name`` may say for this method -> dataclass of the keys under that name. All are registered
+            in LOSSES by the method's ``loss.py``.
+        heads: heads that come with the method, registered in HEADS by its ``head.py`` -> dataclass of their keys.
+        shape_keys: keys of the loss that decide shapes of its own state, so that a checkpoint cannot change them.
+        title, paper, views, teacher, couples, recipe, figure: its row of ``docs/methods.md``: name and source; what it
+            sees of an image; whether a momentum copy teaches; what of a sample's loss depends on other samples; a
+            recipe that runs in a minute; what that recipe reached.
+    """
+
+    losses: ClassVar[Mapping[str, type]]
+    heads: ClassVar[Mapping[str, type]] = {}
+    shape_keys: ClassVar[Sequence[str]] = ()
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    views: ClassVar[str]
+    teacher: ClassVar[str] = "none"
+    couples: ClassVar[str] = "nothing"
+    recipe: ClassVar[str]
+    figure: ClassVar[str] = ""
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """Keys of the loss that other blocks decide: key -> (value, the block), such as ``(4, "transforms")``.
+
+        They win over what the recipe says, which is then told so. None as a value: the block does not say.
+        """
+        return {}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """What is wrong with a recipe that names one of ``losses``; the types of the keys have been checked."""
+        return []
+
+
+def loss_keys(cfg: RunConfig) -> Any:
+    """The typed keys of the recipe's loss."""
+    return cfg.LOSS[cfg.LOSS["name"]]
+
+
+def heads_of(cfg: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and keys of each head that is written as ["name", {key: value}]."""
+    for head in cfg.MODEL.HEAD.PARAMS:
+        if isinstance(head, Sequence) and not isinstance(head, str) and len(head) == 2 and isinstance(head[0], str):
+            yield head[0], head[1] if isinstance(head[1], Mapping) else {}
+
+
+def crops_of(cfg: RunConfig) -> list[int] | None:
+    """Crops per image of each size that the transforms make; None if no multi-crop is among them."""
+    for entry in cfg.DATA.TRAIN.TRANSFORMS:
+        if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
+            counts = entry.get("num_crops") or []
+            return list(counts) if counts and all(isinstance(count, int) for count in counts) else None
+    return None
+
+
+def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
+    """A problem unless the model has one head, of an allowed name."""
+    names = [name for name, _ in heads_of(cfg)]
+    if not names or (len(names) == 1 and (names[0] in allowed or names[0] not in HEADS.builtin())):
+        return []
+    fix = f"Write [[{allowed[0]!r}, {{...}}]]; vissl-zero list heads has them."
+    must = f"must be one {' or '.join(allowed)} for {cfg.LOSS['name']}"
+    return [Problem("config.MODEL.HEAD.PARAMS", str(names), must, fix)]
+
+
+def two_views(cfg: RunConfig, exactly: bool = True) -> list[Problem]:
+    """A problem unless the transforms make two crops of every image, of one size; or two or more of any sizes."""
+    counts = crops_of(cfg)
+    if counts is not None and (counts == [2] if exactly else sum(counts) >= 2):
+        return []
+    crops = "total_num_crops: 2, num_crops: [2], size_crops: [224], crop_scales: [[0.14, 1]]"
+    how_many = "two crops of an image, of one size," if exactly else "two or more crops of an image"
+    return [
+        Problem(
+            "config.DATA.TRAIN.TRANSFORMS",
+            str(counts or "no multi-crop"),
+            f"must make {how_many} for {cfg.LOSS['name']}",
+            f"Add {{name: ImgPilToMultiCrop, {crops}}}.",
+        )
+    ]
+
+
+def share(key: str, value: float) -> list[Problem]:
+    """A problem unless ``value`` is between 0 and 1."""
+    if 0 <= value <= 1:
+        return []
+    return [Problem(f"config.{key}", str(value), "must be between 0 and 1", f"Correct config.{key}.")]
+
+
+_PAGE = Path("docs/methods.md")
+_MARKS = "<!-- table: written by python -m vissl_zero.methods.spec -->", "<!-- end of the table -->"
+
+
+def table() -> str:
+    """The table of all methods, in Markdown."""
+    rows = []
+    for name in METHODS.builtin():
+        spec: MethodSpec = METHODS.get(name).build()
+        title = f"[{spec.title}]({spec.paper})" if spec.paper else spec.title
+        losses = ", ".join(f"`{loss}`" for loss in spec.losses)
+        cells = (f"`{name}`", title, losses, spec.views, spec.teacher, spec.couples, f"`{spec.recipe}`", spec.figure)
+        rows.append(f"| {' | '.join(cells)} |")
+    head = "| name | method | `LOSS.name` | views | teacher | what couples samples | recipe | kNN top-1 |"
+    return "\n".join([head, "| --- | --- | --- | --- | --- | --- | --- | --- |", *rows])
+
+
+def with_table(page: str) -> str:
+    """``docs/methods.md`` with a new table."""
+    begin, end = page.index(_MARKS[0]) + len(_MARKS[0]), page.index(_MARKS[1])
+    return f"{page[:begin]}\n{table()}\n{page[end:]}"
+
+
+if __name__ == "__main__":
+    _PAGE.write_text(with_table(_PAGE.read_text()))

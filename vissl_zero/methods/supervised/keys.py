@@ -1,0 +1,53 @@
+"""Keys of supervised cross-entropy, and its rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vissl_zero.config.constraints import number
+from vissl_zero.errors import Problem
+from vissl_zero.methods.spec import MethodSpec
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class CrossEntropyConfig:
+    """``CrossEntropyLoss`` and ``cross_entropy_multiple_output_single_target``."""
+
+    weight: list[float] | None = None
+    """Weight of each class; null: all equal."""
+    ignore_index: int = -1
+    """Label of images that do not count."""
+    normalize_output: bool = False
+    """Divide the logits by their L2 norm first."""
+    temperature: float = number(1.0, least=1e-4)
+    """Divides the logits before the softmax."""
+
+
+@METHODS.register("supervised")
+class Supervised(MethodSpec):
+    """Supervised cross-entropy."""
+
+    losses = {
+        "CrossEntropyLoss": CrossEntropyConfig,
+        "cross_entropy_multiple_output_single_target": CrossEntropyConfig,
+    }
+    title = "Supervised"
+    paper = ""
+    views = "1 or more crops, with labels"
+    couples = "nothing"
+    recipe = "digits/supervised"
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """There are classes to tell apart."""
+        found = []
+        if cfg.DATA.TRAIN.LABEL_TYPE != "standard":
+            fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
+            must = "must be standard for a supervised loss"
+            found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
+        return found

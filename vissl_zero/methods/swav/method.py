@@ -1,0 +1,212 @@
+"""SwAV: swapped prediction of cluster assignments across crops (https://arxiv.org/abs/2006.09882)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.health import ClusteringCollapse, clustering_health, clustering_sums, trivial_loss
+from vissl_zero.methods.method import Batch, Method
+from vissl_zero.methods.queue import EmbeddingQueue
+from vissl_zero.methods.sinkhorn import sinkhorn
+from vissl_zero.methods.swav.keys import SwAVLossConfig
+from vissl_zero.registry import LOSSES
+
+_KEY = "config.LOSS.swav_loss"
+
+
+@runtime_checkable
+class ClusteredOutput(Protocol):
+    """What the loss needs of a head's output; ``swav_head`` gives it, and a head of your own may."""
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(n, D), rows crop-major."""
+
+    @property
+    def scores(self) -> list[Tensor]:
+        """Per layer of prototypes (n, K_i)."""
+
+    @property
+    def probe_scores(self) -> list[Tensor] | None:
+        """Per layer (q, K_i), the rows of ``Method.probe`` scored without gradient; None without a probe."""
+
+
+@LOSSES.register("swav_loss", config=SwAVLossConfig)
+class SwAVLoss(Method):
+    """SwAV: swapped prediction of Sinkhorn assignments across crops.
+
+    For every crop c of ``crops_for_assign`` and every other crop v, the cross-entropy between the assignment of c and
+    the softmax of the scores of v, averaged over c, v, samples and layers of prototypes. Scores are brought to float32
+    at least; float64 stays. The model's first head must give a ``ClusteredOutput``.
+
+    Args: the fields of ``SwAVLossConfig``, with embedding_dim, num_crops and num_prototypes known.
+
+    Raises:
+        ConfigError: a value is missing or out of range.
+    """
+
+    def __init__(
+        self,
+        num_crops: int,
+        num_prototypes: Sequence[int],
+        embedding_dim: int,
+        temperature: float = 0.1,
+        epsilon: float = 0.05,
+        num_iters: int = 3,
+        crops_for_assign: Sequence[int] = (0, 1),
+        use_double_precision: bool = False,
+        normalize_last_layer: bool = True,
+        temp_hard_assignment_iters: int = 0,
+        queue: Mapping[str, int] | None = None,
+    ):
+        super().__init__()
+        _check(num_crops, num_prototypes, crops_for_assign, temperature, epsilon)
+        queue = queue or {}
+        self.num_crops = num_crops
+        self.num_prototypes = list(num_prototypes)
+        self.temperature = temperature
+        self.epsilon = epsilon
+        self.num_iters = num_iters
+        self.crops_for_assign = list(crops_for_assign)
+        self.use_double_precision = use_double_precision
+        self.normalize_last_layer = normalize_last_layer
+        self.temp_hard_assignment_iters = temp_hard_assignment_iters
+        self.queue_start_iter = queue.get("start_iter", 0)
+        self.queue_start_epoch = queue.get("start_epoch", 0)
+        length = queue.get("queue_length", 0)
+        self.queue = EmbeddingQueue(len(self.crops_for_assign), length, embedding_dim) if length else None
+        self.guessing_loss = trivial_loss(self.num_prototypes)
+        self._step = 0
+        self._epoch = 0
+        self._newest: Tensor | None = None
+        self._last: tuple[Tensor, list[Tensor]] | None = None
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
+        """Mean over this rank's samples, layers of prototypes and pairs of crops. Collective (see ``sinkhorn``)."""
+        output = self._output_of(outputs, batch)
+        assigner = output if taught is None else taught[0]
+        probe_scores: Sequence[Tensor | None] = assigner.probe_scores or [None] * len(output.scores)
+        losses, assignments = [], []
+        for scores, rated, queue_scores in zip(output.scores, assigner.scores, probe_scores, strict=True):
+            by_crop = self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local))
+            assigned = self._assign(self._assigned(self._upcast(rated), batch), queue_scores)
+            losses.append(self._swapped_prediction(by_crop, assigned))
+            assignments.append(assigned.flatten(0, 1))
+        self._newest = self._assigned(assigner.embeddings, batch)
+        self._last = (self._newest.flatten(0, 1), assignments)
+        return torch.stack(losses).mean()
+
+    def probe(self) -> Tensor | None:
+        """This rank's share of the queue (C * q, D), queue by queue; None before the queue starts."""
+        if self.queue is None or not self._is_queue_on() or self.queue.num_filled == 0:
+            return None
+        return self.queue.local_part().flatten(0, 1)
+
+    def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
+        """See ``Method``; the queue's scores are the same with every micro-batch."""
+        (first,) = parts[0]
+        (joined,) = super().join([[part[0]._replace(probe_scores=None)] for part in parts], num_samples)
+        return [joined._replace(probe_scores=first.probe_scores)]
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Queue the embeddings of the assigned crops, once the queue has started. Collective."""
+        if self.queue is not None and self._is_queue_on():
+            assert self._newest is not None
+            self.queue.push(self._newest)
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember where the run is: hard assignments end, and the queue starts, at a given step."""
+        self._step, self._epoch = step, epoch
+
+    def health_sums(self) -> Tensor:
+        """``clustering_sums`` of the assigned crops of the last micro-batch."""
+        return clustering_sums(*self._last) if self._last is not None else super().health_sums()
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """``clustering_health`` of them."""
+        return clustering_health(sums, self._last[0].shape[1], self.num_prototypes) if self._last is not None else {}
+
+    def collapse_rule(self, num_steps: int) -> ClusteringCollapse:
+        """All images with nearly the same assignment."""
+        advice = (
+            f"a lower {_KEY}.epsilon, a lower learning rate, milder crops, or prototypes frozen for longer "
+            "(config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP)"
+        )
+        return ClusteringCollapse(trivial_loss(self.num_prototypes), max(500, num_steps // 4), advice)
+
+    def normalized_rows(self) -> list[str]:
+        """The prototypes, which are kept at unit length where ``normalize_last_layer``."""
+        if not self.normalize_last_layer:
+            return []
+        return [f"heads.0.prototypes{index}.weight" for index in range(len(self.num_prototypes))]
+
+    def _assign(self, scores: Tensor, queue_scores: Tensor | None) -> Tensor:
+        """Assignments (C, B, K) of scores (C, B, K), the rows of the queue taking part."""
+        num_assigned, num_samples, num_prototypes = scores.shape
+        if queue_scores is not None:
+            past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
+            scores = torch.cat((scores, past), dim=1)
+        assigned = sinkhorn(scores, self.epsilon, self.num_iters)[:, :num_samples]
+        if self._step < self.temp_hard_assignment_iters:
+            assigned = F.one_hot(assigned.argmax(dim=2), num_prototypes).to(assigned.dtype)
+        return assigned
+
+    def _swapped_prediction(self, scores: Tensor, assigned: Tensor) -> Tensor:
+        """Cross-entropy of each assigned crop against all crops but itself; scores (V, B, K), assigned (C, B, K)."""
+        log_probabilities = F.log_softmax(scores / self.temperature, dim=2)
+        others = log_probabilities.sum(dim=0, keepdim=True) - log_probabilities[self.crops_for_assign]
+        num_terms = len(self.crops_for_assign) * (self.num_crops - 1) * max(scores.shape[1], 1)
+        return -(assigned * others).sum() / num_terms
+
+    def _assigned(self, rows: Tensor, batch: Batch) -> Tensor:
+        """The assigned crops (C, B, ...) among the rows that assignments come from, without gradient."""
+        return rows.detach().unflatten(0, (self.num_crops, batch.num_local))[self.crops_for_assign]
+
+    def _upcast(self, scores: Tensor) -> Tensor:
+        wanted = torch.float64 if self.use_double_precision else torch.float32
+        return scores.to(torch.promote_types(scores.dtype, wanted))
+
+    def _is_queue_on(self) -> bool:
+        return self._step >= self.queue_start_iter and self._epoch >= self.queue_start_epoch
+
+    def _output_of(self, outputs: list[Any], batch: Batch) -> ClusteredOutput:
+        """The first head's output, after checking that it is what this loss was built for."""
+        output = outputs[0]
+        if not isinstance(output, ClusteredOutput):
+            fix = 'Write config.MODEL.HEAD.PARAMS: [["swav_head", {...}]].'
+            got = type(output).__name__
+            raise ConfigError([Problem("config.LOSS.name", got, "swav_loss needs swav_head as the first head", fix)])
+        widths = [scores.shape[1] for scores in output.scores]
+        if widths != self.num_prototypes:
+            must = f"must be the head's num_clusters {widths}"
+            raise ConfigError([Problem(f"{_KEY}.num_prototypes", str(self.num_prototypes), must, "Leave it out.")])
+        if len(output.embeddings) != self.num_crops * batch.num_local:
+            must = f"must be the crops per image that the transforms make, {sum(batch.num_crops)}"
+            raise ConfigError([Problem(f"{_KEY}.num_crops", str(self.num_crops), must, "Leave it out.")])
+        return output
+
+
+def _check(
+    num_crops: int, num_prototypes: Sequence[int], crops_for_assign: Sequence[int], temperature: float, epsilon: float
+) -> None:
+    problems = []
+    if num_crops < 2:
+        must = "must be at least 2: one crop predicts the assignment of another"
+        problems.append(Problem(f"{_KEY}.num_crops", str(num_crops), must, "Add crops to ImgPilToMultiCrop."))
+    if not crops_for_assign or not all(0 <= crop < num_crops for crop in crops_for_assign):
+        must = f"must name crops from 0 to {num_crops - 1}"
+        problems.append(Problem(f"{_KEY}.crops_for_assign", str(list(crops_for_assign)), must, "Write [0, 1]."))
+    if not num_prototypes or min(num_prototypes) < 1:
+        must = "must have at least one number, each at least 1"
+        problems.append(Problem(f"{_KEY}.num_prototypes", str(list(num_prototypes)), must, "Write [3000]."))
+    for key, value in (("temperature", temperature), ("epsilon", epsilon)):
+        if value <= 0:
+            problems.append(Problem(f"{_KEY}.{key}", str(value), "must be positive", "Write 0.1 or 0.05."))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,248 @@
+"""Vision transformers: timm's layers (https://arxiv.org/abs/2010.11929), cut into units that take all resolutions.
+
+Ours is only what sharding and self-supervised methods need: units, position embeddings for any resolution, masked and
+left-out patches, and keyed random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch import Tensor, nn
+
+from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.keyed_random import keyed_bits
+from vissl_zero.models.unit import Unit
+from vissl_zero.registry import TRUNKS
+
+_INIT_STD = 0.02
+_LAYER_NORM_EPS = 1e-6
+
+# Per resolution, or None where all of them have none.
+PatchMasks = Sequence[Tensor | None] | None
+
+
+class TransformerTrunk(nn.Module):
+    """A timm vision transformer as a list of units: embedding, blocks, last norm, pooling.
+
+    Parameters have timm's names below ``embedding.unit``, ``blocks.<i>.unit``, ``norm.unit`` and ``pooling.unit``.
+
+    Args:
+        vit: built with ``dynamic_img_size=True`` and without a classifier; taken apart.
+        use_mask_token: make the vector that stands for masked patches.
+        patch_drop_rate: share of patches left out in training.
+
+    Attributes:
+        feature_dim: D, of pooled features and of tokens.
+        patch_size: side of a patch, in pixels (height, width).
+        num_prefix_tokens: class and register tokens, which come before the patches.
+    """
+
+    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool = False, patch_drop_rate: float = 0.0):
+        super().__init__()
+        self.feature_dim: int = vit.num_features
+        self.num_prefix_tokens: int = vit.num_prefix_tokens
+        self.patch_size: tuple[int, int] = vit.patch_embed.patch_size
+        self.embedding = _EmbeddingUnit(TokenEmbedding(vit, use_mask_token, patch_drop_rate))
+        self.blocks = nn.ModuleList(_unit(block) for block in vit.blocks)
+        self.norm = _unit(vit.norm)
+        self.pooling = _unit(_Pooling(vit))
+
+    def forward(
+        self, images: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None, return_tokens: bool = False
+    ) -> list[Tensor]:
+        """One pass over all resolutions.
+
+        Args:
+            images: R tensors (b_r, 3, H_r, W_r); sides are multiples of the patch size.
+            masks: per resolution (b_r, P_r) bool, patches replaced by the mask token; None: none.
+            kept: per resolution (b_r, k_r) int64, the patches that are seen, the others being left out; None: all.
+            return_tokens: give tokens after the last norm instead of features.
+        Returns:
+            R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D).
+        """
+        xs: list[Tensor] = self.embedding(images, masks, kept)
+        for block in self.blocks:
+            xs = block(xs)
+        xs = self.norm(xs)
+        return xs if return_tokens else self.pooled(xs)
+
+    def pooled(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Features (b_r, D) of tokens after the last norm."""
+        features: list[Tensor] = self.pooling(tokens)
+        return features
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Truncated normal of deviation 0.02 for linear layers and learned vectors, biases 0, as DINO and DeiT have it.
+
+        Norms and layer scale start as timm has them; the patches' convolution as torch has it.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                _truncated_normal(module.weight, generator_for(f"{name}.weight"))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Conv2d):
+                bound = 1 / math.sqrt(module.weight[0].numel())
+                for key, tensor in module.named_parameters(recurse=False):
+                    drawn = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator_for(f"{name}.{key}"))
+                    tensor.data.copy_(drawn)
+            elif isinstance(module, TokenEmbedding):
+                for key, tensor in module.named_parameters(recurse=False):
+                    _truncated_normal(tensor, generator_for(f"{name}.{key}"))
+
+
+class TokenEmbedding(nn.Module):
+    """Patches to tokens: embedding, masks, positions, class and register tokens.
+
+    Args:
+        vit: whose parts are taken.
+        use_mask_token: make ``mask_token``, (1, 1, D).
+        patch_drop_rate: share of patches left out in training, by keyed numbers.
+    """
+
+    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float):
+        super().__init__()
+        self.patch_embed = vit.patch_embed
+        self.cls_token = vit.cls_token
+        self.reg_token = vit.reg_token
+        self.pos_embed = vit.pos_embed
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, vit.num_features)) if use_mask_token else None
+        self.pos_drop = vit.pos_drop
+        self.norm_pre = vit.norm_pre
+        self.grid_size: tuple[int, int] = vit.patch_embed.grid_size
+        self.num_prefix_positions = 0 if vit.no_embed_class else vit.num_prefix_tokens
+        self.patch_drop_rate = patch_drop_rate
+
+    def forward(self, images: Tensor, mask: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+        """Tokens (b, prefix + patches seen, D) of images (b, 3, H, W); see ``TransformerTrunk.forward``."""
+        patches = self.patch_embed(images)
+        height, width = patches.shape[1:3]
+        patches = patches.flatten(1, 2)
+        if mask is not None:
+            if self.mask_token is None:
+                raise ValueError("masks need a trunk with a mask token (USE_MASK_TOKEN: true)")
+            patches = torch.where(mask[:, :, None], self.mask_token.to(patches.dtype), patches)
+        prefix = [token.expand(len(patches), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        if self.pos_embed is not None:
+            num_prefix = self.num_prefix_positions
+            patches = patches + interpolated(self.pos_embed[:, num_prefix:], self.grid_size, (height, width))
+            if num_prefix:
+                prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
+        if self.training and self.patch_drop_rate and kept is None:
+            kept = self._draw_kept(patches)
+        if kept is not None:
+            patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
+        tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
+        return tokens
+
+    def _draw_kept(self, patches: Tensor) -> Tensor:
+        num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
+        numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
+        return numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+
+
+def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """Position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
+
+    As ``timm.layers.resample_abs_pos_embed``, which computes in float32 whatever it is given.
+    """
+    if grid == wanted:
+        return positions
+    wide = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    maps = wide.unflatten(1, grid).permute(0, 3, 1, 2)
+    maps = F.interpolate(maps, size=wanted, mode="bicubic", antialias=True)
+    return maps.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)
+
+
+class _EmbeddingUnit(Unit):
+    """The first unit, which is given masks too. It is never recomputed: one convolution saves nothing."""
+
+    def __init__(self, embedding: TokenEmbedding):
+        super().__init__(OrderedDict(unit=embedding))
+
+    def forward(self, xs: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None) -> list[Tensor]:
+        return self.each(
+            lambda index, x: self[0](x, masks[index] if masks else None, kept[index] if kept else None), xs
+        )
+
+
+class _Pooling(nn.Module):
+    """timm's pooling of tokens, and the norm after it where there is one."""
+
+    def __init__(self, vit: TimmVisionTransformer):
+        super().__init__()
+        self.attn_pool = vit.attn_pool
+        self.fc_norm = vit.fc_norm
+        self.kind: str = vit.global_pool or "token"
+        self.num_prefix_tokens: int = vit.num_prefix_tokens
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.attn_pool is not None:
+            pooled: Tensor = self.attn_pool(tokens[:, self.num_prefix_tokens :])
+        elif self.kind == "token":
+            pooled = tokens[:, 0]
+        else:
+            patches = tokens[:, self.num_prefix_tokens :]
+            pooled = patches.mean(dim=1) if self.kind == "avg" else patches.amax(dim=1)
+        normalized: Tensor = self.fc_norm(pooled)
+        return normalized
+
+
+@TRUNKS.register("vision_transformer", config=VisionTransformerConfig)
+class VisionTransformer(TransformerTrunk):
+    """Vision transformer by width, depth, heads and patch size, with VISSL's keys.
+
+    Args:
+        options: fields of ``VisionTransformerConfig``.
+
+    Raises:
+        ConfigError: the keys make no vision transformer.
+    """
+
+    def __init__(self, **options: Any):
+        config = VisionTransformerConfig(**options)
+        if problems := vision_transformer_problems(config):
+            raise ConfigError(problems)
+        vit = TimmVisionTransformer(
+            img_size=config.IMAGE_SIZE,
+            patch_size=config.PATCH_SIZE,
+            num_classes=0,
+            global_pool="token" if config.CLASSIFIER == "token" else "avg",
+            fc_norm=False,
+            embed_dim=config.HIDDEN_DIM,
+            depth=config.NUM_LAYERS,
+            num_heads=config.NUM_HEADS,
+            mlp_ratio=config.MLP_DIM / config.HIDDEN_DIM,
+            qkv_bias=config.QKV_BIAS,
+            init_values=config.LAYER_SCALE_INIT,
+            reg_tokens=config.NUM_REGISTERS,
+            no_embed_class=config.NUM_REGISTERS > 0,
+            dynamic_img_size=True,
+            proj_drop_rate=config.DROPOUT_RATE,
+            pos_drop_rate=config.DROPOUT_RATE,
+            attn_drop_rate=config.ATTENTION_DROPOUT_RATE,
+            drop_path_rate=config.DROP_PATH_RATE,
+            norm_layer=_layer_norm,
+        )
+        super().__init__(vit, config.USE_MASK_TOKEN, config.PATCH_DROP_RATE)
+
+
+def _layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
+    return nn.LayerNorm(dim, eps=_LAYER_NORM_EPS, **{k: v for k, v in options.items() if k in ("device", "dtype")})
+
+
+def _unit(layer: nn.Module) -> Unit:
+    return Unit(OrderedDict(unit=layer))
+
+
+def _truncated_normal(tensor: Tensor, generator: torch.Generator) -> None:
+    drawn = nn.init.trunc_normal_(torch.empty(tensor.shape), std=_INIT_STD, generator=generator)
+    tensor.data.copy_(drawn)

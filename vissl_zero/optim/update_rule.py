@@ -1,0 +1,329 @@
+"""What an optimizer looks at to update an element: that element alone, its whole tensor, or more. Found by trial.
+
+A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
+nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
+tensors in one optimizer, each in one of its own, and each cut into rows with an optimizer for every piece, as on ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.errors import ConfigError, Problem
+
+# Known to be element-wise, whatever their options: tests/unit/optim/test_update_rule.py tries them all out.
+ELEMENT_WISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+)
+
+_INSTEAD = "Use SGD, Adam, AdamW, LARC or LARS, or level 0."
+_NOT_OPTIONS = {"params", "param_names"}
+_NOT_SETTINGS = {*_NOT_OPTIONS, "name", "lr", "initial_lr", "lr_scale"}  # groups that differ in these act alike
+_TOLERANCE = 1e-6  # of a step's largest change: room for an update computed in float32, which may round by position
+_ROUNDING = 1e-13  # of the largest value: what float64 leaves of a change that is very small
+_MAX_REAL_ELEMENTS = 2**17
+_LARGE = (264, 160)
+# By number of dimensions.
+_SHAPES: dict[int, list[tuple[int, ...]]] = {
+    0: [()],
+    1: [(13,)],
+    2: [(8, 6), (5, 12)],
+    3: [(6, 5, 4)],
+    4: [(8, 4, 3, 3)],
+    5: [(6, 4, 2, 3, 3)],
+}
+
+
+class UpdateRule(enum.Enum):
+    """What the update of one element depends on."""
+
+    ELEMENT_WISE = "that element alone"
+    PER_TENSOR = "its whole tensor"
+
+
+def update_rule(
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool = False
+) -> UpdateRule:
+    """Find out by trial how far ``optimizer`` looks. Cost: nothing for torch's own, under a second for most others.
+
+    Args:
+        optimizer: left as it is; copies of it run, without its state, with the settings of each group.
+        shapes: of the whole parameters of each group.
+        is_flattened: pieces will be one-dimensional, not rows.
+    Raises:
+        ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
+    """
+    if type(optimizer) in ELEMENT_WISE and not _has_hooks(optimizer):
+        return UpdateRule.ELEMENT_WISE
+    name = type(optimizer).__name__
+    try:
+        # Some compile their kernels for each shape, which would take minutes.
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            return _try_out(optimizer, shapes, is_flattened)
+    except ConfigError:
+        raise
+    except Exception as error:  # foreign code: whatever it raises, it could not be tried
+        must = f"must run on single tensors to be sharded, and raised {type(error).__name__}: {error}"
+        raise ConfigError([Problem("optimizer", name, must, _INSTEAD)]) from error
+
+
+def _try_out(
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], is_flattened: bool
+) -> UpdateRule:
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    device = torch.device("cpu") if device.type == "meta" else device
+    groups = _distinct_groups(optimizer, shapes)
+    small = [
+        (index, case) for index, own in groups for shape in _small_shapes(own) for case in _small_cases(shape, device)
+    ]
+    apart = [_run(optimizer, [pair])[0] for pair in small]
+    moved = {index for (index, _), changes in zip(small, apart, strict=True) if any(c.any() for c in changes)}
+    if idle := sorted({index for index, _ in small} - moved):
+        must = f"must update the parameters of its groups, and left those of group {idle[0]} as they were in a trial"
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, _INSTEAD)])
+    together = _run(optimizer, small)
+    for (_, case), alone, beside in zip(small, apart, together, strict=True):
+        if not _agree(alone, beside, case):
+            must = "must update each tensor from that tensor alone, and not by chance: ranks hold different ones"
+            fix = f"Switch off what it computes from all tensors (a gradient norm: use clip_grad instead). {_INSTEAD}"
+            raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
+    if not all(
+        _runs_on_pieces(optimizer, index, case, changes, is_flattened)
+        for (index, case), changes in zip(small, apart, strict=True)
+    ):
+        return UpdateRule.PER_TENSOR
+    for index, own in groups:
+        for shape in _large_shapes(own):
+            for case in _cases(shape, device):
+                changes = _run(optimizer, [(index, case)])[0]
+                if not _runs_on_pieces(optimizer, index, case, changes, is_flattened):
+                    return UpdateRule.PER_TENSOR
+    return UpdateRule.ELEMENT_WISE
+
+
+def _runs_on_pieces(
+    optimizer: torch.optim.Optimizer, index: int, case: _Case, changes: Sequence[Tensor], is_flattened: bool
+) -> bool:
+    try:
+        alone = [_run(optimizer, [(index, piece)])[0] for piece in case.pieces(is_flattened)]
+    except Exception:  # noqa: BLE001 - it ran on the whole tensor; on rows, or on none, it need not
+        return False
+    joined = [torch.cat(parts).view(case.start.shape) for parts in zip(*alone, strict=True)]
+    return _agree(changes, joined, case)
+
+
+class _Case:
+    """A tensor and the gradients of some steps."""
+
+    def __init__(self, start: Tensor, grads: Sequence[Tensor]):
+        self.start, self.grads = start, list(grads)
+
+    def pieces(self, is_flattened: bool) -> list[_Case]:
+        """Rows as ranks may hold them: one, some, some, none."""
+        tensors = [self.start, *self.grads]
+        if is_flattened or not self.start.dim():
+            tensors = [tensor.reshape(-1) for tensor in tensors]
+        num_rows = len(tensors[0])
+        sizes = [1, num_rows // 2 - 1, num_rows - num_rows // 2, 0] if num_rows > 2 else [1] * num_rows
+        columns = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+        return [_Case(start, grads) for start, *grads in columns]
+
+
+def _small_cases(shape: tuple[int, ...], device: torch.device) -> list[_Case]:
+    return [*_cases(shape, device), *_cases_by_angle(shape, device)]
+
+
+def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
+    """Values on which clamps, masks and thresholds decide one way for the whole tensor and another for its rows."""
+    random, top = _random(shape, device), slice(0, shape[0] // 2 if shape else None)
+    start, first, silent, small = random(), random(), random(), random() * 0.02
+    silent[top if shape else ...] = 0.0
+    small[top if shape else ...] = 0.0
+    # Signs that turn against the momentum; rows without gradient.
+    yield _Case(start, [first, random(), -first, silent, random()])
+    # From huge to tiny: clipped updates, trust ratios, running maxima. Half of the rows start at zero.
+    yield _Case(small, [random() * scale for scale in (1e3, 1.0, 1e-3, 30.0, 1e-6, 1.0)])
+
+
+def _cases_by_angle(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
+    """Gradients and weights at angles that projections ask for."""
+    random = _random(shape, device)
+    start = random()
+    # At right angles: as a whole, and in some rows only.
+    yield _Case(start, [_at_right_angles(random(), start), random(), random()])
+    mixed = random() + start
+    for row in range(shape[0] // 2 if len(shape) > 1 else 0):
+        mixed[row] = _at_right_angles(mixed[row], start[row])
+    yield _Case(start, [mixed, mixed.clone(), random()])
+    # Along the weights, as weight decay in the loss has it.
+    yield _Case(start, [start.clone(), start * 3.0, random() * 0.1 - start])
+
+
+def _random(shape: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
+    generator = torch.Generator().manual_seed(len(shape))
+    return lambda: torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+
+def _at_right_angles(grad: Tensor, param: Tensor) -> Tensor:
+    return grad - param * ((grad * param).sum() / (param * param).sum())
+
+
+def _small_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Of as many dimensions as the parameters have: some optimizers take matrices only."""
+    by_dims = sorted({len(shape) for shape in shapes})
+    return [shape for num_dims in by_dims for shape in _SHAPES.get(num_dims, [(4, *[2] * (num_dims - 1))])]
+
+
+def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """For thresholds on size (factored second moments, blocks of 8 bits): one matrix, and the largest of their own."""
+    chosen: list[tuple[int, ...]] = [_LARGE] if any(len(shape) == 2 for shape in shapes) else []
+    for num_dims in sorted({len(shape) for shape in shapes}):
+        sized = sorted((torch.Size(shape).numel(), tuple(shape)) for shape in shapes if len(shape) == num_dims)
+        chosen += [shape for numel, shape in sized if 1 < numel <= _MAX_REAL_ELEMENTS][-1:]
+    return chosen
+
+
+def _distinct_groups(
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
+    """One group of each kind of settings, with the shapes of all groups of that kind."""
+    found: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+    for index, (group, own) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
+        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+        found.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(own)
+    return [(index, own) for index, own in found.values() if own]
+
+
+def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
+    """What each step adds to each tensor, all of them in one copy of ``optimizer``, each in its group."""
+    params = [nn.Parameter(case.start.clone()) for _, case in cases]
+    of_group: dict[int, list[nn.Parameter]] = {}
+    for (index, _), param in zip(cases, params, strict=True):
+        of_group.setdefault(index, []).append(param)
+    copied = trial(optimizer, of_group)
+    changes: list[list[Tensor]] = [[] for _ in cases]
+    for grads in zip(*(case.grads for _, case in cases), strict=False):  # as many steps as all of them have
+        before = [param.detach().clone() for param in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        copied.step()
+        for param, old, own in zip(params, before, changes, strict=True):
+            own.append(param.detach() - old)
+    return changes
+
+
+def _agree(expected: Sequence[Tensor], got: Sequence[Tensor], case: _Case) -> bool:
+    size = case.start.abs().max()
+    for a, b in zip(expected, got, strict=False):
+        size = torch.maximum(size, a.abs().nan_to_num().max())
+        is_same = ((a - b).abs() <= _TOLERANCE * a.abs().max() + _ROUNDING * size) | (a == b) | (a.isnan() & b.isnan())
+        if not is_same.all():
+            return False
+    return True
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+    """A copy that updates ``params``, with the options of ``optimizer``'s groups and a fresh state; to ``step``.
+
+    Args:
+        optimizer: left as it is. One that wraps another over the same groups is copied with it.
+        params: by position of the group whose options they get. Other groups are left out.
+    """
+    groups = []
+    for index, own in params.items():
+        options = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[index].items() if k not in _NOT_OPTIONS}
+        if (rate := options.get("lr")) is not None and not float(rate):
+            options["lr"] = torch.full_like(rate, 1e-3) if isinstance(rate, Tensor) else 1e-3
+        groups.append(options | {"params": list(own)})
+    return _copied(optimizer, optimizer.param_groups, groups)
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer,
+    shared: Sequence[dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> torch.optim.Optimizer:
+    copied = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key == "step":  # a scheduler wraps it
+            continue
+        if isinstance(value, torch.optim.Optimizer) and _is_same_groups(value.param_groups, shared):
+            value = _copied(value, shared, groups)
+        elif isinstance(value, Tensor):
+            value = value.clone()
+        elif isinstance(value, dict | list | set):
+            value = copy.copy(value)
+        copied.__dict__[key] = value
+    copied.param_groups = groups
+    copied.state = defaultdict(dict)
+    filled = [(param, state) for param, state in optimizer.state.items() if state]
+    if filled:  # Adagrad makes its state when it is built
+        like, template = max(filled, key=lambda pair: (pair[0].dim(), pair[0].numel()))
+        for param in (param for group in groups for param in group["params"]):
+            copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}
+    return copied
+
+
+def _is_same_groups(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+    return len(groups) == len(others) and all(a is b for a, b in zip(groups, others, strict=True))
+
+
+def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
+    """State as ``value`` is for ``like``, for another parameter."""
+    if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
+        return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
+    return copy.deepcopy(value)
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
+    found = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
+    return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
+
+
+def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the state that has a value for each element of a vector (or matrix, where it takes no vectors)."""
+    state = _state_of(optimizer, (2,)) or _state_of(optimizer, (2, 2))
+    return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
+
+
+def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Any]:
+    param = nn.Parameter(torch.ones(shape))
+    param.grad = torch.ones(shape)
+    copied = trial(optimizer, {0: [param]})
+    try:
+        copied.step()
+    except Exception:  # noqa: BLE001 - it asks for a closure, or for matrices
+        return {}
+    return {key: value for key, value in copied.state[param].items() if value is not None}
+
+
+def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Options of its groups that the optimizer itself changes in a step: state, though it stands among the options."""
+    if type(optimizer) in ELEMENT_WISE:
+        return frozenset()
+    for shape in ((2,), (2, 2)):
+        param = nn.Parameter(torch.ones(shape))
+        copied = trial(optimizer, {0: [param]})
+        before = {key: repr(value) for key, value in copied.param_groups[0].items() if key != "params"}
+        try:
+            for _ in range(2):
+                param.grad = torch.ones(shape)
+                copied.step()
+        except Exception:  # noqa: BLE001 - it asks for a closure, or for matrices
+            continue
+        after = {key: repr(value) for key, value in copied.param_groups[0].items() if key != "params"}
+        return frozenset(key for key, value in after.items() if before.get(key) != value)
+    return frozenset()

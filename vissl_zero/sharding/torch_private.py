@@ -1,0 +1,75 @@
+"""Every private name of torch that sharding relies on, each with what it is relied on for."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd import graph as _graph
+
+from vissl_zero.errors import VisslZeroError
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+def real_grad(param: Tensor) -> Tensor | None:
+    """The gradient that autograd has left on this rank, also where a subclass shows users another one."""
+    found: Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Set what ``real_grad`` gives."""
+    _GRAD.__set__(param, grad)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called at the end of the backward pass that is running on this thread.
+
+    Inside a segment of reentrant checkpointing that is the segment's own backward pass: see ``is_nested_backward``.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_nested_backward() -> bool:
+    """Whether the backward pass on this thread runs inside another one, as reentrant checkpointing does. CPU only."""
+    entry = _graph._engine_run_backward.__code__
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code is entry
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1
+
+
+def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) -> None:
+    """Have the bound ``method`` called with each parameter whose gradient has just been accumulated.
+
+    torch keeps such a hook in C++, where Python's garbage collector does not see it. So the hook holds the object of
+    ``method`` weakly: else a model, its optimizer and their process groups would live until the process ends.
+
+    Raises (in the backward pass):
+        VisslZeroError: the object is gone, and nobody would average the gradient.
+    """
+    target = weakref.WeakMethod(method)
+
+    def hook(param: Tensor) -> None:
+        alive = target()
+        if alive is None:
+            raise VisslZeroError(
+                "The optimizer that initialize() returned is gone, so gradients are not averaged over ranks. "
+                "Keep it as long as the model trains."
+            )
+        alive(param)
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(hook)

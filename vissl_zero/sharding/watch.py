@@ -1,0 +1,98 @@
+"""Notices changes of a model that its shards cannot follow, before they make a wrong update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.shard import Shard
+
+
+class Watch:
+    """Looks after the parameters of one model between steps.
+
+    Args:
+        module: already sharded.
+        shards: this rank's part of every parameter.
+        optimizer: that runs on them; from now on only inside ``own_step``.
+    """
+
+    def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
+        self._shards = [shard for shard in shards if not shard.is_stored]
+        self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
+        self._places = {shard.name: _place(shard.source) for shard in self._shards}
+        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+        sources = {id(shard.source): shard for shard in self._shards}
+        self._owners = [
+            (owner, key, sources[id(param)])
+            for owner in module.modules()
+            for key, param in owner._parameters.items()
+            if id(param) in sources
+        ]
+        self._is_own_step = False
+        self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
+        self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    def accept_hooks(self) -> None:
+        """The hooks that parameters have by now are sharding's own."""
+        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Around a step that sharding makes itself."""
+        self._is_own_step = True
+        try:
+            yield
+        finally:
+            self._is_own_step = False
+
+    def problem(self) -> str | None:
+        """The first change that an update would not see, as a sentence for people; None if there is none."""
+        for owner, key, shard in self._owners:
+            if owner._parameters.get(key) is not shard.source:
+                return (
+                    f"{shard.name} is another parameter than the one that was given to initialize(), and would not be "
+                    "trained. Change the model before initialize(); write new values into the parameter in place."
+                )
+        for shard in self._shards:
+            source = shard.source
+            if source.requires_grad and shard.name in self._frozen:
+                return (
+                    f"{shard.name} was frozen when sharding began, and now has requires_grad: it would not be trained "
+                    "as the others are. Give it to initialize() with requires_grad=True, and freeze it afterwards."
+                )
+            if _place(source) != self._places[shard.name]:
+                return (
+                    f"The memory of {shard.name} was replaced after sharding began (by model.to(...), .half() or "
+                    ".data = ...), so that updates would be lost. Do that before initialize(); write in place after it."
+                )
+            if num_hooks(source) != self._num_hooks[shard.name]:
+                return (
+                    f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "
+                    "update uses. Set it before initialize() at levels 0 to 2, or put a hook on a module's output."
+                )
+        return None
+
+    def _refuse_foreign_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer is self._optimizer and not self._is_own_step:  # a copy of it may be tried out
+            raise VisslZeroError(
+                "step() was called on the optimizer that was given to initialize(), which has no gradients. "
+                "Call step() of the optimizer that initialize() has returned."
+            )
+
+
+def _place(source: Tensor) -> int:
+    """Where the values that this rank holds lie in memory."""
+    local = source._local_tensor if isinstance(source, DTensor) else source
+    return local.data_ptr()
+
+
+def num_hooks(source: Tensor) -> int:
+    """How many hooks a parameter has, before and after its gradient is accumulated."""
+    return len(source._backward_hooks or ()) + len(getattr(source, "_post_accumulate_grad_hooks", None) or ())

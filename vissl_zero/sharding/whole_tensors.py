@@ -1,0 +1,222 @@
+"""Optimizers that need whole tensors (Muon, LAMB, Adafactor, ...) on shards: each tensor is updated by one rank.
+
+A step gathers every gradient, and the parameter, from the ranks that hold its rows to the rank that owns it, runs the
+optimizer there on whole tensors, and sends the updated rows back: the update does not know that anything is sharded, so
+it is the same at every level and on any number of ranks. Optimizer state lives with the owner, 1/N of it on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.strategy import OptimizerFactory
+
+_ALIGNMENT = 16  # bytes: a message may be read as any number format
+
+
+def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Which rank owns each tensor: the largest first, each to the rank that has least.
+
+    The fullest rank then has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039).
+    """
+    loads, owners = [0] * num_ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Runs an optimizer on whole tensors that this rank owns, for shards that all ranks hold.
+
+    ``param_groups`` are those of the optimizer inside, so that rates and counters are the same ones, with all shards as
+    their parameters; during its step, with the whole tensors this rank owns. ``state`` belongs to these.
+
+    Args:
+        build: of the optimizer, over whole tensors.
+        groups: its groups, over ``local`` of ``shards``.
+        shards: of all trained parameters, the same names in the same order on every rank.
+        group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
+    Attributes:
+        inner: the optimizer.
+        adaptation: that ``build`` returned.
+        owned: by full name, the whole tensors of this rank; without memory between steps.
+    Cost: a step moves (N-1)/N of all gradients and of all parameters twice, and holds 1/N of both whole meanwhile.
+    """
+
+    def __init__(
+        self, build: OptimizerFactory, groups: list[dict[str, Any]], shards: Sequence[Shard], group: dist.ProcessGroup
+    ):
+        self._shards, self._group = list(shards), group
+        rank, num_ranks = group.rank(), group.size()
+        self._owners = deal([shard.full_shape.numel() for shard in shards], num_ranks)
+        spans: list[Any] = [None] * num_ranks
+        dist.all_gather_object(spans, [(s.first_element, s.local.numel()) for s in shards], group=group)
+        self._spans: list[list[tuple[int, int]]] = spans
+        copies = collectives.world_size() // num_ranks
+        by_local: dict[int, nn.Parameter] = {}
+        self.owned: dict[str, Shard] = {}
+        for shard, owner in zip(shards, self._owners, strict=True):
+            if owner == rank:
+                whole = nn.Parameter(torch.zeros(shard.full_shape, dtype=shard.local.dtype, device=shard.local.device))
+                by_local[id(shard.local)] = whole
+                copy = collectives.rank() // num_ranks
+                self.owned[shard.name] = Shard(shard.name, whole, whole, shard.full_shape, num_copies=copies, copy=copy)
+        self._wholes = [
+            self.owned[shard.name].local if owner == rank else None
+            for shard, owner in zip(shards, self._owners, strict=True)
+        ]
+        self._sharded_params = [list(given["params"]) for given in groups]
+        self._whole_params = [[by_local[id(p)] for p in own if id(p) in by_local] for own in self._sharded_params]
+        self._gather()
+        self.inner, self.adaptation = build(
+            [{**given, "params": list(own)} for given, own in zip(groups, self._whole_params, strict=True)]
+        )
+        self._is_built = False
+        super().__init__(groups, self.inner.defaults)
+        self._is_built = True
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._show(self._sharded_params)
+        self._forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed."""
+        assert not getattr(self, "_is_built", False)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update from ``local.grad`` of the shards; a tensor that no rank has a gradient of stays. Collective."""
+        assert closure is None
+        self._gather()
+        self._show(self._whole_params)
+        try:
+            self.inner.step()
+        finally:
+            self._show(self._sharded_params)
+        self._scatter()
+        self._forget()
+
+    def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
+        for group, own in zip(self.param_groups if self._is_built else self.inner.param_groups, params, strict=True):
+            group["params"] = own
+
+    def _forget(self) -> None:
+        """Give back the memory of whole tensors; they keep their shapes."""
+        for whole in self._wholes:
+            if whole is not None:
+                whole.grad = None
+                whole.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Fill this rank's whole tensors and their gradients from the shards of all ranks."""
+        outgoing = [
+            _packed(
+                [
+                    part
+                    for shard, owner in zip(self._shards, self._owners, strict=True)
+                    if owner == rank
+                    for part in _value_and_gradient(shard)
+                ]
+            )
+            for rank in range(self._group.size())
+        ]
+        mine = [index for index, whole in enumerate(self._wholes) if whole is not None]
+        for index in mine:
+            whole = self._wholes[index]
+            assert whole is not None
+            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+        sizes = [
+            _padded(sum((2 * spans[index][1]) * self._shards[index].local.itemsize for index in mine) + len(mine))
+            for spans in self._spans
+        ]
+        incoming = self._exchange(outgoing, sizes)
+        flags_at = {
+            rank: sum((2 * self._spans[rank][index][1]) * self._shards[index].local.itemsize for index in mine)
+            for rank in range(self._group.size())
+        }
+        has_grad = [
+            any(int(incoming[rank][flags_at[rank] + place]) for rank in range(self._group.size()))
+            for place in range(len(mine))
+        ]
+        for index, is_present in zip(mine, has_grad, strict=True):
+            whole = self._wholes[index]
+            assert whole is not None
+            whole.grad = torch.empty_like(whole) if is_present else None
+        for message, spans in zip(incoming, self._spans, strict=True):
+            targets = []
+            for index in mine:
+                whole, (first, numel) = self._wholes[index], spans[index]
+                assert whole is not None
+                run = slice(first, first + numel)
+                grad = None if whole.grad is None else whole.grad.view(-1)[run]
+                targets += [(whole.detach().view(-1)[run], numel), (grad, numel)]
+            _unpack(message, targets, [self._shards[index].local.dtype for index in mine for _ in range(2)])
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Overwrite the shards of all ranks with their rows of what the owners have."""
+        mine = [index for index, whole in enumerate(self._wholes) if whole is not None]
+        outgoing = []
+        for spans in self._spans:
+            parts = []
+            for index in mine:
+                whole, (first, numel) = self._wholes[index], spans[index]
+                assert whole is not None
+                parts.append(whole.detach().view(-1)[first : first + numel])
+            outgoing.append(_packed(parts))
+        theirs = [
+            [shard for shard, owner in zip(self._shards, self._owners, strict=True) if owner == rank]
+            for rank in range(self._group.size())
+        ]
+        sizes = [_padded(sum(shard.local.nbytes for shard in own)) for own in theirs]
+        for message, own in zip(self._exchange(outgoing, sizes), theirs, strict=True):
+            targets = [(shard.local.detach(), shard.local.numel()) for shard in own]
+            _unpack(message, targets, [shard.local.dtype for shard in own])
+
+    def _exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Send each rank its message; what came from each of them."""
+        device = self._shards[0].local.device if self._shards else torch.device("cpu")
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        sent = torch.cat(list(outgoing)) if self._shards else received
+        dist.all_to_all_single(received, sent, list(sizes), [len(message) for message in outgoing], group=self._group)
+        return received.split(list(sizes))
+
+
+def _value_and_gradient(shard: Shard) -> list[Tensor | bool]:
+    grad = shard.local.grad
+    return [shard.local.detach(), torch.zeros_like(shard.local) if grad is None else grad, grad is not None]
+
+
+def _packed(parts: Sequence[Tensor | bool]) -> Tensor:
+    """Tensors one behind the other as bytes, then the flags, then padding."""
+    tensors = [part.reshape(-1).contiguous().view(torch.uint8) for part in parts if isinstance(part, Tensor)]
+    flags = [part for part in parts if isinstance(part, bool)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    num_bytes = sum(len(tensor) for tensor in tensors) + len(flags)
+    tail = torch.zeros(len(flags) + _padded(num_bytes) - num_bytes, dtype=torch.uint8)
+    tail[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+    return torch.cat([*tensors, tail.to(device)])
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _unpack(message: Tensor, targets: Sequence[tuple[Tensor | None, int]], dtypes: Sequence[torch.dtype]) -> None:
+    """Copy what ``_packed`` put in to ``targets`` (None: pass over) of so many elements each."""
+    start = 0
+    for (target, numel), dtype in zip(targets, dtypes, strict=True):
+        stop = start + numel * dtype.itemsize
+        if target is not None and numel:
+            # clone: a run may begin where this format must not, behind one of another format
+            target.copy_(message[start:stop].clone().view(dtype).view(target.shape))
+        start = stop
