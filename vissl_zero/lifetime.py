@@ -1,7 +1,9 @@
 """Nothing outlives its owner: child processes and temporary folders that are gone when a process is, however it ends.
 
 SIGKILL runs no handler and no ``finally``, so the kernel has to do it: a child asks to be killed with its parent, and a
-temporary folder has a janitor, a shell that waits for its owner's end of a pipe to close. Imports no torch.
+temporary folder has a janitor, a shell that waits for its owner's end of a pipe to close. A janitor that is killed is
+replaced, and what is left where both are killed at once is removed by the next that makes such a folder. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import time
 from contextlib import suppress
 from multiprocessing import process
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +33,9 @@ _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # Linux; Python's fcntl has no name for it
 _SHARED_MEMORY = Path("/dev/shm")
 _DYING_S = 5.0
+_PREFIX = "vissl_zero_run_"
+_OWNER = "owner"  # locked for as long as the owner of a folder lives
+_MADE_S = 60.0  # a folder without that file is older than this only if its maker was killed in between
 # Arguments: the folder, the folder of shared memory. Twice, because what dies with the owner may still be writing.
 _JANITOR = """
 trap '' HUP INT TERM
@@ -37,7 +44,7 @@ for attempt in 1 2; do
     sleep 0.5
     for note in "$1"/shares.*; do
         pid=${note##*.}
-        rm -f -- "$2/torch_${pid}_"* "$2/sem.vissl-zero-$pid-"*
+        rm -f -- "$2/torch_${pid}_"* "$2/sem.vissl-zero-$pid-"* "$2/sem.loky-$pid-"*
     done
     [ "$attempt" = 2 ] && rm -rf -- "$1"
 done
@@ -86,35 +93,56 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="vissl_zero_"))
-        read, self._pipe = os.pipe()  # neither end is inherited by other processes that this one starts
+        remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._is_closed = False
+        self._read, self._write = os.pipe()  # neither end is inherited by other processes that this one starts
         try:
-            self._janitor = subprocess.Popen(
-                ["/bin/sh", "-c", _JANITOR, "vissl-zero-janitor", str(self.path), str(_SHARED_MEMORY)],
-                stdin=read,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,  # out of reach of what kills the group
-            )
+            self._owner = _lock_owner(self.path)
+            self._janitor = self._start_janitor()
         except BaseException:
-            os.close(self._pipe)
+            os.close(self._read)
+            os.close(self._write)
             shutil.rmtree(self.path, ignore_errors=True)
             raise
-        finally:
-            os.close(read)
+        Thread(target=self._keep_janitor, daemon=True, name="janitor of a temporary folder").start()
+
+    def _start_janitor(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "vissl-zero-janitor", str(self.path), str(_SHARED_MEMORY)],
+            stdin=self._read,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # out of reach of what kills the group
+        )
+
+    def _keep_janitor(self) -> None:
+        """Runs in a thread: replace a janitor that was killed while the folder is in use."""
+        while True:
+            self._janitor.wait()
+            if self._is_closed:
+                return
+            try:
+                self._janitor = self._start_janitor()
+            except OSError:  # no room for a process: ``remove_abandoned`` is left
+                return
+            if self._is_closed:  # while it was started
+                self._janitor.kill()
 
     def close(self) -> None:
         """Remove the folder and what is shared under its processes' names; they must have been killed by now."""
-        pids = [int(path.suffix[1:]) for path in self.path.glob("shares.*")]
+        pids = _sharers(self.path)
         deadline = time.monotonic() + _DYING_S
         while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.01)
         remove_shares(pids)
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._is_closed = True
         self._janitor.kill()
         self._janitor.wait()
-        os.close(self._pipe)
+        shutil.rmtree(self.path, ignore_errors=True)
+        for descriptor in (self._read, self._write, self._owner):
+            os.close(descriptor)
 
     def __enter__(self) -> Path:
         return self.path
@@ -123,6 +151,44 @@ class Scratch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock_owner(folder: Path) -> int:
+    """Lock a file that says that the owner of a folder lives; the kernel unlocks it when this process ends."""
+    new = folder / f"{_OWNER}.new"
+    descriptor = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    new.rename(folder / _OWNER)  # locked before anyone sees it
+    return descriptor
+
+
+def remove_abandoned() -> None:
+    """Remove this user's temporary folders, and what is shared under their processes' names, whose owner is dead."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or removed by another process meanwhile
+            status = folder.lstat()  # not of what a link names
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _has_owner(folder):
+                remove_shares(_sharers(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_owner(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime < _MADE_S
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _sharers(folder: Path) -> list[int]:
+    """Processes that have called ``note_shares``."""
+    return [int(path.suffix[1:]) for path in folder.glob("shares.*")]
 
 
 _own: Scratch | None = None
@@ -156,7 +222,8 @@ def remove_shares(pids: list[int]) -> None:
     if not pids or not _SHARED_MEMORY.is_dir():
         return
     numbers = "|".join(map(str, pids))
-    ours = re.compile(rf"(torch_({numbers})_|sem\.vissl-zero-({numbers})-).*")
+    # joblib, which scikit-learn imports, has the standard library name its semaphores `loky`.
+    ours = re.compile(rf"(torch_({numbers})_|sem\.(vissl-zero|loky)-({numbers})-).*")
     for path in _SHARED_MEMORY.iterdir():
         if ours.fullmatch(path.name):
             with suppress(OSError):

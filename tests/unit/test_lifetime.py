@@ -1,0 +1,108 @@
+"""A temporary folder goes with its owner, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.lifetime import Scratch, remove_abandoned
+
+OWNER = """
+import sys
+from vissl_zero.lifetime import Scratch
+scratch = Scratch()
+print(scratch.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process with a temporary folder below ``tmp_path``."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        process.kill()
+
+
+def folder_of(owner: subprocess.Popen[str]) -> Path:
+    assert owner.stdout is not None
+    return Path(owner.stdout.readline().strip())
+
+
+def janitors(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"vissl-zero-janitor\0{folder}" in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_folder_of_a_killed_owner_is_removed(owner: subprocess.Popen[str]) -> None:
+    folder = folder_of(owner)
+    assert folder.is_dir()
+    owner.kill()
+    wait_until(lambda: not folder.exists())
+
+
+def test_a_killed_janitor_is_replaced(owner: subprocess.Popen[str]) -> None:
+    folder = folder_of(owner)
+    (first,) = janitors(folder)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: bool(set(janitors(folder)) - {first}))
+    owner.kill()
+    wait_until(lambda: not folder.exists() and not janitors(folder))
+
+
+def test_the_next_owner_removes_what_a_killed_owner_and_janitor_left(owner: subprocess.Popen[str]) -> None:
+    folder = folder_of(owner)
+    (folder / f"shares.{owner.pid}").touch()
+    left = Path(f"/dev/shm/sem.loky-{owner.pid}-test")
+    left.touch()
+    os.kill(owner.pid, signal.SIGSTOP)  # so that it cannot replace its janitor
+    for janitor in janitors(folder):
+        os.kill(janitor, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    time.sleep(1.5)  # longer than a janitor would take
+    assert folder.is_dir()
+    with Scratch() as other:
+        assert other.is_dir()
+        assert not folder.exists()
+    assert not left.exists()
+    assert not other.exists()
+
+
+def test_the_folder_of_a_living_owner_is_kept(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    folder = folder_of(owner)
+    (tmp_path / "vissl_zero_run_new").mkdir()  # made just now: its owner is about to lock it
+    (tmp_path / "vissl_zero_run_link").symlink_to("/etc")
+    remove_abandoned()
+    assert folder.is_dir()
+    assert (tmp_path / "vissl_zero_run_new").is_dir()
+    assert (tmp_path / "vissl_zero_run_link").is_symlink()
+    os.utime(tmp_path / "vissl_zero_run_new", (0.0, 0.0))
+    remove_abandoned()
+    assert not (tmp_path / "vissl_zero_run_new").exists()
