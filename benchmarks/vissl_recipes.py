@@ -6,8 +6,11 @@
 
 A recipe is complete if it names a trunk, data and an optimizer. One that names no loss is a ``models/`` overlay. It is
 composed on the first complete recipe in the nearest folder above it. ``--overlays`` adds all other files that name a
-trunk. Every recipe is composed and checked as the command line does, for as many machines as it asks for, each with its
-GPUs. A catalogue in which every data set lies in one folder stands in for yours.
+trunk. Every recipe is composed and checked as ``vissl-zero config=<recipe> --dry-run`` does before it builds the model,
+for as many machines as it asks for, each with its GPUs.
+
+What VISSL leaves to its user is filled in, as a user would: the paths of data sets by a catalogue, and
+MODEL.WEIGHTS_INIT by an empty file where a recipe asks for weights. Of a weights file only its presence is checked.
 """
 
 from __future__ import annotations
@@ -97,10 +100,15 @@ def check(job: tuple[Recipe, Path]) -> Verdict:
     group, _, choice = recipe.overlay.rpartition("/")
     overrides = [f"hydra.searchpath=[file://{checkout}/configs]"]
     overrides += [f"+config/{group}={choice}"] if recipe.overlay else []
+    overrides += ["config.DRY_RUN=true"]  # data sets may be elsewhere, and machines meet when they start
     try:
         composed = compose(recipe.name, overrides)
         host = Host(num_gpus=max(1, composed.run.DISTRIBUTED.NUM_PROC_PER_NODE), why_no_gpu="", num_cores=CORES)
         with tempfile.TemporaryDirectory() as folder:
+            if composed.run.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+                weights = Path(folder) / "weights.torch"
+                weights.touch()
+                composed.run.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(weights)
             resolve(composed.run, folder, recipe=recipe.name, written=composed.written, host=host)
     except VisslZeroError as error:
         problems = getattr(error, "problems", None)
@@ -111,18 +119,11 @@ def check(job: tuple[Recipe, Path]) -> Verdict:
 
 
 def _catalogue(checkout: Path, folder: Path) -> Path:
-    """VISSL's catalogue with every placeholder replaced by a folder or a file that exists."""
-    import numpy as np
-
-    images, labels = folder / "images", folder / "labels.npy"
-    images.mkdir()
-    np.save(labels, np.zeros(1, dtype=np.int64))
-    np.save(folder / "paths.npy", np.array(["a.jpg"]))
+    """VISSL's catalogue with every placeholder replaced by a path that a cluster may have."""
     catalogue = json.loads((checkout / "configs/config/dataset_catalog.json").read_text())
     for name, splits in catalogue.items():
-        place = folder / "paths.npy" if name.endswith("filelist") else images
         for split in splits:
-            splits[split] = [str(place), str(labels)]
+            splits[split] = [f"/data/{name}/{split}", f"/data/{name}/{split}_labels.npy"]
     path = folder / "dataset_catalog.json"
     path.write_text(json.dumps(catalogue))
     return path
@@ -155,7 +156,8 @@ def main() -> None:
         verdicts: list[Verdict] = []
         for verdict in pool.imap_unordered(check, [(recipe, args.checkout.absolute()) for recipe in chosen], 4):
             verdicts.append(verdict)
-            print(f"\r{len(verdicts)} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+            if len(verdicts) % 20 == 0 or len(verdicts) == len(chosen):
+                print(f"\r{len(verdicts)} of {len(chosen)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     _print(verdicts, args.accepted)
     if args.json:

@@ -292,6 +292,7 @@ HEADS = Registry(
     "config.MODEL.HEAD.PARAMS",
     {
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
+        "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods=("heads", "head"),

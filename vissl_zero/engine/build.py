@@ -53,6 +53,8 @@ def build_run(
     initialize_(model, plan.seed)
     for head in model.heads[1:] if plan.optimizer.head_lr_factors else ():
         head.load_state_dict(model.heads[0].state_dict())  # a sweep: the rates alone differ
+    for head in model.heads if model.taps is not None else ():
+        initialize_(head, plan.seed)  # by its own names: each begins as a probe that is trained alone
     if fill is not None:
         fill(model)
     model.to(dtype)

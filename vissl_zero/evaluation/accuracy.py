@@ -9,6 +9,7 @@ import torch
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.derive.optimizer import peak
+from vissl_zero.config.taps import layer_names
 from vissl_zero.data.eval_images import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.inference import evaluating, own_batches
@@ -34,7 +35,8 @@ class AccuracyHook(Hook):
 
     Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
     ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). Of several heads the best
-    counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``. Nothing is added for other methods, or where
+    counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``, an evaluation of several layers
+    ``top1_by_layer``, ``top5_by_layer`` and ``best_layer``. Nothing is added for other methods, or where
     nothing was trained and the heads are as new.
     """
 
@@ -82,6 +84,11 @@ class AccuracyHook(Hook):
             rates = [peak(run.plan.optimizer.lr_head or run.plan.optimizer.lr) * factor for factor in factors]
             run.results["top1_by_lr"] = {f"{lr:g}": head.top1 for lr, head in zip(rates, heads, strict=True)}
             run.results["best_lr"], run.results["best_head"] = rates[best], best
+        if entries := run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]:
+            named = list(zip(layer_names(entries), heads, strict=True))
+            run.results["top1_by_layer"] = {name: head.top1 for name, head in named}
+            run.results["top5_by_layer"] = {name: head.top5 for name, head in named if head.top5 is not None}
+            run.results["best_layer"] = named[best][0]
         if not self._curve or self._curve[-1][0] < run.step:
             self._curve.append([run.step, heads[best].top1])
         run.results["top1_by_step"] = [list(point) for point in self._curve]

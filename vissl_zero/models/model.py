@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import key_random_layers
+from vissl_zero.models.taps import Taps, build_taps, require_width
 from vissl_zero.models.unit import Unit
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
@@ -26,17 +27,19 @@ class Model(nn.Module):
         trunk: list of R image tensors -> list of R features (b_r, F).
         heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
             given that too (see ``Method.probe``).
+        taps: gives each head the features of a layer of its own, in place of the trunk's.
 
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
     """
 
-    def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module]):
+    def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module], taps: Taps | None = None):
         super().__init__()
         self.trunk_is_frozen = False
         self._is_checked = False
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
+        self.taps = taps
         self._is_probed = ["probe" in inspect.signature(head.forward).parameters for head in heads]
 
     def forward(self, images: list[Tensor], probe: Tensor | None = None, features_only: bool = False) -> list[Any]:
@@ -49,16 +52,21 @@ class Model(nn.Module):
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
+        if self.taps is not None:
+            self.taps.clear()
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
             features: list[Tensor] = self.trunk(images)
-        if not self._is_checked:
+        is_first, self._is_checked = not self._is_checked, True
+        if is_first:
             _require_features(self.trunk, images, features)
-            self._is_checked = True
         if features_only:
             return features
-        rows = torch.cat(features)
-        heads = zip(self.heads, self._is_probed, strict=True)
-        return [head(rows, probe=probe) if is_probed else head(rows) for head, is_probed in heads]
+        inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
+        if is_first and self.taps is not None:
+            for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
+                require_width(head, index, rows)
+        heads = zip(self.heads, inputs, self._is_probed, strict=True)
+        return [head(rows, probe=probe) if is_probed else head(rows) for head, rows, is_probed in heads]
 
     def train(self, mode: bool = True) -> Model:
         """Switch between training and evaluation; a frozen trunk stays in evaluation, batch norm included."""
@@ -124,14 +132,16 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = _build_trunk(trunk_config)
-        heads = []
+        settings = model_config.get("FEATURE_EVAL_SETTINGS", {})
+        taps, heads = build_taps(trunk, settings), []
         for head_name, given in head_config["PARAMS"]:
-            options = _with_classes(_with_width(given, trunk), num_classes)
-            _check_width(head_name, options, trunk)
+            options = _with_classes(given if taps else _with_width(given, trunk), num_classes)
+            if taps is None:
+                _check_width(head_name, options, trunk)
             heads.append(HEADS.get(head_name).build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
-        model = Model(trunk, heads)
-    model.trunk_is_frozen = bool(model_config.get("FEATURE_EVAL_SETTINGS", {}).get("FREEZE_TRUNK_ONLY", False))
+        model = Model(trunk, heads, taps)
+    model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
     for module in model.heads.modules():
         if isinstance(module, _BatchNorm):
             module.eps = float(head_config["BATCHNORM_EPS"])

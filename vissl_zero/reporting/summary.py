@@ -109,6 +109,9 @@ def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("top-1", percent(summary["top1"]))]
     if summary.get("top5") is not None:
         lines.append(("top-5", percent(summary["top5"])))
+    if "best_layer" in summary:
+        others = ", ".join(f"{layer}: {percent(top1)}" for layer, top1 in summary["top1_by_layer"].items())
+        lines.append(("layer", f"{summary['best_layer']} was best  ({others})"))
     if "best_lr" in summary:
         others = ", ".join(f"{lr}: {percent(top1)}" for lr, top1 in summary["top1_by_lr"].items())
         lines.append(("learning rate", f"{summary['best_lr']:g} was best  ({others})"))

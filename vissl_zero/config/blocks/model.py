@@ -140,6 +140,11 @@ class FeatureEvalSettings:
     """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too."""
     ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True
     """Refuse weights of a head that have another shape; off: those begin anew."""
+    LINEAR_EVAL_FEAT_POOL_OPS_MAP: list[Any] = field(default_factory=list)
+    """With a frozen trunk, what each head is given: a list of [layer, [pooling, [its arguments]]], an entry per head.
+    The layer by VISSL's name (res2, res5avg, lastCLS, concatCLS4) or by its path in the trunk (stages.1.0)."""
+    SHOULD_FLATTEN_FEATS: bool = True
+    """Make pooled maps of LINEAR_EVAL_FEAT_POOL_OPS_MAP vectors; off: heads are given maps (eval_mlp takes them)."""
 
 
 @with_vissl_keys("MODEL")

@@ -30,6 +30,20 @@ class MLPConfig:
 
 
 @dataclass
+class EvalMLPConfig:
+    """``eval_mlp``: batch norm over channels, then an mlp; VISSL's probe of a layer's features."""
+
+    in_channels: int = number(MISSING, least=1, most=2**20)
+    """Channels of the features."""
+    dims: list[int] = MISSING
+    """Widths, from the pooled features (channels times positions) to the outputs (-1: as many as there are classes)."""
+    use_bn: bool = False
+    """Batch norm after each layer but the last."""
+    use_relu: bool = False
+    """ReLU after each layer but the last."""
+
+
+@dataclass
 class SiameseHeadConfig:
     """``siamese_head``: a projector and a predictor on top of it; BYOL, SimSiam and MoCo v3 need it."""
 

@@ -15,6 +15,7 @@ from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.optimizer import KEYS
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.taps import are_tapped
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"
@@ -111,6 +112,16 @@ _CONDITIONS: tuple[Inactive, ...] = (
         (f"{_EVAL}.ASSERT_HEAD_LAYER_SHAPE_INIT", f"{_EVAL}.EVAL_MODE_ON"),
         lambda cfg: not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE and not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY,
         "no weights are loaded",
+    ),
+    Inactive(
+        (f"{_EVAL}.LINEAR_EVAL_FEAT_POOL_OPS_MAP",),
+        lambda cfg: not are_tapped(cfg),
+        "the trunk is not frozen in evaluation mode (EVAL_MODE_ON, FREEZE_TRUNK_ONLY)",
+    ),
+    Inactive(
+        (f"{_EVAL}.SHOULD_FLATTEN_FEATS",),
+        lambda cfg: not are_tapped(cfg),
+        "no head sees an inner layer (LINEAR_EVAL_FEAT_POOL_OPS_MAP)",
     ),
     Inactive(
         tuple(f"LOSS.swav_loss.queue.{key}" for key in ("start_iter", "start_epoch")),

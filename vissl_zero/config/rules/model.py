@@ -18,10 +18,14 @@ from vissl_zero.config.derive.weights import missing_weights
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.taps import KEY as TAPS
+from vissl_zero.config.taps import are_tapped
+from vissl_zero.config.taps import problems as tap_problems
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS, TRUNKS
 
 _HEADS = "config.MODEL.HEAD.PARAMS"
+_CLASSIFIERS = ("mlp", "eval_mlp")
 
 
 def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -116,10 +120,10 @@ def _dims(name: str, options: Mapping[str, Any]) -> list[Problem]:
 
 
 def _widths(name: str, dims: list[int]) -> list[Problem]:
-    outputs = [] if name == "mlp" and dims[-1:] == [-1] else dims[-1:]  # -1: as many as classes
+    outputs = [] if name in _CLASSIFIERS and dims[-1:] == [-1] else dims[-1:]  # -1: as many as classes
     if len(dims) < 2 or min([*dims[1:-1], *outputs], default=1) < 1 or (dims[0] < 1 and dims[0] != -1):
         must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
-        must += " (-1: as many as there are classes)" * (name == "mlp")
+        must += " (-1: as many as there are classes)" * (name in _CLASSIFIERS)
         return [Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs].")]
     return []
 
@@ -151,6 +155,15 @@ def sweep(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
+def taps(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
+    found = tap_problems(cfg)
+    if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
+        fix = "Write lr_factors: [], or leave the map out."
+        found.append(Problem(TAPS, "a map", "cannot go with head_optimizer_params.lr_factors: one head each", fix))
+    return found
+
+
 def probe(cfg: RunConfig, host: Host) -> Problem | None:
     """A probe that is trained is measured on images it has not seen."""
     if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
@@ -164,4 +177,4 @@ def weights(cfg: RunConfig, host: Host) -> Problem | None:
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
-RULES = (trunk, regnet, vision_transformer, frozen, heads, evaluation, sweep, probe, weights)
+RULES = (trunk, regnet, vision_transformer, frozen, heads, evaluation, taps, sweep, probe, weights)

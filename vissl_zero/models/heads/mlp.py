@@ -1,4 +1,4 @@
-"""Linear layers with optional batch norm, ReLU and dropout."""
+"""Linear layers with optional batch norm, ReLU and dropout, and the probe that VISSL puts on maps of features."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from vissl_zero.config.components.heads import MLPConfig
+from vissl_zero.config.components.heads import EvalMLPConfig, MLPConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS
 
@@ -47,6 +47,27 @@ class MLP(nn.Module):
         self.clf = nn.Sequential(*layers)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (n, F) -> outputs (n, dims[-1])."""
-        outputs: Tensor = self.clf(features)
+        """Features (n, F), or maps (n, F, 1, 1) -> outputs (n, dims[-1])."""
+        outputs: Tensor = self.clf(features.flatten(1))
+        return outputs
+
+
+@HEADS.register("eval_mlp", config=EvalMLPConfig)
+class EvalMLP(nn.Module):
+    """Batch norm over channels, then an ``mlp`` of all channels and positions: VISSL's ``eval_mlp``.
+
+    Parameters have VISSL's names (``channel_bn.weight``, ``clf.clf.0.weight``).
+
+    Args: the fields of ``EvalMLPConfig``.
+    """
+
+    def __init__(self, in_channels: int, dims: Sequence[int], use_bn: bool = False, use_relu: bool = False):
+        super().__init__()
+        self.channel_bn = nn.BatchNorm2d(in_channels)
+        self.clf = MLP(dims, use_bn=use_bn, use_relu=use_relu)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Maps (n, in_channels, H, W), or vectors (n, in_channels) -> outputs (n, dims[-1])."""
+        maps = features[:, :, None, None] if features.ndim == 2 else features
+        outputs: Tensor = self.clf(self.channel_bn(maps).flatten(1))
         return outputs

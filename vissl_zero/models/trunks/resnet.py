@@ -42,6 +42,8 @@ class ResNet(StagedTrunk):
         ConfigError: a key has a value that makes no ResNet.
     """
 
+    conv1_path = "stem.2"  # before the pooling
+
     def __init__(self, **options: Any):
         config = ResNetConfig(**options)
         _check(config)

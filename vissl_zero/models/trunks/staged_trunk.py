@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from vissl_zero.models.taps import LayerTap
 from vissl_zero.models.unit import Unit
 
 
@@ -37,3 +38,23 @@ class StagedTrunk(nn.Module):
             for unit in stage:
                 xs = unit(xs)
         return [x.mean(dim=(2, 3)) for x in xs]
+
+    tap_names = ("conv1", "res1", "res2", "res3", "res4", "res5", "res5avg", "avgpool", "flatten")
+
+    def tap(self, name: str) -> LayerTap | None:
+        """VISSL's names: the stem (conv1), its pooled output (res1), the stages from res2, and the pooled features.
+
+        As in VISSL, conv1 of a ResNet is after its activation, and res5avg has shape (n, F, 1, 1).
+        """
+        last = {f"res{index}": f"stages.{index - 2}.{len(stage) - 1}" for index, stage in enumerate(self.stages, 2)}  # type: ignore[arg-type]
+        if name in last:
+            return LayerTap((last[name],))
+        if name in ("res5avg", "avgpool"):
+            return LayerTap((), lambda _, features: [x[:, :, None, None] for x in features])
+        if name == "flatten":
+            return LayerTap((), lambda _, features: features)
+        if name == "res1":
+            return LayerTap(("stem",))
+        return LayerTap((self.conv1_path,)) if name == "conv1" else None
+
+    conv1_path = "stem"

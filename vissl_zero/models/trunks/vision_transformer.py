@@ -7,6 +7,7 @@ left-out patches, and keyed random numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.keyed_random import keyed_bits
+from vissl_zero.models.taps import LayerTap
 from vissl_zero.models.unit import Unit
 from vissl_zero.registry import TRUNKS
 
@@ -54,6 +56,8 @@ class TransformerTrunk(nn.Module):
         self.blocks = nn.ModuleList(_unit(block) for block in vit.blocks)
         self.norm = _unit(vit.norm)
         self.pooling = _unit(_Pooling(vit))
+        self._tapped: set[int] = set()
+        self._normed: dict[int, list[Tensor]] = {}
 
     def forward(
         self, images: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None, return_tokens: bool = False
@@ -69,10 +73,54 @@ class TransformerTrunk(nn.Module):
             R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D).
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
-        for block in self.blocks:
+        kept: dict[int, list[Tensor]] = {}
+        for index, block in enumerate(self.blocks):
             xs = block(xs)
-        xs = self.norm(xs)
+            if index in self._tapped:
+                kept[index] = xs
+        # One call for all tapped blocks: a unit is gathered once a step.
+        flat: list[Tensor] = self.norm([x for tokens in (*kept.values(), xs) for x in tokens])
+        *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
+        self._normed = dict(zip(kept, tapped, strict=True))
         return xs if return_tokens else self.pooled(xs)
+
+    tap_names = ("lastCLS", "concatCLS4", "blkCLS0", "lastPOOL", "concatPOOL4", "stridePOOL_4", "lastBLK", "lastMAP")
+
+    def tap(self, name: str) -> LayerTap | None:
+        """VISSL's names, all after the last norm: class token (CLS), mean of the patches (POOL) or all tokens (BLK) of
+        the last block, of the last n concatenated (concat...n), of n blocks at a stride, or of block n (blkCLSn); and
+        the last patches as a map (n, h, w, D) (lastMAP).
+
+        https://github.com/facebookresearch/vissl/blob/main/vissl/models/trunks/vision_transformer.py
+        """
+        depth, prefix = len(self.blocks), self.num_prefix_tokens
+        found = re.fullmatch(r"(last|concat|blk|stride)(CLS|POOL|BLK|MAP)_?(\d*)(?:_(\d+))?", name)
+        if found is None:
+            return None
+        kind, part, first, second = found[1], found[2], int(found[3] or 0), int(found[4] or 0)
+        if (part == "CLS" and not prefix) or (part == "MAP" and kind != "last") or (kind == "last") == bool(found[3]):
+            return None
+        blocks = {
+            "last": [depth - 1],
+            "concat": [*range(max(0, depth - first), depth)],
+            "blk": [first],
+            "stride": [*range(depth - 1, -1, -(second or -(-depth // max(first, 1))))][:first],
+        }[kind]
+        if not blocks or max(blocks) >= depth or (kind == "concat" and first > depth):
+            return None
+        pick = {
+            "CLS": lambda tokens: tokens[:, 0],
+            "POOL": lambda tokens: tokens[:, prefix:].mean(dim=1),
+            "BLK": lambda tokens: tokens,
+            "MAP": lambda tokens: tokens[:, prefix:].unflatten(1, _square(tokens.shape[1] - prefix)),
+        }[part]
+        self._tapped |= set(blocks)
+
+        def combine(_caught: list[list[Tensor]], features: list[Tensor]) -> list[Tensor]:
+            normed = [self._normed[block] for block in blocks]
+            return [torch.cat([pick(tokens[r]) for tokens in normed], dim=-1) for r in range(len(features))]
+
+        return LayerTap((), combine)
 
     def pooled(self, tokens: list[Tensor]) -> list[Tensor]:
         """Features (b_r, D) of tokens after the last norm."""
@@ -233,6 +281,11 @@ class VisionTransformer(TransformerTrunk):
             norm_layer=_layer_norm,
         )
         super().__init__(vit, config.USE_MASK_TOKEN, config.PATCH_DROP_RATE)
+
+
+def _square(patches: int) -> tuple[int, int]:
+    side = math.isqrt(patches)
+    return side, patches // side
 
 
 def _layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
