@@ -77,7 +77,8 @@ class Taps:
 
 
 def _tap(trunk: nn.Module, name: str) -> LayerTap:
-    own = trunk.tap(name) if hasattr(trunk, "tap") else None
+    find: Any = getattr(trunk, "tap", None)
+    own = find(name) if callable(find) else None
     if isinstance(own, LayerTap):
         return own
     paths = [path for path, _ in trunk.named_modules() if path]

@@ -73,15 +73,15 @@ class TransformerTrunk(nn.Module):
             R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D).
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
-        kept: dict[int, list[Tensor]] = {}
+        caught: dict[int, list[Tensor]] = {}
         for index, block in enumerate(self.blocks):
             xs = block(xs)
             if index in self._tapped:
-                kept[index] = xs
+                caught[index] = xs
         # One call for all tapped blocks: a unit is gathered once a step.
-        flat: list[Tensor] = self.norm([x for tokens in (*kept.values(), xs) for x in tokens])
+        flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
         *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
-        self._normed = dict(zip(kept, tapped, strict=True))
+        self._normed = dict(zip(caught, tapped, strict=True))
         return xs if return_tokens else self.pooled(xs)
 
     tap_names = ("lastCLS", "concatCLS4", "blkCLS0", "lastPOOL", "concatPOOL4", "stridePOOL_4", "lastBLK", "lastMAP")
