@@ -274,6 +274,7 @@ METHODS = Registry(
             "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
             "swav_momentum": "SwAV with assignments from a teacher.",
             "dino": "DINO: self-distillation from a teacher that sees the large crops.",
+            "mae": "MAE: pixels of hidden patches from the few that are seen.",
         }.items()
     },
 )
@@ -293,6 +294,7 @@ HEADS = Registry(
     {
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
         "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
+        "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods=("heads", "head"),

@@ -49,7 +49,7 @@ def test_recipe_resolves(recipe, images):
         overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name
-    assert plan.config["MODEL"]["TRUNK"]["NAME"] in ("regnet", "resnet")
+    assert plan.config["MODEL"]["TRUNK"]["NAME"] in ("regnet", "resnet", "vision_transformer")
     assert plan.notes == ()
 
 

@@ -42,6 +42,7 @@ MLP = ["mlp", {"dims": [6, 9, 4], "use_relu": True}]
 SIAMESE = ["siamese_head", {"dims": [6, 9, 4], "predictor_dims": [5], "use_bn": False}]
 SWAV = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5]}]
 DINO = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5], "use_weight_norm_prototypes": True}]
+PATCHES = ["patch_predictor", {"dims": [6, 8, 12], "depth": 1, "num_heads": 2}]
 CLUSTERS = {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 4, "queue": {"queue_length": 20, "start_iter": 1}}
 # method -> loss, its keys, head, crops of each of two sizes
 CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
@@ -56,8 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "moco_v3": ("moco_v3_loss", {"momentum": 0.7}, SIAMESE, [2]),
     "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
+    "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
+# Methods that look at patches.
+TRANSFORMERS = ("mae",)
+VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
 
 @dataclass
@@ -95,6 +100,8 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
     scales = {"crop_scales": [[0.5, 1.0], [0.4, 0.8]][: len(crops)]}
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
     config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
+    if method in TRANSFORMERS:
+        config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": {**VIT, "USE_MASK_TOKEN": True}}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
     plan = make_plan(config, folder, level=level, world_size=world_size)

@@ -47,13 +47,12 @@ def accumulate_exactly(
     num_samples = sum(batch.num_global for batch in micro_batches)
     joined = _join(micro_batches, method.loss_sees_images).to(run.device, dtype)
     parts, taught_parts = [], []
-    with torch.no_grad(), frozen_statistics():
+    with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
-            parts.append(_wide(method.run_student(sharded.model, batch)))
-    if method.has_teacher:
-        with torch.no_grad():
-            for batch in _loaded(run, micro_batches, dtype):
+            if method.has_teacher:
                 taught_parts.append(method.run_teacher(sharded.teacher, batch))
+            with frozen_statistics():
+                parts.append(_wide(method.run_student(sharded.model, batch)))
     sizes = [batch.num_local for batch in micro_batches]
     outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
     leaves = [_leaf(value) for value in outputs]

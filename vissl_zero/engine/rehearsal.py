@@ -24,6 +24,7 @@ from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.methods.method import build_method
 from vissl_zero.methods.supervised.method import require_classes
+from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
@@ -108,6 +109,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
 
         def run_forward() -> torch.Tensor:
             method.on_step(0, 0)
+            set_random_key(plan.seed, 0, fakes.sample_ids)
             taught = None
             if teacher is not None:
                 with torch.no_grad():

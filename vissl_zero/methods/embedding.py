@@ -9,17 +9,26 @@ from typing import Any
 from torch import Tensor
 
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.methods.health import RankCollapse, embedding_rank, embedding_sums
+from vissl_zero.methods.health import CollapseRule, RankCollapse, embedding_rank, embedding_sums
 from vissl_zero.methods.method import Batch, Method
 
 
 class EmbeddingMethod(Method):
-    """Base of methods whose first head gives an embedding for each crop; call ``_note`` in ``forward``."""
+    """Base of methods whose first head gives an embedding for each crop; call ``_note`` in ``forward``.
+
+    Attributes:
+        epoch: the present one, from 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._last: Tensor | None = None
         self._num_steps = 1
+        self.epoch = 0
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember the epoch, which masks are keyed by."""
+        self.epoch = epoch
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""
@@ -33,7 +42,7 @@ class EmbeddingMethod(Method):
         """``effective_rank``."""
         return {} if self._last is None else embedding_rank(sums)
 
-    def collapse_rule(self, num_steps: int) -> RankCollapse:
+    def collapse_rule(self, num_steps: int) -> CollapseRule | None:
         """All images with nearly the same embedding."""
         return RankCollapse(patience=max(500, num_steps // 4))
 

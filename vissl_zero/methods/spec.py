@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vissl_zero.errors import Problem
-from vissl_zero.registry import HEADS, METHODS
+from vissl_zero.registry import HEADS, METHODS, TRUNKS
 
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
@@ -99,6 +99,39 @@ def two_views(cfg: RunConfig, exactly: bool = True) -> list[Problem]:
             f"Add {{name: ImgPilToMultiCrop, {crops}}}.",
         )
     ]
+
+
+def one_size(cfg: RunConfig) -> list[Problem]:
+    """A problem if the transforms make crops of several sizes."""
+    counts = crops_of(cfg)
+    if counts is None or len(counts) == 1:
+        return []
+    must = f"must make crops of one size for {cfg.LOSS['name']}"
+    fix = "Write size_crops: [224] and one entry in num_crops and crop_scales."
+    return [Problem("config.DATA.TRAIN.TRANSFORMS", str(counts), must, fix)]
+
+
+def patch_trunk(cfg: RunConfig, mask_token: bool = False) -> list[Problem]:
+    """A problem unless the trunk is a vision transformer, with a learned vector for masked patches where needed.
+
+    Which of timm's models are plain vision transformers shows when the model is built.
+    """
+    name, key = cfg.MODEL.TRUNK.NAME, "config.MODEL.TRUNK"
+    is_own, is_timm = name == "vision_transformer", name.startswith("timm/")
+    if not (is_own or is_timm):
+        if name not in TRUNKS.builtin():
+            return []
+        must = f"must be a vision transformer for {cfg.LOSS['name']}, which looks at patches"
+        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, say."
+        return [Problem(f"{key}.NAME", name, must, fix)]
+    field = "VISION_TRANSFORMERS.USE_MASK_TOKEN" if is_own else "PARAMS.use_mask_token"
+    has_token = (
+        cfg.MODEL.TRUNK.VISION_TRANSFORMERS.USE_MASK_TOKEN if is_own else cfg.MODEL.TRUNK.PARAMS.get("use_mask_token")
+    )
+    if has_token or not mask_token:
+        return []
+    must = f"must be true for {cfg.LOSS['name']}, which masks patches"
+    return [Problem(f"{key}.{field}", "False", must, f"Write {key}.{field}=true.")]
 
 
 def share(key: str, value: float) -> list[Problem]:

@@ -25,7 +25,7 @@ from vissl_zero.errors import ConfigError, Problem
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_NUM_BITS = 53
+NUM_BITS = 53
 # What sharding puts into the names of a model's modules.
 _WRAPPER_NAMES = ("module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 
@@ -86,7 +86,7 @@ def stable_hash(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Tensor:
+def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None = None) -> Tensor:
     """Uniform 53-bit integers for the rows of a crop-major batch.
 
     Row j belongs to sample ``j % B`` and crop ``j // B`` of the current resolution, B being the number of sample ids.
@@ -97,6 +97,7 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Te
         rows: number of rows, a multiple of B and, inside a unit, of the rows of its batch.
         row_size: numbers per row.
         layer: full name of the layer that asks.
+        epoch: key by it in place of the optimizer step, as views are; None: by the step.
     Returns:
         (rows, row_size) int64 in [0, 2**53).
     Raises:
@@ -116,14 +117,15 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device) -> Te
     if rest or num_windows == 0:
         raise RuntimeError(f"{rows} rows in {layer!r} are no multiple of the {_scope.num_rows} rows of the batch.")
     resolution = getattr(_scope, "resolution", 0)
-    base = stable_hash(_current.seed, _current.step, layer, resolution)
+    moment = _current.step if epoch is None else f"epoch {epoch}"
+    base = stable_hash(_current.seed, moment, layer, resolution)
     row = torch.arange(rows, device=device) // num_windows
     row_key = _mix(sample_ids[row % num_samples] * _signed(_GAMMA) + _signed(base))
     row_key = _mix(row_key + (row // num_samples) * _signed(_GAMMA))
     if num_windows > 1:
         row_key = _mix(row_key + (torch.arange(rows, device=device) % num_windows) * _signed(_GAMMA))
     element = torch.arange(1, row_size + 1, device=device) * _signed(_GAMMA)
-    return _shift_right(_mix(row_key[:, None] + element), 64 - _NUM_BITS)
+    return _shift_right(_mix(row_key[:, None] + element), 64 - NUM_BITS)
 
 
 class KeyedDropout(nn.Module):
@@ -150,7 +152,7 @@ class KeyedDropout(nn.Module):
         rows = x.shape[0]
         row_size = x[0].numel() if rows else 0
         # Integers are compared, so the mask is the same in every floating-point format.
-        keep = keyed_bits(rows, row_size, self.layer, x.device) >= int(self.p * 2**_NUM_BITS)
+        keep = keyed_bits(rows, row_size, self.layer, x.device) >= int(self.p * 2**NUM_BITS)
         return x * keep.view(x.shape).to(x.dtype) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
@@ -179,7 +181,7 @@ class KeyedDropPath(nn.Module):
         """Drop rows of x (rows, ...) in training; the identity in evaluation."""
         if not self.training or self.p == 0.0:
             return x
-        keep = keyed_bits(x.shape[0], 1, self.layer, x.device) >= int(self.p * 2**_NUM_BITS)
+        keep = keyed_bits(x.shape[0], 1, self.layer, x.device) >= int(self.p * 2**NUM_BITS)
         kept = x * keep.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
         return kept / (1.0 - self.p) if self.scale_by_keep else kept
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import key_random_layers
+from vissl_zero.models.patches import PatchView, SeePatches, Tokens, grid_of
 from vissl_zero.models.taps import Taps, build_taps, require_width
 from vissl_zero.models.unit import Unit
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
@@ -26,7 +27,8 @@ class Model(nn.Module):
     Args:
         trunk: list of R image tensors -> list of R features (b_r, F).
         heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
-            given that too (see ``Method.probe``).
+            given that too (see ``Method.probe``), and one with a parameter ``tokens`` a list of ``Tokens``, one per
+            resolution, which a vision transformer alone has.
         taps: gives each head the features of a layer of its own, in place of the trunk's.
 
     Attributes:
@@ -40,22 +42,36 @@ class Model(nn.Module):
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
         self.taps = taps
-        self._is_probed = ["probe" in inspect.signature(head.forward).parameters for head in heads]
+        self._asks = [_EXTRAS & inspect.signature(head.forward).parameters.keys() for head in heads]
+        self._shows_tokens = any("tokens" in asked for asked in self._asks)
+        if self._shows_tokens:
+            _require_patches(trunk)
 
-    def forward(self, images: list[Tensor], probe: Tensor | None = None, features_only: bool = False) -> list[Any]:
+    def forward(
+        self,
+        images: list[Tensor],
+        probe: Tensor | None = None,
+        features_only: bool = False,
+        see: SeePatches | None = None,
+    ) -> list[Any]:
         """One pass over all resolutions.
 
         Args:
             images: R tensors (b_r, 3, H_r, W_r), crop-major.
             probe: (q, D) rows that the heads score in the same pass, without gradient.
             features_only: stop after the trunk.
+            see: decides which patches are hidden, seen and asked for; None: all are seen.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
         if self.taps is not None:
             self.taps.clear()
+        tokens: list[Tokens] = []
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
-            features: list[Tensor] = self.trunk(images)
+            if see is None and (features_only or not self._shows_tokens):
+                features: list[Tensor] = self.trunk(images)
+            else:
+                tokens, features = self._see(images, see)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
@@ -65,8 +81,22 @@ class Model(nn.Module):
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
                 require_width(head, index, rows)
-        heads = zip(self.heads, inputs, self._is_probed, strict=True)
-        return [head(rows, probe=probe) if is_probed else head(rows) for head, rows, is_probed in heads]
+        extras = {"probe": probe, "tokens": tokens}
+        heads = zip(self.heads, inputs, self._asks, strict=True)
+        return [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+
+    def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
+        """Tokens and features of images seen in part."""
+        trunk: Any = _require_patches(self.trunk)
+        size = trunk.patch_size
+        views = [PatchView() for _ in images] if see is None else see(images, size)
+        masked, kept = [view.masked for view in views], [view.kept for view in views]
+        rows = trunk(images, masked, kept, return_tokens=True)
+        shown = [
+            Tokens(own, trunk.num_prefix_tokens, grid_of(image, size), view)
+            for own, image, view in zip(rows, images, views, strict=True)
+        ]
+        return shown, trunk.pooled(rows)
 
     def train(self, mode: bool = True) -> Model:
         """Switch between training and evaluation; a frozen trunk stays in evaluation, batch norm included."""
@@ -88,10 +118,25 @@ class Model(nn.Module):
     def zero_units(self) -> list[nn.Module]:
         """What is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
 
-        A trunk without units is one. Parameters of a trunk outside its units belong to the model as a whole.
+        A trunk without units is one. Parameters of a trunk outside its units belong to the model as a whole. A head is
+        one, and the units in it are units too.
         """
-        units = _outermost_units(self.trunk)
-        return [*(units or [self.trunk]), *self.heads]
+        units = _outermost_units(self.trunk) or [self.trunk]
+        for head in self.heads:
+            units += dict.fromkeys([*_outermost_units(head), head])
+        return units
+
+
+_EXTRAS = {"probe", "tokens"}
+
+
+def _require_patches(trunk: nn.Module) -> nn.Module:
+    """The trunk, which must have patches to hide and to show."""
+    if not hasattr(trunk, "pooled"):
+        must = "must be a vision transformer: the method or its head looks at patches"
+        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, say."
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", type(trunk).__name__, must, fix)])
+    return trunk
 
 
 def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> None:

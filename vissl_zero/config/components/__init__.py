@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from vissl_zero.config.components.heads import EvalMLPConfig, MLPConfig, SiameseHeadConfig
+from vissl_zero.config.components.heads import EvalMLPConfig, MLPConfig, PatchPredictorConfig, SiameseHeadConfig
 from vissl_zero.config.components.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -25,7 +25,12 @@ BUILTIN: dict[str, dict[str, type]] = {
         "vision_transformer": VisionTransformerConfig,
         "timm": TimmConfig,
     },
-    "head": {"mlp": MLPConfig, "eval_mlp": EvalMLPConfig, "siamese_head": SiameseHeadConfig},
+    "head": {
+        "mlp": MLPConfig,
+        "eval_mlp": EvalMLPConfig,
+        "siamese_head": SiameseHeadConfig,
+        "patch_predictor": PatchPredictorConfig,
+    },
     "base optimizer": {
         "sgd": SGDConfig,
         "adam": AdamConfig,

@@ -57,3 +57,16 @@ class SiameseHeadConfig:
     """Batch norm without weights after the projector's last layer (SimSiam, MoCo v3)."""
     predictor_last_bn: bool = False
     """The same after the predictor's last layer (MoCo v3)."""
+
+
+@dataclass
+class PatchPredictorConfig:
+    """``patch_predictor``: a small transformer that predicts hidden patches from those seen; MAE and I-JEPA need it."""
+
+    dims: list[int] = MISSING
+    """Three widths: the trunk's features, the predictor's, a patch's prediction (MAE: 3 times a patch's pixels; I-JEPA:
+    the trunk's features)."""
+    depth: int = number(8, least=1, most=10000)
+    """Blocks."""
+    num_heads: int = number(16, least=1, most=2**20)
+    """Attention heads; divides the predictor's width."""

@@ -48,6 +48,7 @@ class DINO(EmbeddingMethod):
 
     def on_step(self, step: int, epoch: int) -> None:
         """Remember where the run is: the teacher's temperature warms up."""
+        super().on_step(step, epoch)
         self._step = step
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:

@@ -132,19 +132,7 @@ class TransformerTrunk(nn.Module):
 
         Norms and layer scale start as timm has them; the patches' convolution as torch has it.
         """
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                _truncated_normal(module.weight, generator_for(f"{name}.weight"))
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Conv2d):
-                bound = 1 / math.sqrt(module.weight[0].numel())
-                for key, tensor in module.named_parameters(recurse=False):
-                    drawn = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator_for(f"{name}.{key}"))
-                    tensor.data.copy_(drawn)
-            elif isinstance(module, TokenEmbedding):
-                for key, tensor in module.named_parameters(recurse=False):
-                    _truncated_normal(tensor, generator_for(f"{name}.{key}"))
+        initialize_transformer_(self, generator_for)
 
 
 class TokenEmbedding(nn.Module):
@@ -278,7 +266,7 @@ class VisionTransformer(TransformerTrunk):
             pos_drop_rate=config.DROPOUT_RATE,
             attn_drop_rate=config.ATTENTION_DROPOUT_RATE,
             drop_path_rate=config.DROP_PATH_RATE,
-            norm_layer=_layer_norm,
+            norm_layer=layer_norm,
         )
         super().__init__(vit, config.USE_MASK_TOKEN, config.PATCH_DROP_RATE)
 
@@ -288,7 +276,26 @@ def _square(patches: int) -> tuple[int, int]:
     return side, patches // side
 
 
-def _layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
+@torch.no_grad()
+def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
+    """See ``TransformerTrunk.init_parameters``; parameters of other modules stay as they are."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear):
+            truncated_normal_(module.weight, generator_for(f"{name}.weight"))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            bound = 1 / math.sqrt(module.weight[0].numel())
+            for key, tensor in module.named_parameters(recurse=False):
+                drawn = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator_for(f"{name}.{key}"))
+                tensor.data.copy_(drawn)
+        elif isinstance(module, TokenEmbedding):
+            for key, tensor in module.named_parameters(recurse=False):
+                truncated_normal_(tensor, generator_for(f"{name}.{key}"))
+
+
+def layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
+    """timm's ``norm_layer``, with the epsilon of vision transformers."""
     return nn.LayerNorm(dim, eps=_LAYER_NORM_EPS, **{k: v for k, v in options.items() if k in ("device", "dtype")})
 
 
@@ -296,6 +303,7 @@ def _unit(layer: nn.Module) -> Unit:
     return Unit(OrderedDict(unit=layer))
 
 
-def _truncated_normal(tensor: Tensor, generator: torch.Generator) -> None:
+def truncated_normal_(tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill a tensor, of any device and dtype, with numbers of deviation 0.02."""
     drawn = nn.init.trunc_normal_(torch.empty(tensor.shape), std=_INIT_STD, generator=generator)
     tensor.data.copy_(drawn)
