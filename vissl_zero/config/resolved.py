@@ -53,6 +53,7 @@ class OptimizerPlan:
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
         head_lr_factors: of the learning rate, one per head; empty: 1 for all.
+        grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
     """
 
     name: str
@@ -68,6 +69,7 @@ class OptimizerPlan:
     regularize_bias: bool = True
     non_regularized: tuple[str, ...] = ()
     head_lr_factors: tuple[float, ...] = ()
+    grouping: str = "default"
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         "name": "name(index), what messages call the image",
     }
     require_interface(DATA_SOURCES, _source_name(cfg, split), source, members=meanings)
-    return _limit(_with_labels(source, cfg, request), request.limit)
+    sampling = cfg.get("DATA_LIMIT_SAMPLING", {})
+    return _limit(_with_labels(source, cfg, request), request.limit, sampling, f"config.DATA.{split}")
 
 
 def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, Source | None]:
@@ -168,14 +169,46 @@ def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest)
     return source
 
 
-def _limit(source: Source, limit: int) -> Source:
-    """``limit`` images drawn at random, in the source's order; always the same ones, as VISSL's sampling seed 0 has it.
+def _limit(source: Source, limit: int, sampling: Mapping[str, Any], key: str) -> Source:
+    """``limit`` images drawn at random, in the source's order; always the same ones.
 
     Not the first ``limit``: with class folders those would be a class or two.
     """
-    if limit < 0 or limit >= len(source):
+    skip = int(sampling.get("SKIP_NUM_SAMPLES", 0))
+    if limit < 0 or (limit >= len(source) and not skip):
         return source
     if limit == 0:
         raise DataError("DATA_LIMIT is 0, which leaves no images. Set it to -1 for all of them.")
-    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit]
-    return Subset(source, tuple(sorted(chosen.tolist())))
+    if limit + skip > len(source):
+        must = f"must leave DATA_LIMIT ({limit}) of the {len(source)} images"
+        fix = "Lower one of them."
+        raise ConfigError([Problem(f"{key}.DATA_LIMIT_SAMPLING.SKIP_NUM_SAMPLES", str(skip), must, fix)])
+    generator = torch.Generator().manual_seed(int(sampling.get("SEED", 0)))
+    if sampling.get("IS_BALANCED"):
+        chosen = _balanced(source, limit, skip, generator, key)
+    else:
+        chosen = torch.randperm(len(source), generator=generator)[skip : skip + limit].tolist()
+    return Subset(source, tuple(sorted(chosen)))
+
+
+def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator, key: str) -> list[int]:
+    """Indices of ``limit`` images, from each class as many, or one more from the first classes."""
+    groups: dict[int, list[int]] = {}
+    for index in range(len(source)):
+        if (label := source.label(index)) is not None:
+            groups.setdefault(label, []).append(index)
+    key = f"{key}.DATA_LIMIT_SAMPLING.IS_BALANCED"
+    if not groups or limit < len(groups):
+        must = f"needs labels, and a DATA_LIMIT of at least the {len(groups)} classes"
+        raise ConfigError([Problem(key, f"DATA_LIMIT {limit}", must, "Write IS_BALANCED: false, or raise DATA_LIMIT.")])
+    chosen: list[int] = []
+    for at, label in enumerate(sorted(groups)):
+        count = limit // len(groups) + (at < limit % len(groups))
+        left_out = skip // len(groups) + (at < skip % len(groups))
+        members = groups[label]
+        if count + left_out > len(members):
+            must = f"needs {count + left_out} images of class {label}, and there are {len(members)}"
+            raise ConfigError([Problem(key, f"DATA_LIMIT {limit}", must, "Lower DATA_LIMIT or SKIP_NUM_SAMPLES.")])
+        order = torch.randperm(len(members), generator=generator)[left_out : left_out + count]
+        chosen += [members[i] for i in order.tolist()]
+    return chosen

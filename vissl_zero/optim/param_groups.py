@@ -56,6 +56,8 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     Raises:
         ConfigError: nothing is left to train.
     """
+    if plan.grouping != "default":
+        return _plain_groups(model, plan)
     _warn_of_unmatched(plan.non_regularized, model)
     heads = [f"head_{index}" for index in range(len(plan.head_lr_factors))] or ["head"]
     members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
@@ -63,10 +65,33 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
         if parameter.requires_grad:
             members[_part(name, heads), _decays(name, module, plan)].append(name)
     groups = [_group(part, is_decayed, names, plan) for (part, is_decayed), names in members.items() if names]
+    return _required(groups)
+
+
+def _required(groups: list[ParamGroup]) -> list[ParamGroup]:
     if not groups:
         fix = "Leave at least one parameter out of it."
         raise ConfigError([Problem("config.MODEL.NON_TRAINABLE_PARAMS", "", "leaves nothing to train", fix)])
     return groups
+
+
+def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
+    """Groups that know no heads: all parameters in one (VISSL's construct_single_param_group_only), or DINO's two.
+
+    https://github.com/facebookresearch/vissl/blob/main/vissl/optimizers/param_groups/dino.py: what ends in ``.bias`` or
+    has ``norm`` in its full name does not decay.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    apart = {
+        name for name in names if plan.grouping == "dino" and (name.endswith(".bias") or _is_norm_name(model, name))
+    }
+    members = {True: [name for name in names if name not in apart], False: [name for name in names if name in apart]}
+    return _required([_group("trunk", is_decayed, found, plan) for is_decayed, found in members.items() if found])
+
+
+def _is_norm_name(model: nn.Module, name: str) -> bool:
+    """Whether VISSL would call the parameter a norm's: by its name, or by its layer where ours has another name."""
+    return "norm" in name or isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.LayerNorm, nn.GroupNorm))
 
 
 def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:

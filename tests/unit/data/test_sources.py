@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from tests.unit.data.conftest import MakeData
-from vissl_zero.data.source import Source, SourceRequest, build_eval_sources, build_source
+from vissl_zero.config.run import RunConfig
+from vissl_zero.data.source import Source, SourceRequest, Subset, build_eval_sources, build_source
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import DATA_SOURCES
 
@@ -158,3 +160,35 @@ def test_a_source_of_ones_own_has_typed_keys(make_data: MakeData) -> None:
     assert wrong.startswith("config.DATA.TRAIN.SOURCE_PARAMS.level: ") and "bright" in wrong
     with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.SOURCE_PARAMS: must be empty"):
         build_source(make_data("digits", SOURCE_PARAMS={"level": 7}), "TRAIN", 0)
+
+
+def _drawn(limit: int, **sampling: Any) -> tuple[tuple[int, ...], list[int | None]]:
+    """Digits that DATA_LIMIT takes: their indices and labels."""
+    data = asdict(RunConfig())["DATA"]
+    data["TRAIN"] |= {"DATA_SOURCES": ["digits"], "DATA_LIMIT": limit, "DATA_LIMIT_SAMPLING": sampling}
+    source = build_source(data, "TRAIN", 0)
+    assert isinstance(source, Subset)
+    return source.indices, [source.label(index) for index in range(len(source))]
+
+
+def test_a_balanced_limit_takes_as_many_of_each_class() -> None:
+    indices, labels = _drawn(53, IS_BALANCED=True, SEED=0)
+    counts = [labels.count(label) for label in range(10)]
+    assert counts == [6, 6, 6, 5, 5, 5, 5, 5, 5, 5] and len(set(indices)) == 53
+    assert _drawn(53, IS_BALANCED=True, SEED=0)[0] == indices != _drawn(53, IS_BALANCED=True, SEED=1)[0]
+
+
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_skipped_images_are_in_no_other_run_of_the_seed(is_balanced: bool) -> None:
+    first, _ = _drawn(50, IS_BALANCED=is_balanced, SEED=4)
+    second, _ = _drawn(50, IS_BALANCED=is_balanced, SEED=4, SKIP_NUM_SAMPLES=50)
+    assert len(second) == 50 and not set(first) & set(second)
+
+
+def test_a_balanced_limit_that_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least the 10 classes"):
+        _drawn(9, IS_BALANCED=True)
+    with pytest.raises(ConfigError, match=r"needs 143 images of class 2"):
+        _drawn(1430, IS_BALANCED=True)
+    with pytest.raises(ConfigError, match=r"SKIP_NUM_SAMPLES: must leave"):
+        _drawn(1000, SKIP_NUM_SAMPLES=1000)

@@ -164,3 +164,35 @@ def test_a_module_name_does_not_freeze_its_namesakes():
 )
 def test_norm_layers_of_every_type(module, expected):
     assert is_norm(module) is expected
+
+
+class Transformer(nn.Module):
+    """What DINO's rule tells apart: biases, norms by name, tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleDict({"norm1": nn.LayerNorm(4), "fc": nn.Linear(4, 4), "bn": nn.BatchNorm1d(4)})
+        self.cls_token = nn.Parameter(nn.Linear(1, 4).bias.detach().clone())
+        self.heads = nn.ModuleList([nn.Linear(4, 2)])
+
+
+def test_one_group_takes_every_parameter_with_one_decay():
+    plan = OptimizerPlan("sgd", {}, lr={}, weight_decay=0.1, head_weight_decay=0.5, grouping="single")
+    (group,) = param_groups(Transformer(), plan)
+    assert group.params == tuple(name for name, _ in Transformer().named_parameters())
+    assert (group.weight_decay, group.is_decayed, group.is_head) == (0.1, True, False)
+
+
+def test_dino_s_groups_are_biases_and_what_is_called_norm_and_the_rest():
+    """https://github.com/facebookresearch/vissl/blob/main/vissl/optimizers/param_groups/dino.py"""
+    plan = OptimizerPlan("sgd", {}, lr={}, weight_decay=0.1, regularize_bn=True, grouping="dino")
+    decayed, others = param_groups(Transformer(), plan)
+    assert decayed.params == ("cls_token", "trunk.fc.weight", "trunk.bn.weight", "heads.0.weight")
+    assert set(others.params) == {
+        "trunk.norm1.weight",
+        "trunk.norm1.bias",
+        "trunk.fc.bias",
+        "trunk.bn.bias",
+        "heads.0.bias",
+    }
+    assert (decayed.weight_decay, others.weight_decay, others.is_decayed) == (0.1, 0.0, False)

@@ -17,6 +17,18 @@ else:
 TEXTS: dict[str, Any] = {"texts": True}  # metadata of such a field
 
 
+@dataclass
+class DataLimitSampling:
+    """``DATA_LIMIT_SAMPLING``: which images DATA_LIMIT takes."""
+
+    SEED: int = number(0, least=0, most=2**32 - 1)
+    """Seed of the draw; every split and every run with it draws the same images."""
+    IS_BALANCED: bool = False
+    """As many images of each class, or one more."""
+    SKIP_NUM_SAMPLES: int = number(0, least=0)
+    """Leave out this many images, drawn first: two runs that share a seed then have none in common."""
+
+
 @with_vissl_keys("DATA.TRAIN")
 @dataclass
 class Split:
@@ -48,6 +60,8 @@ class Split:
     """Leave out the last step of an epoch if it would be smaller than the others."""
     DATA_LIMIT: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
     """Use this many images, drawn once; -1: all."""
+    DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
+    """Which images DATA_LIMIT takes."""
     TRANSFORMS: list[Any] = field(default_factory=list)
     """From an image to its crops: a list of {name: ..., <argument>: ...}, our own transforms or torchvision's."""
 

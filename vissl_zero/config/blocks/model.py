@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
-from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig, VisionTransformerConfig
+from vissl_zero.config.components.trunks import (
+    BeitConfig,
+    RegNetConfig,
+    ResNetConfig,
+    VisionTransformerConfig,
+    XcitConfig,
+)
 from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.vissl import with_vissl_keys
 
 
+@with_vissl_keys("MODEL.AMP_PARAMS.AMP_ARGS")
 @dataclass
 class AmpArgs:
     """``MODEL.AMP_PARAMS.AMP_ARGS``."""
@@ -38,6 +45,8 @@ class RegNetBlock(RegNetConfig):
 
     stage_checkpoints: list[list[int]] = field(default_factory=list)
     """Per stage, the blocks (counted from 1) that end a stretch to be recomputed; wins over EVERY_N_BLOCKS."""
+    stage_checkpointing: list[list[bool]] = field(default_factory=list)
+    """Per stage, whether each of those stretches is recomputed; a stage that is left out: all of its stretches."""
 
 
 @with_vissl_keys("MODEL.TRUNK.VISION_TRANSFORMERS")
@@ -46,20 +55,36 @@ class VisionTransformerBlock(VisionTransformerConfig):
     """``MODEL.TRUNK.VISION_TRANSFORMERS``: the vision transformer's own keys."""
 
 
+@with_vissl_keys("MODEL.TRUNK.BEIT")
+@dataclass
+class BeitBlock(BeitConfig):
+    """``MODEL.TRUNK.BEIT``: BEiT's own keys."""
+
+
+@with_vissl_keys("MODEL.TRUNK.XCIT")
+@dataclass
+class XcitBlock(XcitConfig):
+    """``MODEL.TRUNK.XCIT``: XCiT's own keys."""
+
+
 @with_vissl_keys("MODEL.TRUNK")
 @dataclass
 class Trunk:
     """``MODEL.TRUNK``: from images to features."""
 
     NAME: str = "resnet"
-    """Trunk: regnet, resnet, vision_transformer, timm/<any timm model>, or one of your own; auto: that of the run that
-    WEIGHTS_INIT.PARAMS_FILE is of."""
+    """Trunk: regnet, resnet, vision_transformer, beit, xcit, timm/<any timm model>, or one of your own; auto: that of
+    the run that WEIGHTS_INIT.PARAMS_FILE is of."""
     REGNET: RegNetBlock = field(default_factory=RegNetBlock)
     """Keys of the regnet trunk."""
     RESNETS: ResNetConfig = field(default_factory=ResNetConfig)
     """Keys of the resnet trunk."""
     VISION_TRANSFORMERS: VisionTransformerBlock = field(default_factory=VisionTransformerBlock)
     """Keys of the vision_transformer trunk."""
+    BEIT: BeitBlock = field(default_factory=BeitBlock)
+    """Keys of the beit trunk."""
+    XCIT: XcitBlock = field(default_factory=XcitBlock)
+    """Keys of the xcit trunk."""
     PARAMS: dict[str, Any] = field(default_factory=dict)
     """Keys of a timm/... trunk (use_mask_token, patch_drop_rate, drop_path_rate, model_args) or of one of your own."""
 

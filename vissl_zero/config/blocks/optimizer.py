@@ -99,6 +99,8 @@ class BaseOptimizer:
     """Nesterov's momentum (sgd, lars); null: as in the flat block."""
     betas: list[float] | None = None
     """Weights of the past in the running mean and square (adam, adamw); null: as in the flat block."""
+    exclude_bias_and_norm: bool | None = None
+    """Tensors with one dimension keep the plain rate (lars); null: as in the flat block."""
     use_larc: bool | None = None
     """LARC on top; null: as in the flat block."""
     larc_config: LarcConfig = field(default_factory=LarcConfig)
@@ -140,6 +142,8 @@ class Optimizer:
     """Nesterov's momentum (sgd, lars); null: false."""
     betas: list[float] | None = None
     """Weights of the past in the running mean and square (adam, adamw); null: [0.9, 0.999]."""
+    exclude_bias_and_norm: bool | None = None
+    """Tensors with one dimension keep the plain rate (lars); null: false."""
     use_larc: bool | None = None
     """LARC on top of the optimizer; null: false."""
     larc_config: LarcConfig = field(default_factory=LarcConfig)
@@ -154,6 +158,11 @@ class Optimizer:
     """Weight decay on norm layers too."""
     regularize_bias: bool = True
     """Weight decay on biases too."""
+    construct_single_param_group_only: bool = False
+    """One group of all parameters: norms, biases and heads decay and follow the rate as the trunk's weights do."""
+    param_group_constructor: str = choice("default", "default", "dino")
+    """default: by trunk, heads, norms and biases, as the keys around say; dino: two groups, and neither biases nor what
+    has norm in its name decays; heads have no rate or decay of their own."""
     non_regularized_parameters: list[str] = field(default_factory=list)
     """Parameters whose full name contains one of these have no weight decay."""
     head_optimizer_params: HeadOptimizerParams = field(default_factory=HeadOptimizerParams)

@@ -14,7 +14,14 @@ from vissl_zero.config.components.optimizers import (
     MuonConfig,
     SGDConfig,
 )
-from vissl_zero.config.components.trunks import RegNetConfig, ResNetConfig, TimmConfig, VisionTransformerConfig
+from vissl_zero.config.components.trunks import (
+    BeitConfig,
+    RegNetConfig,
+    ResNetConfig,
+    TimmConfig,
+    VisionTransformerConfig,
+    XcitConfig,
+)
 from vissl_zero.registry import METHODS
 
 # kind (the registry's own word) -> name -> keys
@@ -23,6 +30,8 @@ BUILTIN: dict[str, dict[str, type]] = {
         "regnet": RegNetConfig,
         "resnet": ResNetConfig,
         "vision_transformer": VisionTransformerConfig,
+        "beit": BeitConfig,
+        "xcit": XcitConfig,
         "timm": TimmConfig,
     },
     "head": {

@@ -18,7 +18,18 @@ class RegNetConfig:
     """
 
     name: str | None = None
-    """Published network, such as ``regnet_y_400mf``; null: built from the parameters below."""
+    """Published network, such as ``regnet_y_400mf``; null: built from the parameters below; anynet: from depths,
+    widths, group_widths, bottleneck_multipliers and strides."""
+    depths: list[int] = number([], least=1, most=10000)
+    """anynet: blocks of each stage."""
+    widths: list[int] = number([], least=1, most=2**20)
+    """anynet: channels of each stage."""
+    group_widths: list[int] = number([], least=1, most=2**20)
+    """anynet: channels per group in each stage."""
+    bottleneck_multipliers: list[float] = number([], above=0, most=1024)
+    """anynet: width inside the blocks of each stage over their width."""
+    strides: list[int] = number([], least=1, most=16)
+    """anynet: stride of the first block of each stage."""
     depth: int | None = number(None, least=1, most=10000)
     """Number of blocks over all stages."""
     w_0: int | None = number(None, least=8, most=2**20)
@@ -114,6 +125,72 @@ class VisionTransformerConfig:
 
 
 @dataclass
+class BeitConfig:
+    """``MODEL.TRUNK.BEIT``: BEiT of https://arxiv.org/abs/2106.08254, timm's; its feature is the class token."""
+
+    IMAGE_SIZE: int = number(224, least=1, most=2**16)
+    """Side of all images, in pixels."""
+    PATCH_SIZE: int = number(16, least=1, most=2**16)
+    """Side of a patch, in pixels; divides IMAGE_SIZE."""
+    NUM_LAYERS: int = number(12, least=1, most=10000)
+    """Blocks."""
+    NUM_HEADS: int = number(12, least=1, most=2**20)
+    """Attention heads; divides HIDDEN_DIM."""
+    HIDDEN_DIM: int = number(768, least=1, most=2**20)
+    """Width of tokens and features."""
+    MLP_RATIO: float = number(4.0, above=0, most=1024)
+    """Width inside the MLP of a block over HIDDEN_DIM."""
+    DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of embeddings, of attention's output and in the MLP."""
+    ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of attention weights."""
+    DROP_PATH_RATE: float = number(0.0, least=0, below=1)
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    QKV_BIAS: bool = False
+    """Bias in the projections to queries and values (keys have none)."""
+    USE_ABS_POS_EMB: bool = True
+    """Learned embeddings of positions."""
+    USE_REL_POS_BIAS: bool = False
+    """A learned bias of attention by relative position, in each block."""
+    USE_SHARED_REL_POS_BIAS: bool = False
+    """One such bias for all blocks."""
+    USE_MEAN_POOLING: bool = True
+    """No norm after the last block, as in BEiT's pooled models; the feature is the class token all the same (VISSL)."""
+    INIT_VALUES: bool | float = False
+    """First value of layer scale; false: no layer scale."""
+
+
+@dataclass
+class XcitConfig:
+    """``MODEL.TRUNK.XCIT``: XCiT of https://arxiv.org/abs/2106.09681, timm's; its feature is the class token."""
+
+    IMAGE_SIZE: int = number(224, least=1, most=2**16)
+    """Side of the images, in pixels; others work too."""
+    PATCH_SIZE: int = choice(16, 8, 16)
+    """Side of a patch, in pixels: 8 or 16."""
+    HIDDEN_DIM: int = number(384, least=1, most=2**20)
+    """Width of tokens and features."""
+    NUM_LAYERS: int = number(12, least=1, most=10000)
+    """Blocks of cross-covariance attention; two of class attention follow."""
+    NUM_HEADS: int = number(8, least=1, most=2**20)
+    """Attention heads; divides HIDDEN_DIM."""
+    MLP_RATIO: float = number(4.0, above=0, most=1024)
+    """Width inside the MLP of a block over HIDDEN_DIM."""
+    DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of embeddings, of attention's output and in the MLP."""
+    ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of attention weights."""
+    DROP_PATH_RATE: float = number(0.05, least=0, below=1)
+    """Stochastic depth of every block."""
+    ETA: float = number(1.0, above=0, most=1000)
+    """First value of layer scale."""
+    TOKENS_NORM: bool = True
+    """Norm of all tokens in class attention, not of the class token alone."""
+    QKV_BIAS: bool = True
+    """Bias in the projections to queries, keys and values."""
+
+
+@dataclass
 class TimmConfig:
     """``MODEL.TRUNK.PARAMS`` of a trunk called ``timm/<model>``: arguments of ``timm.create_model``."""
 
@@ -131,9 +208,13 @@ class TimmConfig:
 
 # Trunk -> its block of keys under MODEL.TRUNK; a trunk of one's own has PARAMS.
 TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS", "vision_transformer": "VISION_TRANSFORMERS"}
+TRUNK_BLOCKS |= {"beit": "BEIT", "xcit": "XCIT"}
 _TIMM = "timm"
 # What makes a RegNet when no name does.
 REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
+# What makes one stage by stage.
+ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers", "strides")
+ANYNET = "anynet"
 
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
@@ -145,6 +226,26 @@ def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
             found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
     return found
+
+
+def size_problems(key: str, config: BeitConfig | XcitConfig) -> list[Problem]:
+    """Sizes that make no transformer."""
+    found = list(constraint_problems(config, key))
+    for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
+        if not found and getattr(config, name) % getattr(config, divisor):
+            must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
+            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return found
+
+
+def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
+    """Lists of stages that are missing or not as long as each other."""
+    lengths = {name: len(getattr(config, name)) for name in ANYNET_PARAMETERS}
+    if len(set(lengths.values())) == 1 and lengths["depths"]:
+        return []
+    must = f"must give {', '.join(ANYNET_PARAMETERS)}, an entry of each per stage"
+    got = ", ".join(f"{count} {name}" for name, count in lengths.items())
+    return [Problem(key, got, must, "Write depths: [2, 4, 11, 1], say, and the others as long.")]
 
 
 def trunk_component(name: str) -> str:

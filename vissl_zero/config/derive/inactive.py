@@ -13,7 +13,7 @@ from typing import Any
 from vissl_zero.config.blocks.optimizer import Scheduler
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
-from vissl_zero.config.derive.optimizer import KEYS
+from vissl_zero.config.derive.optimizer import KEYS, one_rate
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import are_tapped
 
@@ -61,6 +61,10 @@ def _without_size(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).DATA_SOURCES in (["digits"], ["disk_folder"], [])
 
 
+def _without_limit(split: str) -> Callable[[RunConfig], bool]:
+    return lambda cfg: getattr(cfg.DATA, split).DATA_LIMIT == -1
+
+
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
 _BUILT_IN = (["digits"], ["synthetic"])
@@ -84,6 +88,14 @@ _CONDITIONS: tuple[Inactive, ...] = (
         ),
         lambda cfg: not cfg.DATA.TEST.DATA_SOURCES,
         "TEST has no data source",
+    ),
+    *(
+        Inactive(
+            tuple(f"DATA.{split}.DATA_LIMIT_SAMPLING.{key}" for key in ("SEED", "IS_BALANCED", "SKIP_NUM_SAMPLES")),
+            _without_limit(split),
+            "DATA_LIMIT is -1: all images are used",
+        )
+        for split in ("TRAIN", "TEST")
     ),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
@@ -139,6 +151,25 @@ _CONDITIONS: tuple[Inactive, ...] = (
         ("OPTIMIZER.regularize_bn", "OPTIMIZER.regularize_bias", "OPTIMIZER.non_regularized_parameters"),
         lambda cfg: _weight_decay(cfg) == 0,
         "weight decay is 0",
+    ),
+    Inactive(
+        (
+            f"{_OPTIMIZER}.use_different_lr",
+            f"{_OPTIMIZER}.use_different_wd",
+            f"{_OPTIMIZER}.weight_decay",
+            f"{_SCHEDULES}.lr_head",
+            f"{_SCHEDULES}.weight_decay_head",
+            "OPTIMIZER.regularize_bn",
+            "OPTIMIZER.regularize_bias",
+            "OPTIMIZER.non_regularized_parameters",
+        ),
+        lambda cfg: one_rate(cfg.OPTIMIZER),
+        "parameters are grouped otherwise (construct_single_param_group_only, param_group_constructor)",
+    ),
+    Inactive(
+        ("OPTIMIZER.param_group_constructor",),
+        lambda cfg: cfg.OPTIMIZER.construct_single_param_group_only,
+        "construct_single_param_group_only is set",
     ),
     Inactive(
         ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST"),

@@ -15,7 +15,7 @@ from vissl_zero.registry import OPTIMIZERS
 
 _DEFAULT_WEIGHT_DECAY = 1e-4
 # Keys that stand in the block itself; every other key of an optimizer stands in PARAMS.
-_OWN_KEYS = ("momentum", "nesterov", "betas")
+_OWN_KEYS = ("momentum", "nesterov", "betas", "exclude_bias_and_norm")
 _BASE = "config.OPTIMIZER.base_optimizer"
 
 
@@ -23,6 +23,16 @@ def base_name(block: Optimizer) -> str:
     """Name of the optimizer that runs: the nested one, else the flat one, else sgd."""
     flat = None if block.name == "zero" else block.name
     return block.base_optimizer.name or flat or "sgd"
+
+
+def grouping(block: Optimizer) -> str:
+    """How parameters are grouped: default, dino or single."""
+    return "single" if block.construct_single_param_group_only else block.param_group_constructor
+
+
+def one_rate(block: Optimizer) -> bool:
+    """Whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
+    return grouping(block) != "default"
 
 
 def uses_larc(block: Optimizer) -> bool:
@@ -89,7 +99,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tu
         options=options,
         larc=larc,
         weight_decay=decay,
-        head_weight_decay=head.weight_decay if head.use_different_wd else decay,
+        head_weight_decay=head.weight_decay if head.use_different_wd and not one_rate(block) else decay,
         lr=schedules.lr,
         lr_head=schedules.lr_head,
         wd_schedule=schedules.weight_decay,
@@ -98,6 +108,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tu
         regularize_bias=block.regularize_bias,
         non_regularized=tuple(block.non_regularized_parameters),
         head_lr_factors=tuple(head.lr_factors),
+        grouping=grouping(block),
     )
     return plan, (*option_notes, *larc_notes)
 
@@ -129,12 +140,12 @@ def resolved_schedules(block: Optimizer, global_batch: int) -> Schedules:
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     lr = scaled(schedulers.lr, global_batch) if block.lr is None else with_peak(schedulers.lr, block.lr)
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
-    decay_head = None if head.use_different_wd else decay
-    if schedulers.weight_decay_head.name:
+    decay_head = None if head.use_different_wd and not one_rate(block) else decay
+    if schedulers.weight_decay_head.name and not one_rate(block):
         decay_head = plain(schedulers.weight_decay_head)
     return Schedules(
         lr=lr,
-        lr_head=scaled(schedulers.lr_head, global_batch) if head.use_different_lr else lr,
+        lr_head=scaled(schedulers.lr_head, global_batch) if head.use_different_lr and not one_rate(block) else lr,
         weight_decay=decay,
         weight_decay_head=decay_head,
     )

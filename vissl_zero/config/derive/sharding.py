@@ -72,7 +72,14 @@ def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
 def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...]]:
     """Block ends per stage, every n-th block (0: off), notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
-    ends = tuple(tuple(stage) for stage in stages) if cfg.MODEL.TRUNK.NAME == "regnet" else ()
+    flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
+    is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
+    ends = tuple(tuple(stage) for stage in stages) if is_regnet else ()
+    if is_regnet and any(flags):  # as in VISSL, a stage with flags follows them whatever the switch says
+        is_on = recompute.USE_ACTIVATION_CHECKPOINTING
+        given = [*flags, *([] for _ in ends[len(flags) :])]
+        counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(given, ends, strict=True)]
+        return tuple(stage[:count] for stage, count in zip(ends, counts, strict=True)), 0, ()
     keys = ["config.MODEL.TRUNK.REGNET.stage_checkpoints"] if any(ends) else []
     if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
         keys.append("config.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS")

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vissl_zero.config.blocks.model import RegNetBlock
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import (
+    ANYNET,
+    ANYNET_PARAMETERS,
     REGNET_PARAMETERS,
     TRUNK_BLOCKS,
+    anynet_problems,
     regnet_problems,
+    size_problems,
     trunk_component,
     vision_transformer_problems,
 )
@@ -57,6 +62,13 @@ def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
     if cfg.MODEL.TRUNK.NAME != "regnet":
         return []
     block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
+    stages = [name for name in ANYNET_PARAMETERS if getattr(block, name)]
+    if problem := _stretches(block, key):
+        return [problem]
+    if block.name == ANYNET:
+        return anynet_problems(block, key)
+    if stages:
+        return [Problem(key, ", ".join(stages), "needs name: anynet", f"Write {key}.name=anynet, or leave them out.")]
     given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
     if block.name and given:
         fix = f"Leave out the name, or {', '.join(given)}."
@@ -66,6 +78,26 @@ def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
         fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
         return [Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)]
     return regnet_problems(block)
+
+
+def _stretches(block: RegNetBlock, key: str) -> Problem | None:
+    """stage_checkpointing has a flag per stretch of stage_checkpoints, in each stage all true ones first."""
+    for index, flags in enumerate(block.stage_checkpointing):
+        ends = block.stage_checkpoints[index] if index < len(block.stage_checkpoints) else []
+        if flags and (len(flags) != len(ends) or sorted(flags, reverse=True) != list(flags)):
+            must = f"must have a flag for each of the {len(ends)} block ends of stage {index + 1}, all true ones first"
+            fix = f"Make it as long as {key}.stage_checkpoints, or leave it out."
+            return Problem(f"{key}.stage_checkpointing", str(list(flags)), must, fix)
+    return None
+
+
+def transformer_sizes(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads divide the width of a BEiT or XCiT, and patches its image."""
+    name = cfg.MODEL.TRUNK.NAME
+    if name not in ("beit", "xcit"):
+        return []
+    block = TRUNK_BLOCKS[name]
+    return size_problems(f"config.MODEL.TRUNK.{block}", getattr(cfg.MODEL.TRUNK, block))
 
 
 def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -177,4 +209,4 @@ def weights(cfg: RunConfig, host: Host) -> Problem | None:
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
-RULES = (trunk, regnet, vision_transformer, frozen, heads, evaluation, taps, sweep, probe, weights)
+RULES = (trunk, regnet, vision_transformer, transformer_sizes, frozen, heads, evaluation, taps, sweep, probe, weights)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.derive.optimizer import KEYS, base_name, optimizer_options, peak, plain, uses_larc
+from vissl_zero.config.derive.optimizer import KEYS, base_name, one_rate, optimizer_options, peak, plain, uses_larc
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
 from vissl_zero.config.run import RunConfig
@@ -69,6 +69,19 @@ def larc(cfg: RunConfig, host: Host) -> list[Problem]:
         must = "cannot be put on top of lars, which adapts its rates by itself"
         found.append(Problem(f"{_KEY}.use_larc", "True", must, f"Write {_KEY}.use_larc=False, or use sgd."))
     return found
+
+
+def groups(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Rates of several heads need groups of heads."""
+    block = cfg.OPTIMIZER
+    if one_rate(block) and block.head_optimizer_params.lr_factors:
+        fix = (
+            f"Write lr_factors: [], or leave {_KEY}.construct_single_param_group_only and param_group_constructor out."
+        )
+        got = str(block.head_optimizer_params.lr_factors)
+        must = "needs a group for each head, which this grouping of parameters does not have"
+        return [Problem(f"{_KEY}.head_optimizer_params.lr_factors", got, must, fix)]
+    return []
 
 
 _SCHEDULES = "config.OPTIMIZER.param_schedulers"
@@ -178,4 +191,4 @@ def peak_value(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-RULES = (form, known, larc, well_formed, auto_scaling, peak_value)
+RULES = (form, known, larc, groups, well_formed, auto_scaling, peak_value)

@@ -8,11 +8,18 @@ from torch import nn
 
 # isort: split
 from classy_vision.models import MODEL_REGISTRY
-from classy_vision.models.anynet import ActivationType, BlockType, StemType
+from classy_vision.models.anynet import ActivationType, AnyNet, AnyNetParams, BlockType, StemType
 from classy_vision.models.regnet import RegNet as ClassyRegNet
 from classy_vision.models.regnet import RegNetParams
 
-from vissl_zero.config.components.trunks import REGNET_PARAMETERS, RegNetConfig, regnet_problems
+from vissl_zero.config.components.trunks import (
+    ANYNET,
+    ANYNET_PARAMETERS,
+    REGNET_PARAMETERS,
+    RegNetConfig,
+    anynet_problems,
+    regnet_problems,
+)
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.trunks.staged_trunk import StagedTrunk
 from vissl_zero.models.unit import Unit
@@ -39,7 +46,8 @@ class RegNet(StagedTrunk):
 
     def __init__(self, **options: Any):
         config = RegNetConfig(**options)
-        net = _named(config) if config.name else _from_parameters(config)
+        build = _from_stages if config.name == ANYNET else _named if config.name else _from_parameters
+        net = build(config)
         stages = [list(stage) for stage in net.trunk_output]
         norms = [layer for layer in stages[-1][-1].modules() if isinstance(layer, nn.BatchNorm2d)]
         super().__init__(Unit(*net.stem.stem), stages, feature_dim=norms[-1].num_features)
@@ -79,6 +87,20 @@ def _from_parameters(config: RegNetConfig) -> ClassyRegNet:
         **_common(config),
     )
     return ClassyRegNet(params)
+
+
+def _from_stages(config: RegNetConfig) -> AnyNet:
+    if problems := anynet_problems(config, _KEY):
+        raise ConfigError(problems)
+    params = AnyNetParams(
+        **{key: getattr(config, key) for key in ANYNET_PARAMETERS},
+        block_type=_member(BlockType, "block_type", config.block_type),
+        activation=_member(ActivationType, "activation_type", config.activation_type),
+        use_se=config.use_se,
+        se_ratio=config.se_ratio,
+        **_common(config),
+    )
+    return AnyNet(params)
 
 
 def _common(config: RegNetConfig) -> dict[str, Any]:

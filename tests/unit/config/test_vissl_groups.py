@@ -1,0 +1,42 @@
+"""OPTIMIZER's ways to group parameters, and VISSL's flat key of LARS."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.example_config import complaints, config
+from vissl_zero.config.derive.inactive import inactive_keys
+from vissl_zero.config.derive.optimizer import optimizer_plan
+
+HEAD = {
+    "OPTIMIZER__head_optimizer_params__use_different_lr": True,
+    "OPTIMIZER__head_optimizer_params__use_different_wd": True,
+    "OPTIMIZER__head_optimizer_params__weight_decay": 0.5,
+}
+SINGLE = {"OPTIMIZER__construct_single_param_group_only": True}
+DINO = {"OPTIMIZER__param_group_constructor": "dino"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "grouping"), [({}, "default"), (SINGLE, "single"), (DINO, "dino"), (SINGLE | DINO, "single")]
+)
+def test_groups_without_heads_have_one_rate_and_one_decay(keys, grouping):
+    cfg = config(**keys, **HEAD)
+    plan, _ = optimizer_plan(cfg, 256)
+    assert plan.grouping == grouping
+    has_heads = grouping == "default"
+    assert (plan.head_weight_decay == 0.5) == has_heads and (plan.lr_head != plan.lr) == has_heads
+    said = " ".join(inactive_keys(cfg))
+    assert ("parameters are grouped otherwise" in said) != has_heads
+
+
+def test_a_sweep_of_rates_needs_groups_of_heads():
+    said = complaints(OPTIMIZER__head_optimizer_params__lr_factors=[0.1, 1.0], **SINGLE)
+    assert any("needs a group for each head" in text for text in said)
+
+
+def test_lars_takes_vissl_s_flat_key():
+    plan, notes = optimizer_plan(config(OPTIMIZER__name="lars", OPTIMIZER__exclude_bias_and_norm=True), 256)
+    assert plan.options["exclude_bias_and_norm"] is True
+    _, notes = optimizer_plan(config(OPTIMIZER__name="sgd", OPTIMIZER__exclude_bias_and_norm=True), 256)
+    assert "config.OPTIMIZER: exclude_bias_and_norm has no effect on sgd." in notes

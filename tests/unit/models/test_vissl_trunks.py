@@ -1,0 +1,124 @@
+"""Trunks by VISSL's keys: RegNet stage by stage, BEiT and XCiT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.config.example_config import complaints, config
+from vissl_zero.config.derive.placement import placement
+from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.host import Host
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.trunks.regnet import RegNet
+from vissl_zero.models.trunks.timm_by_keys import BeitTrunk, XcitTrunk
+
+BEIT = {
+    "IMAGE_SIZE": 16,
+    "PATCH_SIZE": 8,
+    "NUM_LAYERS": 5,
+    "NUM_HEADS": 2,
+    "HIDDEN_DIM": 8,
+    "MLP_RATIO": 2.0,
+    "QKV_BIAS": True,
+    "USE_REL_POS_BIAS": True,
+    "USE_MEAN_POOLING": False,
+    "INIT_VALUES": 0.1,
+}
+VISSL_LAST = """
+-0.1952889273032982 -0.06839417129417687 0.15611824834116503 0.5101175118652006
+1.0067854398218963 1.624260313775607 2.297410478242146 2.924767718502578
+-0.19528943068331506 -0.06839435149011251 0.15611843580142792 0.5101180009817197
+1.0067860328441878 1.6242607135813767 2.2974103773517993 2.924766913537668
+"""
+VISSL_SUMS = [65.9044418001395, 16.412279340647306]
+STAGES = {"depths": [1, 2], "widths": [16, 32], "group_widths": [8, 16], "bottleneck_multipliers": [1.0, 0.5]}
+
+
+def test_a_regnet_stage_by_stage():
+    trunk = RegNet(name="anynet", strides=[2, 1], **STAGES)
+    assert [len(stage) for stage in trunk.stages] == [1, 2] and trunk.feature_dim == 32
+    groups = [[m.groups for m in s.modules() if getattr(m, "groups", 1) > 1] for s in trunk.stages]
+    assert groups == [[2], []]  # 16 channels by 8; 32 * 0.5 by 16 is one group
+    maps = []
+    trunk.stages[1][1].register_forward_hook(lambda _m, _i, out: maps.append(out[0].shape))
+    assert trunk([torch.zeros(2, 3, 16, 16)])[0].shape == (2, 32) and maps == [(2, 32, 4, 4)]
+
+
+def test_stages_of_unlike_length_and_stages_without_their_name_are_refused():
+    block = {f"MODEL__TRUNK__REGNET__{key}": value for key, value in STAGES.items()}
+    others = {"MODEL__TRUNK__REGNET__" + key: None for key in ("depth", "w_0", "w_a", "w_m", "group_width")}
+    said = complaints(MODEL__TRUNK__REGNET__name="anynet", MODEL__TRUNK__REGNET__strides=[2], **block, **others)
+    assert any("an entry of each per stage" in text and "1 strides" in text for text in said)
+    said = complaints(MODEL__TRUNK__REGNET__name=None, **block, **others)
+    assert any("needs name: anynet" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("switch", "flags", "ends"),
+    [
+        (False, [[True], [True, False]], ((1,), (2,))),  # flags count whatever the switch says
+        (True, [[False]], ((), (2, 3))),  # a stage without flags follows the switch
+        (True, [], ((1,), (2, 3))),
+    ],
+)
+def test_flags_say_which_stretches_are_recomputed(switch, flags, ends):
+    key = "MODEL__TRUNK__REGNET__stage_checkpoint"
+    activation = "MODEL__ACTIVATION_CHECKPOINTING__USE_ACTIVATION_CHECKPOINTING"
+    cfg = config(**{f"{key}s": [[1], [2, 3]], f"{key}ing": flags, activation: switch})
+    host = Host(num_gpus=0, why_no_gpu="", num_cores=1)
+    assert sharding_plan(cfg, placement(cfg, host))[0].stage_checkpoints == ends
+
+
+@pytest.mark.parametrize("flags", [[[True, True]], [[True], [False, True]]])
+def test_flags_that_do_not_fit_are_refused(flags):
+    key = "MODEL__TRUNK__REGNET__stage_checkpoint"
+    said = complaints(**{f"{key}s": [[1], [2, 3]], f"{key}ing": flags})
+    assert any("must have a flag for each of the" in text for text in said)
+
+
+@torch.no_grad()
+def test_beit_is_vissl_s():
+    """Outputs of VISSL's BEiT on the same numbers, computed with its beit_transformer.py at 09270ed2."""
+    trunk = BeitTrunk(**BEIT).double().eval()
+    taps = [trunk.tap(name) for name in ("lastCLS", "concatCLS4", "blkCLS1")]
+    names = {name.replace(".unit", ""): tensor for name, tensor in trunk.net.state_dict().items()}
+    floats = sorted(name for name, tensor in names.items() if tensor.is_floating_point() and "k_bias" not in name)
+    order = sorted([*floats, *(f"blocks.{i}.attn.relative_position_index" for i in range(5))])
+    for index, name in enumerate(order):
+        if name in floats:
+            line = torch.linspace(-1, 1, names[name].numel()).double().view_as(names[name])
+            names[name].copy_(line.sin() * 0.3 + 0.01 * index)
+    image = torch.linspace(-2, 2, 2 * 3 * 16 * 16).double().view(2, 3, 16, 16).cos()
+    features = trunk([image])
+    last, four, inner = [tap.combine([], features)[0] for tap in taps]
+    assert torch.equal(last, features[0])
+    assert (four.shape, inner.shape) == ((2, 32), (2, 8))
+    wanted = torch.tensor([*map(float, VISSL_LAST.split())], dtype=torch.float64).view(2, 8)
+    torch.testing.assert_close(last, wanted, rtol=0, atol=1e-12)
+    sums = torch.tensor(VISSL_SUMS, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack([four.sum(), inner.sum()]), sums, rtol=1e-12, atol=0)
+
+
+def test_beit_without_its_last_norm():
+    plain, pooled = BeitTrunk(**BEIT), BeitTrunk(**BEIT | {"USE_MEAN_POOLING": True})
+    assert {name for name in plain.state_dict() if name not in pooled.state_dict()} == {
+        "net.norm.weight",
+        "net.norm.bias",
+    }
+
+
+def test_xcit_takes_images_of_any_size_and_names_its_class_token():
+    options = {"IMAGE_SIZE": 32, "HIDDEN_DIM": 16, "NUM_LAYERS": 2, "NUM_HEADS": 2, "DROP_PATH_RATE": 0.0}
+    trunk = XcitTrunk(**options).eval()
+    with torch.no_grad():
+        features = trunk([torch.randn(2, 3, 32, 32), torch.randn(3, 3, 48, 48)])
+    assert [tuple(rows.shape) for rows in features] == [(2, 16), (3, 16)]
+    tap = trunk.tap("lastCLS")
+    assert tap.combine([], features) is features and trunk.tap("res5") is None
+
+
+@pytest.mark.parametrize("build", [BeitTrunk, XcitTrunk])
+def test_sizes_that_make_no_transformer_are_refused(build):
+    with pytest.raises(ConfigError, match=r"HIDDEN_DIM: must be a multiple of NUM_HEADS, 3"):
+        build(HIDDEN_DIM=16, NUM_HEADS=3)
