@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes that share the tests; each has its own pool of ranks.
+WORKERS ?= 2
 
 .PHONY: help quickstart test test-slow soak lint docs format clean
 help: ## List the targets.
@@ -18,7 +20,7 @@ quickstart: $(STAMP) ## Train SwAV on real digit scans at ZeRO level 3 in 2 proc
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
 test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

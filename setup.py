@@ -44,6 +44,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-randomly>=4",
             "pytest-rerunfailures>=15",
+            "pytest-xdist>=3.6",
             "ruff",
             "mypy",
             "pre-commit",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Before torch is imported. Tests use tiny tensors: threads only wait for each other, 50 times longer on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import vissl_zero  # noqa: F401  (lets torchvision, which timm needs, be imported beside a CPU torch)
 from tests.ranks import close_pool
@@ -29,12 +33,16 @@ def _seed() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests marked ``outside`` one more try. All others fail at once: a retry would hide a race.
+    """Say which tests run in one process, and which may run twice.
 
-    Tests of ``tests/launch`` count as such: they start complete runs and wait for them by the clock, so that other work
-    on the machine can make them late.
+    A file's tests share what they cache, so they stay together; the parity matrix, the longest file, is split by
+    feature. Tests marked ``outside`` get one more try. All others fail at once: a retry would hide a race. Tests of
+    ``tests/launch`` count as such: they start complete runs and wait for them by the clock, so that other work on the
+    machine can make them late.
     """
     for item in items:
+        cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{cell.feature}" if cell else str(item.path)))
         if item.get_closest_marker("outside") or item.path.parent.name == "launch":
             item.add_marker(pytest.mark.flaky(reruns=1))
 

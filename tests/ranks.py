@@ -42,6 +42,8 @@ GRACE_S = 3.0  # for the others to finish once one rank has failed
 # fairscale's wrappers outlive their task, and so do gloo's threads of their groups, which poll without rest once the
 # other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
 MAX_THREADS = 40
+# Imported once, before the fork. fully_shard imports torch._dynamo on first use, and most tests train through the last.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "tests.dist.training"]
 
 
 class RankError(AssertionError):
@@ -125,8 +127,7 @@ class _Pool:
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        # fully_shard imports torch._dynamo on first use: 5 s of work in every process if not done before the fork.
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
+        context.set_forkserver_preload(_PRELOAD)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for _ in range(MAX_RANKS):

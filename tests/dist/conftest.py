@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.dist.cells import CELLS, FEATURES, OPTIMIZERS, Cell
+
+_PROPERTY = "compared"
+_ENDS = ("passed", "failed")
 
 
 @dataclass(frozen=True)
@@ -26,28 +30,28 @@ class Compared:
     noise: float | None
 
 
-_compared: list[Compared] = []
-
-
-def report_cell(result: Compared) -> None:
-    """Add a cell to the table."""
-    _compared.append(result)
+@pytest.fixture
+def report_cell(record_property: Callable[[str, object], None]) -> Callable[[Compared], None]:
+    """Add a cell to the table. It travels with the test's report: another process may have run the test."""
+    return lambda found: record_property(_PROPERTY, (str(found.cell), found.distance, found.noise))
 
 
 @pytest.hookimpl
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The matrix: a line per feature, counts, and the reason of every exclusion."""
-    if not _compared:
+    stats, cells = terminalreporter.stats, {str(cell): cell for cell in CELLS}
+    passed, failed = ([r for r in stats.get(word, []) if "test_parity.py::test_equals" in r.nodeid] for word in _ENDS)
+    found = [value for report in (*passed, *failed) for name, value in report.user_properties if name == _PROPERTY]
+    compared = [Compared(cells[name], distance, noise) for name, distance, noise in found]
+    if not compared:
         return
     write = terminalreporter.write_line
-    passed = [r.nodeid for r in terminalreporter.stats.get("passed", []) if "test_parity.py::test_equals" in r.nodeid]
-    failed = [r.nodeid for r in terminalreporter.stats.get("failed", []) if "test_parity.py::test_equals" in r.nodeid]
     terminalreporter.section("parity matrix")
     columns = "".join(f"{name:>11}" for name in OPTIMIZERS)
     write(f"{'':30}{'cells':>6}  {'largest difference':^20}  noise floor of the float64 reference")
     write(f"{'feature':30}{'':>6}  {'float64':>9}{'float32':>11}  {columns}")
     for name in FEATURES:
-        own = [result for result in _compared if result.cell.feature == name]
+        own = [result for result in compared if result.cell.feature == name]
         if own:
             write(f"{name:30}{len(own):>6}  {_largest(own, False):>9}{_largest(own, True):>11}  {_noises(own)}")
     reasons = Counter(cell.excluded for cell in CELLS if cell.excluded)

@@ -7,6 +7,7 @@ takes float32 alone, to 1e-6, with a stand-in for CUDA's streams. ``cells.py`` h
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,7 @@ import pytest
 
 from tests.dist.case import Case, Outcome
 from tests.dist.cells import CELLS, FEATURES, OPTIMIZERS, PLACES, SETTINGS, WORLDS, Cell
-from tests.dist.conftest import Compared, report_cell
+from tests.dist.conftest import Compared
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.plain import train_plainly
 from tests.dist.training import train_sharded
@@ -84,7 +85,7 @@ def _streams(cell: Cell) -> AbstractContextManager[None]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", RUN, ids=str)
-def test_equals_plain_torch(cell: Cell) -> None:
+def test_equals_plain_torch(cell: Cell, report_cell: Callable[[Compared], None]) -> None:
     outcome, case, num_ranks = _outcome(cell), cell.case, cell.num_batches
     if FEATURES[cell.feature].compares == "scales":
         reference = _reference(case, num_ranks)
