@@ -1,7 +1,7 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list``, ``doctor``, ``verify``, ``checkpoint``, ``jobs``, ``--version``. Everything else
-is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
+Other words first: ``vissl-zero list``, ``doctor``, ``plan``, ``verify``, ``checkpoint``, ``jobs``, ``--version``.
+Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 75, 130 saved and stopped.
 """
@@ -19,7 +19,7 @@ from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "verify", "checkpoint", "jobs")
+WORDS = ("list", "doctor", "plan", "verify", "checkpoint", "jobs")
 HELP = """\
 vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
 
@@ -33,6 +33,7 @@ Train:
     config.OPTIMIZER.num_epochs=100                 epochs
     config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64      images per process and micro-batch
     config.ZERO.LEVEL=3                             shard optimizer state (1), gradients (2), parameters (3)
+    config.ZERO.LEVEL=fit                           the cheapest of these, and of offload, that fits the memory
     config.DISTRIBUTED.NUM_PROC_PER_NODE=2          processes
     config.SEED_VALUE=1                             seed
     config.CHECKPOINT.DIR=runs/mine                 the run folder
@@ -43,6 +44,7 @@ Look before you train:
   vissl-zero config=<recipe> --help                 the same, with Hydra's hints
   vissl-zero list recipes [--config-dir <folder>]   recipes; also of a folder of yours
   vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
+  vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
@@ -106,6 +108,10 @@ def _dispatch(arguments: list[str]) -> int:
     if word in ("--help", "-h", "help") or (word in ("list", "doctor") and {"--help", "-h"} & {*rest}):
         print(HELP, end="")
         return 0
+    if word == "plan":
+        from vissl_zero.commands.plan import plan
+
+        return plan(rest)
     if word == "verify":
         from vissl_zero.commands.verify import verify
 

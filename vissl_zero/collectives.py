@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 
@@ -51,11 +52,19 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return tensor.detach().clone()
+    if isinstance(tensor, FakeTensor):  # has a shape and no values, on ranks that there are not: all alike
+        return torch.cat(_all_gather(tensor.detach()))
     num_rows = torch.tensor([len(tensor)], device=tensor.device)
     counts = torch.cat(_all_gather(num_rows)).tolist()
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
     return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
+
+
+def all_gather_number(number: int, device: torch.device) -> list[int]:
+    """The number of every rank, by rank. Cost: one all-gather, read on the host, which waits for the device."""
+    row = torch.tensor([number], device=device)
+    return [number] * world_size() if isinstance(row, FakeTensor) else all_gather_rows(row).tolist()
 
 
 def all_gather_evenly(tensor: Tensor) -> list[Tensor]:

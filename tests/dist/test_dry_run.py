@@ -54,7 +54,7 @@ def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
     forecast = asdict(rehearsed.forecast.memory)
     for kind in ("params", "grads", "optimizer", "buffers"):
         assert forecast[kind] == memory[kind] == max(figures[0][kind] for figures in per_rank), kind
-    assert rehearsed.forecast.no_activations == ""
+    assert rehearsed.forecast.unknown == ""
     assert forecast["activations"] == pytest.approx(memory["activations"], rel=0.1)
     assert forecast["params_step_peak"] == pytest.approx(memory["params_step_peak"], rel=0.02)
     assert rehearsed.forecast.wrap_plan.describe() == described

@@ -57,7 +57,7 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
     assert summary["level"] == 3 and int(rows["2"]["params_bytes"]) == summary["bytes"]["params"]
     assert (
         rows["1"]["loss_last"] == ""
-        and "must be auto, 0, 1, 2 or 3 (got 9)" in (tmp_path / "sweep/1/output.log").read_text()
+        and "must be auto, fit, 0, 1, 2 or 3 (got 9)" in (tmp_path / "sweep/1/output.log").read_text()
     )
     assert (tmp_path / "sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "1 of 3 jobs are not done. The same command with hydra.sweep.dir=" in out

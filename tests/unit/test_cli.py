@@ -41,7 +41,7 @@ def command(tmp_path, monkeypatch, capsys):
         ([], "config: must name a recipe. Write config=<recipe>."),
         (["config=quickstart/swav_digit"], "Did you mean config=quickstart/swav_digits?"),
         ([QUICKSTART, "config.ZERO.LEVL=1"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
-        ([QUICKSTART, "config.ZERO.LEVEL=4"], "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 4)."),
+        ([QUICKSTART, "config.ZERO.LEVEL=4"], "config.ZERO.LEVEL: must be auto, fit, 0, 1, 2 or 3 (got 4)."),
         ([QUICKSTART, "config.OPTIMIZER.name=zero"], "must name the optimizer that zero shards."),
         (["list", "recipe"], "must be one of recipes,"),
         (["list", "trunks", "more"], "vissl-zero list: takes no 'more'."),

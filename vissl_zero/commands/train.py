@@ -159,7 +159,12 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         sources = HydraConfig.get().runtime.config_sources
         folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
         composed = typed(cfg, recipe, overrides, folders)
-        plan = resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
+        run_cfg, notes, written = composed.run, composed.notes, composed.written
+        if str(run_cfg.ZERO.LEVEL) == "fit":  # builds the model with fake tensors, and so imports torch
+            from vissl_zero.engine.planning import fitted
+
+            run_cfg, notes, written = fitted(composed)
+        plan = resolve(run_cfg, output_dir, recipe=composed.recipe, written=written, notes=notes)
         code = run(plan, composed.user_yaml(), composed.node_id)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)

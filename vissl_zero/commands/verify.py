@@ -131,13 +131,15 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
+    from vissl_zero.engine.planning import fitted
     from vissl_zero.launch.run import run
 
     extra = compose(recipe, overrides).run.HOOKS.EXTRA
     forced = [*_COMMON, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}"]
     forced.append(f"config.HOOKS.EXTRA=[{','.join([*extra, 'weight_trace'])}]")
     composed = compose(recipe, [*overrides, *forced])
-    return run(resolve(composed.run, folder, recipe=recipe, written=composed.written), composed.user_yaml())
+    cfg, notes, written = fitted(composed)
+    return run(resolve(cfg, folder, recipe=recipe, written=written, notes=notes), composed.user_yaml())
 
 
 def compare(reference: Path, other: Path) -> list[StepDifference]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -176,3 +177,12 @@ def _shares(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
                     yield int(quota) / int(period)
             except (OSError, ValueError):
                 continue
+
+
+def available_memory() -> int:
+    """Bytes of memory, or of a container's share if that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is no number
+            found.append(int(Path(path).read_text()))
+    return min(found)

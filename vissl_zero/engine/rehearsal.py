@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.resolved import ResolvedRun
@@ -22,14 +23,15 @@ from vissl_zero.data.eval_images import require_evaluation
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.methods.method import build_method
+from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.supervised.method import require_classes
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
-from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
+from vissl_zero.optim.param_groups import ParamGroup, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.forecast import Forecast, forecast
+from vissl_zero.sharding.candidates import Found, forecast_all
+from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
@@ -79,7 +81,52 @@ class Rehearsal:
         return {name: num_bytes for name, num_bytes in tiers.items() if num_bytes}
 
 
-def rehearse(plan: ResolvedRun) -> Rehearsal:
+@dataclass(frozen=True)
+class Stage:
+    """A run built with fake tensors, to be asked what it would hold at any level.
+
+    Attributes:
+        plan: the resolved run.
+        forecaster: to be called in ``mode``.
+        mode: of the fake tensors.
+        model, method, groups, loader: of the run.
+        assumed: see ``Rehearsal``.
+    """
+
+    plan: ResolvedRun
+    forecaster: Forecaster
+    mode: FakeTensorMode
+    model: nn.Module
+    method: Method
+    groups: list[ParamGroup]
+    loader: Loader
+    assumed: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Of the schedule."""
+        return self.loader.steps_per_epoch * self.plan.num_epochs
+
+    def can_split(self) -> bool:
+        """Whether more, smaller micro-batches give the same gradients: nothing couples samples, or it is undone."""
+        is_undone = self.plan.exact_accumulation or not self.method.couples_samples
+        return is_undone and not self.forecaster.has_batch_norm
+
+    def forecasts(self) -> Found:
+        """Forecasts of every way to run this at its micro-batch."""
+        plan = self.plan
+        with self.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
+            return forecast_all(
+                self.forecaster,
+                plan.sharding,
+                plan.world_size,
+                plan.device,
+                plan.accumulation_steps,
+                plan.batch_per_rank,
+            )
+
+
+def set_stage(plan: ResolvedRun) -> Stage:
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Raises:
@@ -95,19 +142,23 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
     dtype = getattr(torch, plan.sharding.precision.master)
-    num_steps = loader.steps_per_epoch * plan.num_epochs
-    with FakeTensorMode(allow_non_fake_inputs=True), _default_dtype(dtype):
+    # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
+    with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
+        method = build_method(plan.config["LOSS"])
+        teacher = build_model(plan.config["MODEL"]).as_teacher() if method.has_teacher else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _default_dtype(dtype):
+        for module in filter(None, (model, method, teacher)):
+            fake_(module)
         freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
         groups = param_groups(model, plan.optimizer)
         names = [name for name, _ in model.named_parameters()]
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-        method = build_method(plan.config["LOSS"])
-        method.set_length(num_steps, loader.steps_per_epoch)
-        teacher = build_model(plan.config["MODEL"]).as_teacher() if method.has_teacher else None
+        method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
         fakes = _faked(batch, num_local, num_global, dtype)
 
-        def run_forward() -> torch.Tensor:
+        def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
             taught = None
@@ -117,25 +168,44 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
             outputs = method.run_student(model, fakes)
             if method.ignored_label is not None and not assumed:
                 require_classes(outputs, num_classes)
-            return method.loss(outputs, fakes, taught)
+            return method.loss(outputs, fakes, taught), (outputs, taught)
 
-        optimizer = functools.partial(build_optimizer, plan.optimizer)
-        is_averaged = plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]
-        found = forecast(
-            model, groups, optimizer, plan.sharding, plan.world_size, plan.device, run_forward, is_averaged, teacher
+        subject = Subject(
+            model=model,
+            groups=groups,
+            build_optimizer=functools.partial(build_optimizer, plan.optimizer),
+            world_size=plan.world_size,
+            num_nodes=plan.num_nodes,
+            device_type=plan.device,
+            run_forward=run_forward,
+            inputs=fakes.images,
+            is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
+            teacher=teacher,
+            loss=method,
         )
-    schedules = Schedules(plan, groups, loader.steps_per_epoch)
+        forecaster = Forecaster(subject, plan.sharding)
+    return Stage(plan, forecaster, mode, model, method, groups, loader, assumed)
+
+
+def rehearse(plan: ResolvedRun) -> Rehearsal:
+    """What a run will hold and how long it is; cost and errors as ``set_stage``."""
+    stage = set_stage(plan)
+    with stage.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
+        found = stage.forecaster.forecast(plan.sharding, plan.accumulation_steps)
+    num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
+    schedules = Schedules(plan, stage.groups, per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
     end = 0 if plan.config["TEST_ONLY"] else end
+    params = list(stage.model.parameters())
     return Rehearsal(
         plan=plan,
         forecast=found,
-        num_params=sum(param.numel() for param in model.parameters()),
-        num_trained=sum(param.numel() for param in model.parameters() if param.requires_grad),
-        num_images=len(loader.source),
-        assumed=assumed,
-        steps_per_epoch=loader.steps_per_epoch,
+        num_params=sum(param.numel() for param in params),
+        num_trained=sum(param.numel() for param in params if param.requires_grad),
+        num_images=len(stage.loader.source),
+        assumed=stage.assumed,
+        steps_per_epoch=per_epoch,
         num_steps=end,
         lr_first=rates[0],
         lr_peak=max(rates),

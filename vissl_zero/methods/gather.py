@@ -60,7 +60,7 @@ def count_samples(num_local: int, device: torch.device) -> SampleCounts:
     """
     if collectives.world_size() == 1:
         return SampleCounts((num_local,))
-    return SampleCounts(tuple(collectives.all_gather_rows(torch.tensor([num_local], device=device)).tolist()))
+    return SampleCounts(tuple(collectives.all_gather_number(num_local, device)))
 
 
 def gather_samples(rows: Tensor, counts: SampleCounts | None = None) -> Tensor:

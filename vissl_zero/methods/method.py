@@ -66,6 +66,7 @@ class Method(nn.Module):
 
     Attributes:
         has_teacher: a momentum copy of the model is kept and run (see ``run_teacher`` and ``momentum``).
+        couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
             all others.
@@ -73,6 +74,7 @@ class Method(nn.Module):
     """
 
     has_teacher: bool = False
+    couples_samples: bool = True
     loss_sees_images: bool = False
     ignored_label: int | None = None
     guessing_loss: float | None = None

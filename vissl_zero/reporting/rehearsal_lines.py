@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 import vissl_zero
+from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
 from vissl_zero.engine.rehearsal import Rehearsal
@@ -43,19 +41,10 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
             _ASSUMED_GPU,
             f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB says another number)",
         )
-    whole = int(given * _GIB) if given else memory_of_this_machine()
+    whole = int(given * _GIB) if given else available_memory()
     what = f"a machine of {bytes_text(whole)}" if given else f"this machine, {bytes_text(whole)}"
     procs = plan.procs_per_node
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
-
-
-def memory_of_this_machine() -> int:
-    """Bytes of memory, or of a container's share if that is less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int(Path(path).read_text()))
-    return min(found)
 
 
 def verdict(run: Rehearsal) -> tuple[bool, list[str]]:
@@ -63,7 +52,7 @@ def verdict(run: Rehearsal) -> tuple[bool, list[str]]:
     available, what = room(run.plan)
     need = int(run.tiers["device"] + _OF_PROCESS)
     figures = f"{bytes_text(need)} with the process itself, of {bytes_text(available)} ({what})"
-    if run.forecast.no_activations:
+    if run.forecast.unknown:
         return True, [f"unknown: activations were not counted; {figures}"]
     if need <= available:
         return True, [f"fits: {figures}, {bytes_text(available - need)} to spare"]
@@ -135,8 +124,8 @@ def _memory(run: Rehearsal) -> Iterator[tuple[str, str]]:
     }
     for kind, name in shown_kinds(run.forecast.memory).items():
         text = bytes_text(getattr(run.forecast.memory, kind))
-        if kind == "activations" and run.forecast.no_activations:
-            text = f"not counted ({run.forecast.no_activations})"
+        if kind == "activations" and run.forecast.unknown:
+            text = f"not counted ({run.forecast.unknown})"
         if rests.get(kind, "none") != "none":
             text += f", at rest on {rests[kind]}"
         if kind == "params":

@@ -207,6 +207,13 @@ def synchronise_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     layer.__dict__["_ranks"] = _Ranks(group)
 
 
+def share_among(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give converted batch norms of ``model`` another group, in place."""
+    for layer in model.modules():
+        if isinstance(layer, BatchNorm):
+            layer.__dict__["_ranks"] = _Ranks(group)
+
+
 @cache
 def _class_of(given: type[_BatchNorm]) -> type[_BatchNorm]:
     bases = (BatchNorm, given) if given in _CONVERTIBLE else (given, _SyncBatchNorm)

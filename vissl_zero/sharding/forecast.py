@@ -1,108 +1,256 @@
-"""Bytes of a rank by kind before anything runs: the model with fake tensors, which have shapes and no memory.
+"""What a run will hold on a rank before anything runs: the model with fake tensors, which have shapes and no memory.
 
 Everything in this file happens inside torch's ``FakeTensorMode``. Parameters, gradients and optimizer state are counted
-from the shards that the first rank will hold (no rank holds more); activations by one forward pass.
+from the shards that the first rank will hold (no rank holds more); activations by one recorded micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
-from vissl_zero.sharding.batch_norm import convert_batch_norms
-from vissl_zero.sharding.memory import ActivationCounter, Storages
+from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.memory_model import ModelFacts, StepMemory, UpdateFacts, param_facts, step_memory
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
+from vissl_zero.sharding.step_time import machine_for, step_seconds
+from vissl_zero.sharding.step_trace import Recorder, StepTrace, record_step
+from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
+from vissl_zero.sharding.torch_private import pretended_ranks
 from vissl_zero.sharding.whole_tensors import deal
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``forecast`` found.
+    """What is known of one plan.
 
     Attributes:
         wrap_plan: the units.
         memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
             ``peak`` is 0 (it depends on the allocator and the machine).
-        no_activations: why activations could not be counted, or empty.
+        step: memory over a step; None where it is not known.
+        unknown: why the activations are not known, or empty.
+        seconds: estimated, of one step; to be compared with that of other plans. None where it is not known.
     """
 
     wrap_plan: WrapPlan
     memory: Bytes
-    no_activations: str = ""
+    step: StepMemory | None
+    unknown: str = ""
+    seconds: float | None = None
 
 
-def forecast(
-    model: nn.Module,
-    groups: Sequence[ParamGroup],
-    build_optimizer: OptimizerFactory,
-    plan: ShardingPlan,
-    world_size: int,
-    device_type: str,
-    run_forward: Callable[[], Tensor],
-    is_averaged: bool = False,
-    teacher: nn.Module | None = None,
-) -> Forecast:
-    """Forecast a rank's memory. Call it in ``FakeTensorMode``; no process group is needed and nothing is communicated.
+@dataclass
+class Subject:
+    """A model to be forecast, built with fake tensors in the master dtype, and what is trained with it.
 
-    Args:
-        model: built in that mode, with the master dtype; changed in place.
+    Attributes:
+        model: changed in place.
         groups: parameter groups.
         build_optimizer: as for ``Strategy.shard``.
-        plan: what will be asked of the strategy.
-        world_size: ranks of the run.
+        world_size, num_nodes: ranks and machines of the run.
         device_type: "cpu" or "cuda".
-        run_forward: runs the model and the loss on one micro-batch.
+        run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
+        inputs: images of that micro-batch.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         teacher: what ``Sharded.adopt_teacher`` will be given.
-    Raises:
-        ConfigError: what asks for the impossible of this model.
+        loss: buffers of it are counted.
     """
-    with unset_fake_temporarily():
-        rule = update_rule_of(build_optimizer, model, groups, plan)
-    num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
-    wrap_plan = plan_wrap(model, plan, num_ranks)
-    params = dict(model.named_parameters())
-    states = _optimizer_bytes(params, groups, build_optimizer, num_ranks, rule)
-    reduced = dtype_of(plan.precision.reduce)
-    activations, reason = _activations(model, teacher, plan, wrap_plan, run_forward)
-    trained = [params[name] for group in groups for name in group.params]
-    sharded = sum(_shard(param, num_ranks).nbytes for param in params.values())
-    held = sharded
-    if keeps_parameters_whole(plan, num_ranks, world_size, device_type):
-        held, wrap_plan = sum(param.nbytes for param in params.values()), replace(wrap_plan, whole_bytes=0)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    is_whole = held > sharded
-    taught = 0
-    if teacher is not None:
-        taught = sum((param if is_whole else _shard(param, num_ranks)).nbytes for param in teacher.parameters())
-        taught += sum(buffer.nbytes for buffer in teacher.buffers())
-    if is_averaged:
-        buffers += sharded + sum(buffer.nbytes for _, buffer in saved_buffers(model))
-    return Forecast(
-        wrap_plan,
-        Bytes(
+
+    model: nn.Module
+    groups: Sequence[ParamGroup]
+    build_optimizer: OptimizerFactory
+    world_size: int
+    device_type: str
+    run_forward: Callable[[], tuple[Tensor, Any]]
+    inputs: Sequence[Tensor] = ()
+    is_averaged: bool = False
+    teacher: nn.Module | None = None
+    loss: nn.Module | None = None
+    num_nodes: int = 1
+
+
+class Forecaster:
+    """Answers for one model what any sharding plan would hold. Call it in ``FakeTensorMode``; it needs no processes.
+
+    Recordings are kept: a second plan that computes in the same way costs milliseconds.
+
+    Args:
+        subject: what is trained.
+        plan: whose number formats all plans asked about share.
+    """
+
+    def __init__(self, subject: Subject, plan: ShardingPlan):
+        self._subject, self._plan = subject, plan
+        self._traces: dict[tuple[str, ...], StepTrace | str] = {}
+        self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
+        for module in filter(None, (subject.model, subject.teacher)):
+            convert_batch_norms(module, None, is_recomputed=True)
+            run_in_precision(module, plan.precision, torch.device("cpu"))
+        subject.model.train()
+
+    def forecast(self, plan: ShardingPlan, micro_batches: int = 1) -> Forecast:
+        """What ``plan`` holds.
+
+        Raises:
+            ConfigError: what asks for the impossible of this model.
+        """
+        subject = self._subject
+        with unset_fake_temporarily():
+            rule = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+        num_ranks = self._num_ranks(plan)
+        wrap_plan = plan_wrap(subject.model, plan, num_ranks)
+        units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
+        facts = self._facts(plan, units, num_ranks, rule)
+        trace = self.trace(plan)
+        if keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type):
+            wrap_plan = replace(wrap_plan, whole_bytes=0)
+        step, seconds = None, None
+        unknown = trace if isinstance(trace, str) else ""
+        if isinstance(trace, StepTrace):
+            nodes, machine = subject.num_nodes, machine_for(subject.device_type)
+            seconds = step_seconds(trace, facts, plan, subject.world_size, nodes, micro_batches, machine)
+        if isinstance(trace, StepTrace) and plan.engine != "torch":
+            unknown = f"the {plan.engine} engine's own buffers are not modelled"
+        elif isinstance(trace, StepTrace):
+            with unset_fake_temporarily():
+                step = step_memory(
+                    trace,
+                    facts,
+                    plan,
+                    subject.world_size,
+                    subject.device_type,
+                    num_nodes=subject.num_nodes,
+                    micro_batches=micro_batches,
+                )
+        return Forecast(wrap_plan, self._rest(plan, wrap_plan, facts, num_ranks, trace), step, unknown, seconds)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether the model is made of units that can be run again in backward."""
+        return any(isinstance(module, Unit) for module in self._subject.model.modules())
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether samples of a micro-batch share statistics."""
+        return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
+
+    def trace(self, plan: ShardingPlan) -> StepTrace | str:
+        """A recorded micro-batch as ``plan`` computes it, or why there is none."""
+        checkpointed = plan_wrap(self._subject.model, plan, 1).checkpointed
+        if checkpointed not in self._traces:
+            self._traces[checkpointed] = self._record(plan, checkpointed)
+        return self._traces[checkpointed]
+
+    def _num_ranks(self, plan: ShardingPlan) -> int:
+        if not plan.level:
+            return 1
+        return plan.shard_group_size if plan.shard_group_size > 1 else self._subject.world_size
+
+    def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
+        subject = self._subject
+        if plan.precision.compute != plan.precision.master:
+            return f"parameters computed in {plan.precision.compute} are not recorded"
+        for module in subject.model.modules():
+            if isinstance(module, Unit):
+                module.checkpoint = False
+        for name in checkpointed:
+            unit = subject.model.get_submodule(name)
+            assert isinstance(unit, Unit), name
+            unit.checkpoint = True
+        units = plan_wrap(subject.model, replace(plan, level=3), 1)
+        others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
+        modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
+        try:
+            with pretended_ranks(subject.world_size):
+                group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
+                for module in modules:
+                    share_among(module, group)
+                return record_step(subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others)
+        except VisslZeroError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+        finally:
+            for module in modules:
+                share_among(module, None)
+
+    def _facts(self, plan: ShardingPlan, units: WrapPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
+        subject = self._subject
+        trained = [name for group in subject.groups for name in group.params]
+        if (num_ranks, rule) not in self._updates:
+            self._updates[num_ranks, rule] = _update(subject, plan, num_ranks, rule)
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
+        if subject.loss is not None:
+            buffers += sum(buffer.nbytes for buffer in subject.loss.buffers())
+        teacher = subject.teacher
+        return ModelFacts(
+            params=param_facts(subject.model, units, trained),
+            buffer_bytes=buffers,
+            average_buffer_bytes=sum(b.nbytes for _, b in saved_buffers(subject.model)) if subject.is_averaged else 0,
+            is_averaged=subject.is_averaged,
+            teacher={} if teacher is None else param_facts(teacher, units, ()),
+            teacher_buffer_bytes=0 if teacher is None else sum(buffer.nbytes for buffer in teacher.buffers()),
+            updates={num_ranks: self._updates[num_ranks, rule]},
+        )
+
+    def _rest(
+        self, plan: ShardingPlan, wrap_plan: WrapPlan, facts: ModelFacts, num_ranks: int, trace: StepTrace | str
+    ) -> Bytes:
+        """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
+        subject = self._subject
+        params = dict(subject.model.named_parameters())
+        trained = [params[name] for group in subject.groups for name in group.params]
+        sharded = sum(_shard(param, num_ranks).nbytes for param in params.values())
+        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
+        held = sum(param.nbytes for param in params.values()) if is_whole else sharded
+        reduced = dtype_of(plan.precision.reduce)
+        taught = 0
+        if subject.teacher is not None:
+            taught = sum((p if is_whole else _shard(p, num_ranks)).nbytes for p in subject.teacher.parameters())
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
+        return Bytes(
             params=held,
             grads=sum(_shard(param, num_ranks).numel() * reduced.itemsize for param in trained),
-            optimizer=states,
-            activations=activations,
-            buffers=buffers,
-            teacher=taught,
+            optimizer=facts.updates[num_ranks].state_bytes,
+            activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
+            buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
+            teacher=taught + facts.teacher_buffer_bytes,
             params_step_peak=held + wrap_plan.whole_bytes,
-        ),
-        reason,
-    )
+        )
+
+
+def fake_(module: nn.Module) -> None:
+    """Put fake CPU tensors in the place of tensors on the meta device, tied ones once. In ``FakeTensorMode``."""
+    made: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_param = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    table[name] = faked(tensor)  # type: ignore[assignment]
 
 
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
@@ -110,61 +258,36 @@ def _shard(param: Tensor, num_ranks: int) -> Tensor:
     return param if param.dim() == 0 else param.chunk(num_ranks)[0]
 
 
-def _optimizer_bytes(
-    params: dict[str, nn.Parameter],
-    groups: Sequence[ParamGroup],
-    build: OptimizerFactory,
-    num_ranks: int,
-    rule: UpdateRule,
-) -> int:
-    """Of the state after one step of the very optimizer, on shards of the right sizes."""
-    tables = []
-    trained = [name for group in groups for name in group.params]
+def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
+    """Of the very optimizer, stepped twice on shards of the right sizes: the first step makes its state."""
+    params = dict(subject.model.named_parameters())
+    trained = [name for group in subject.groups for name in group.params]
     owners = dict(zip(trained, deal([params[name].numel() for name in trained], num_ranks), strict=True))
-    for group in groups:
+    tables, shards = [], []
+    for group in subject.groups:
         if rule is UpdateRule.PER_TENSOR:  # the largest tensor is dealt to the first rank
-            parts: list[Tensor] = [params[name] for name in group.params if owners[name] == 0]
+            parts: list[tuple[str, Tensor]] = [(name, params[name]) for name in group.params if owners[name] == 0]
         else:
-            parts = [_shard(params[name], num_ranks) for name in group.params]
-        shards = [nn.Parameter(part.detach().clone()) for part in parts]
-        for shard in shards:
-            shard.grad = torch.zeros_like(shard)
-        tables.append({"name": group.name, "params": shards, "lr": 0.0, "weight_decay": group.weight_decay})
-    optimizer, _ = build(tables)
-    optimizer.step()
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key != "step"
-    )
-
-
-def _activations(
-    model: nn.Module,
-    teacher: nn.Module | None,
-    plan: ShardingPlan,
-    wrap_plan: WrapPlan,
-    run_forward: Callable[[], Tensor],
-) -> tuple[int, str]:
-    convert_batch_norms(model, None, is_recomputed=True)
-    for name in wrap_plan.checkpointed:
-        unit = model.get_submodule(name)
-        assert isinstance(unit, Unit), name
-        unit.checkpoint = True
-    run_in_precision(model, plan.precision, torch.device("cpu"))
-    model.train()
-    constants = Storages([*model.parameters(), *model.buffers()])
-    if teacher is not None:
-        convert_batch_norms(teacher, None)
-        run_in_precision(teacher, plan.precision, torch.device("cpu"))
-        constants.add([*teacher.parameters(), *teacher.buffers()])
-    try:
-        with ActivationCounter() as counter:
-            loss = run_forward()
-        assert isinstance(loss, FakeTensor)
-        return counter.alive_bytes(constants), ""
-    except VisslZeroError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
-        return 0, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            parts = [(name, _shard(params[name], num_ranks)) for name in group.params]
+        own = [whole_shard(name, nn.Parameter(part.detach().clone())) for name, part in parts]
+        shards += own
+        tables.append(
+            {
+                "name": group.name,
+                "params": [shard.local for shard in own],
+                "lr": 0.0,
+                "weight_decay": group.weight_decay,
+            }
+        )
+    optimizer, adaptation = subject.build_optimizer(tables)
+    stepper = Stepper(shards, optimizer, adaptation, plan.clip_grad, None, None)
+    for shard in shards:
+        shard.local.grad = torch.zeros_like(shard.local)
+    stepper.step(())
+    states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    tensors = [value for _, value in states if isinstance(value, Tensor)]
+    constants = Storages([*tensors, *(shard.local for shard in shards), *(shard.local.grad for shard in shards)])
+    constants.add(state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor))
+    with Recorder(constants) as recorder:
+        stepper.step(())
+    return UpdateFacts(sum(t.nbytes for t in tensors), len({key for key, _ in states}), recorder.peak_bytes())

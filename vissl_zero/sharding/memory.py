@@ -91,7 +91,7 @@ class ActivationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = _plain(tensor).untyped_storage()
             self._made[storage._cdata] = weakref.ref(storage)
         return result
@@ -113,9 +113,9 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
+def tensors_of(result: Any) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):
         for item in result:
-            yield from _tensors(item)
+            yield from tensors_of(item)

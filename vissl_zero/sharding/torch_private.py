@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
@@ -26,6 +28,25 @@ def real_grad(param: Tensor) -> Tensor | None:
 def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
     """Set what ``real_grad`` gives."""
     _GRAD.__set__(param, grad)
+
+
+@contextmanager
+def pretended_ranks(world_size: int) -> Iterator[None]:
+    """Inside, collectives on fake tensors have the shapes of ``world_size`` ranks, and nothing is sent.
+
+    Torch's own backend for this lives among its tests. Where a process group is up already it is used as it is: fake
+    tensors send nothing through it either.
+    """
+    if world_size == 1 or dist.is_initialized():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

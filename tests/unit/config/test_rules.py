@@ -10,7 +10,7 @@ from vissl_zero.config.rules.data import EXTENSIONS
 from vissl_zero.data import decode
 
 REFUSALS = {
-    "level": ({"ZERO__LEVEL": 4}, "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 4)"),
+    "level": ({"ZERO__LEVEL": 4}, "config.ZERO.LEVEL: must be auto, fit, 0, 1, 2 or 3 (got 4)"),
     "level and type": (
         {"ZERO__LEVEL": 2, "ZERO__type": "ZeroRedundancyOptimizer_Level_3"},
         "config.ZERO.LEVEL: contradicts config.ZERO.type=ZeroRedundancyOptimizer_Level_3 (got 2)",
@@ -25,7 +25,7 @@ REFUSALS = {
     ),
     "buffer": ({"MODEL__SHARDED_DDP_SETUP__reduce_buffer_size": -2}, "reduce_buffer_size: must be at least -1"),
     "bucket": ({"MODEL__FSDP_CONFIG__bucket_cap_mb": -1.0}, "bucket_cap_mb: must be at least 0"),
-    "level fit is not there": ({"ZERO__LEVEL": "fit"}, "config.ZERO.LEVEL: must be auto, 0, 1, 2 or 3 (got 'fit')"),
+    "level fit is not there": ({"ZERO__LEVEL": "fit"}, "config.ZERO.LEVEL: must be decided from a forecast first"),
     "both switches": (
         {
             "ZERO__LEVEL": "auto",

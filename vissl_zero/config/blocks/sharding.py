@@ -84,7 +84,15 @@ class Zero:
     """``ZERO``: how training state is spread over processes. Changes memory and speed, never the model."""
 
     LEVEL: int | str = "auto"
-    """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches."""
+    """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches;
+    fit: the cheapest plan within the three budgets below."""
+    MEMORY_GB: float | None = number(None, above=0, most=10**9)
+    """With LEVEL fit, and for plan: GiB a rank may use where it computes, the process itself apart; null: what the
+    device, the container or the machine has, divided among its ranks."""
+    HOST_MEMORY_GB: float | None = number(None, above=0, most=10**9)
+    """With LEVEL fit, and for plan: GiB of host memory a rank on a GPU may use for offloaded state; null: no limit."""
+    DISK_GB: float | None = number(None, above=0, most=10**9)
+    """With LEVEL fit, and for plan: GiB on the disk of nvme_path a rank may use for offloaded state; null: no limit."""
     type: str | None = None
     """ZeroRedundancyOptimizer_Level_1, _2 or _3: the level as ColossalAI writes it. AMP says what is float16."""
     ENGINE: str = "auto"

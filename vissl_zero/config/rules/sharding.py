@@ -21,9 +21,12 @@ _NVME_FIX = "Give a folder of yours on a local disk."
 def level_value(cfg: RunConfig, host: Host) -> Problem | None:
     """The level is auto or a number from 0 to 3, and ``type`` says nothing else."""
     zero, chosen = cfg.ZERO, chosen_level(cfg)
+    if str(zero.LEVEL) == "fit":
+        must = "must be decided from a forecast first, which this command does not make"
+        return Problem("config.ZERO.LEVEL", "'fit'", must, "Write what vissl-zero plan config=<recipe> prints.")
     if zero.LEVEL != "auto" and chosen is None:
-        fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters) or auto."
-        return Problem("config.ZERO.LEVEL", repr(zero.LEVEL), "must be auto, 0, 1, 2 or 3", fix)
+        fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters), auto or fit."
+        return Problem("config.ZERO.LEVEL", repr(zero.LEVEL), "must be auto, fit, 0, 1, 2 or 3", fix)
     if zero.type is None:
         return None
     typed = typed_level(zero.type)

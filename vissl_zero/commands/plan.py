@@ -1,0 +1,116 @@
+"""``vissl-zero plan config=<recipe>``: every way to run a recipe, what it would hold and how long it would take."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from vissl_zero.config.compose import compose
+from vissl_zero.errors import ConfigError, did_you_mean
+
+USAGE = """\
+vissl-zero plan config=<recipe> [config=<another> ...] [config.A.B=value ...]
+  --ranks N            processes; more than 8 are machines of 8
+  --gpus               plan for GPUs, though there are none here
+  --memory-gb X        GiB a rank may use where it computes (config.ZERO.MEMORY_GB)
+  --host-memory-gb X   GiB of host memory a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
+  --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
+  --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
+  --png FILE           where memory over a step is drawn (plan.png); none: nowhere
+  --json               for scripts, on standard output; nothing is drawn unless --png says where
+
+Forecasts, with no data, GPU or processes, every level, recomputation, tier and number of micro-batches that trains the
+same, cheapest first, and marks the cheapest that fits. State rests on a disk in those plans only if an nvme_path is
+given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null, never 0.
+Exit codes: 0 a plan fits (of every recipe), 1 none does, 2 your input.
+"""
+_VALUES = {
+    "--memory-gb": "config.ZERO.MEMORY_GB",
+    "--host-memory-gb": "config.ZERO.HOST_MEMORY_GB",
+    "--disk-gb": "config.ZERO.DISK_GB",
+    "--images": "config.DATA.TRAIN.DATA_LIMIT",
+}
+_FLAGS = ("--ranks", "--gpus", "--png", "--json", *_VALUES)
+NOTHING_FITS = 1
+_PER_MACHINE = 8
+_WIDTH = 220  # columns: a table that is cut helps nobody, and terminals wrap
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ConfigError: the arguments or the recipe are wrong.
+    """
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    recipes, overrides, is_json, png = _parse(arguments)
+    composed = [compose(recipe, overrides) for recipe in recipes]
+    from vissl_zero.engine.planning import plan_run
+    from vissl_zero.reporting.plan_table import as_json, draw_plans, plan_lines, plan_table
+
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    plans = [plan_run(found.run, found.recipe) for found in composed]
+    if is_json:
+        print(json.dumps(as_json(plans[0]) if len(plans) == 1 else {"plans": [as_json(one) for one in plans]}))
+    else:
+        console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
+        for one in plans:
+            first, *rest = plan_lines(one)
+            console.print(first, markup=False, highlight=False)
+            console.print(plan_table(one))
+            for line in rest:
+                console.print(line, markup=False, highlight=False)
+    if png is not None and draw_plans(plans, png) and not is_json:
+        print(f"drawn: {png}")
+    return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS
+
+
+def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:
+    """Recipes, overrides, whether JSON is asked for, and where to draw."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    recipes: list[str] = []
+    overrides = ["config.DRY_RUN=true"]
+    is_json, png, is_given = False, Path("plan.png"), False
+    while words:
+        word = words.pop(0)
+        if word == "--json":
+            is_json = True
+        elif word == "--gpus":
+            overrides.append("config.MACHINE.DEVICE=gpu")
+        elif word == "--ranks":
+            overrides += _ranks(_value(word, words))
+        elif word == "--png":
+            png, is_given = Path(_value(word, words)), True
+        elif word in _VALUES:
+            overrides.append(f"{_VALUES[word]}={_value(word, words)}")
+        elif word.startswith("-"):
+            raise ConfigError(f"vissl-zero plan: {word} is not a flag.{did_you_mean(word, _FLAGS)}\n{USAGE}")
+        elif word.startswith("config=") or ("=" not in word and not word.startswith(("+", "~"))):
+            recipes.append(word.removeprefix("config=").removesuffix(".yaml"))
+        else:
+            overrides.append(word)
+    if not recipes:
+        raise ConfigError(f"vissl-zero plan: must name a recipe. Write config=<recipe>.\n{USAGE}")
+    drawn = None if (is_json and not is_given) or str(png) == "none" else png
+    return recipes, overrides, is_json, drawn
+
+
+def _value(flag: str, words: list[str]) -> str:
+    if not words:
+        raise ConfigError(f"vissl-zero plan: {flag} needs a value. Write {flag} <value>.")
+    return words.pop(0)
+
+
+def _ranks(text: str) -> list[str]:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1 or (number > _PER_MACHINE and number % _PER_MACHINE):
+        must = f"must be 1 to {_PER_MACHINE}, or a multiple of {_PER_MACHINE}"
+        raise ConfigError(f"vissl-zero plan: --ranks: {must} (got {text!r}). See vissl-zero plan --help.")
+    procs = min(number, _PER_MACHINE)
+    return [f"config.DISTRIBUTED.NUM_PROC_PER_NODE={procs}", f"config.DISTRIBUTED.NUM_NODES={number // procs}"]

@@ -1,0 +1,194 @@
+"""Ways to run a recipe, for people (a table, a picture of memory over a step) and for scripts (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vissl_zero.engine.planning import Planned, because, overrides_of
+from vissl_zero.reporting.quantity import bytes_text
+from vissl_zero.sharding.candidates import Candidate
+from vissl_zero.sharding.memory_model import KINDS
+
+NAMES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "inputs": "images",
+    "buffers": "buffers",
+    "teacher": "teacher",
+    "communication": "communication",
+    "offload_buffers": "offload buffers",
+}
+
+
+def plan_table(planned: Planned) -> Table:
+    """One row per candidate, cheapest first."""
+    table = Table(box=None, pad_edge=False)
+    titles = ("", "plan", "time", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("", "plan", "fits") else "right", no_wrap=True)
+    for candidate in planned.candidates:
+        table.add_row(*_row(candidate, _shown(planned)), style="bold green" if candidate.is_chosen else None)
+    return table
+
+
+def plan_lines(planned: Planned) -> Iterator[str]:
+    """What to say beside the table."""
+    plan, chosen = planned.plan, planned.chosen
+    yield (
+        f"{plan.recipe}: {plan.world_size} ranks on {plan.num_nodes} machine(s), {plan.device}; "
+        f"{plan.global_batch} images a step, {planned.num_images:,} in all"
+    )
+    yield f"budget: {bytes_text(planned.budget.memory)} a rank ({planned.budget.source})"
+    yield from (f"assumed: {sentence}" for sentence in planned.assumed)
+    unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
+    yield from (f"not known: {reason}" for reason in sorted(unknown))
+    if chosen is None:
+        yield "chosen: none; no plan is known to fit."
+        return
+    assert chosen.forecast.step is not None
+    step = chosen.forecast.step
+    yield f"chosen: {chosen}; {because(planned)}"
+    yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
+    yield f"write: {' '.join(overrides_of(chosen))}"
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """For ``--json``: per rank, bytes; null: not known."""
+    return {
+        "recipe": planned.plan.recipe,
+        "ranks": planned.plan.world_size,
+        "budget": {
+            "memory_bytes": planned.budget.memory,
+            "host_bytes": planned.budget.host,
+            "disk_bytes": planned.budget.disk,
+            "source": planned.budget.source,
+        },
+        "num_images": planned.num_images,
+        "assumed": list(planned.assumed),
+        "candidates": [_json(candidate) for candidate in planned.candidates],
+    }
+
+
+def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
+    """A picture: memory over one step by kind, of each recipe's chosen plan, or its smallest; False: none is known."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from vissl_zero.reporting.report_page import DPI, STYLE, WIDTH
+
+    drawn = [(planned, found) for planned in plans if (found := _to_draw(planned)) is not None]
+    if not drawn:
+        return False
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / DPI, 5.2 * len(drawn)), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (planned, candidate) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn, strict=True):
+            _draw(axes, planned, candidate)
+        figure.savefig(path)
+    return True
+
+
+def _to_draw(planned: Planned) -> Candidate | None:
+    known = [candidate for candidate in planned.candidates if candidate.forecast.step is not None]
+    smallest = min(known, key=lambda c: c.forecast.step.peak_bytes, default=None)  # type: ignore[union-attr]
+    return planned.chosen or smallest
+
+
+def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:
+    from vissl_zero.reporting import report_page as page
+
+    colors = {
+        "params": page.BLUE,
+        "teacher": page.GREEN,
+        "optimizer": page.ORANGE,
+        "buffers": page.GREY,
+        "inputs": page.FAINT,
+        "communication": page.SOFT,
+        "offload_buffers": page.INK,
+        "grads": page.SKY,
+        "activations": page.PURPLE,
+    }
+    step = candidate.forecast.step
+    assert step is not None
+    kinds = [kind for kind in colors if any(step.timeline[kind])]
+    mib = [[value / 2**20 for value in step.timeline[kind]] for kind in kinds]
+    axes.stackplot(
+        range(len(step.phases)),
+        mib,
+        labels=[NAMES[kind] for kind in kinds],
+        colors=[colors[kind] for kind in kinds],
+        step="post",
+    )
+    totals = [sum(column) for column in zip(*mib, strict=True)]
+    at = max(range(len(totals)), key=totals.__getitem__)
+    where = f"{step.phase}{f' of {step.unit}' if step.unit else ''}"
+    axes.annotate(
+        f"{bytes_text(step.peak_bytes)} in the {where}",
+        (at, totals[at]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="left" if at < len(totals) / 2 else "right",
+    )
+    for index in range(1, len(step.phases)):
+        if step.phases[index] != step.phases[index - 1]:
+            axes.axvline(index, color=page.SOFT, linewidth=0.8, linestyle=":")
+    starts = [i for i in range(len(step.phases)) if i == 0 or step.phases[i] != step.phases[i - 1]]
+    axes.set_xticks(starts, [step.phases[i] for i in starts], ha="left")
+    budget = planned.budget.memory / 2**20
+    top = max(totals) * 1.15
+    if budget <= 3 * max(totals):
+        axes.axhline(budget, color=page.VERMILLION)
+        axes.text(0, budget, f"budget {bytes_text(planned.budget.memory)}", color=page.VERMILLION, va="bottom")
+        top = max(top, budget * 1.1)
+    axes.set_ylim(0, top)
+    axes.set_ylabel("MiB of a rank")
+    axes.set_title(f"{planned.plan.recipe}: {candidate}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _shown(planned: Planned) -> list[str]:
+    steps = [candidate.forecast.step for candidate in planned.candidates]
+    return [kind for kind in KINDS if any(step is not None and step.by_kind[kind] for step in steps)]
+
+
+def _row(candidate: Candidate, kinds: Sequence[str]) -> list[str]:
+    step, time = candidate.forecast.step, candidate.relative_time
+    head = ["=>" if candidate.is_chosen else "", str(candidate), "?" if time is None else f"{time:.2f}"]
+    if step is None:
+        return [*head, *["?"] * (len(kinds) + 3), "not known"]
+    fits = "yes" if candidate.fits else f"{bytes_text(candidate.excess or 0)} too much"
+    held = [bytes_text(step.by_kind[kind]) for kind in kinds]
+    return [*head, bytes_text(step.peak_bytes), *held, bytes_text(step.host_bytes), bytes_text(step.disk_bytes), fits]
+
+
+def _json(candidate: Candidate) -> dict[str, Any]:
+    sharding, step = candidate.sharding, candidate.forecast.step
+    return {
+        "plan": str(candidate),
+        "level": sharding.level,
+        "shard_group_size": sharding.shard_group_size if sharding.level else 1,
+        "recomputed": list(candidate.forecast.wrap_plan.checkpointed),
+        "offload_optimizer": sharding.offload_optimizer.device,
+        "offload_params": sharding.offload_params.device,
+        "micro_batches": candidate.micro_batches,
+        "batch_per_rank": candidate.batch_per_rank,
+        "peak_bytes": None if step is None else step.peak_bytes,
+        "by_kind": None if step is None else step.by_kind,
+        "phase": None if step is None else step.phase,
+        "unit": None if step is None else step.unit,
+        "host_bytes": None if step is None else step.host_bytes,
+        "disk_bytes": None if step is None else step.disk_bytes,
+        "relative_time": candidate.relative_time,
+        "fits": candidate.fits,
+        "excess_bytes": candidate.excess,
+        "chosen": candidate.is_chosen,
+        "not_known": candidate.forecast.unknown,
+        "overrides": overrides_of(candidate),
+    }

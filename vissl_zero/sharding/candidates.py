@@ -1,0 +1,181 @@
+"""All sharding plans that train the same, each with its forecast; which of them fit, and the cheapest that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.sharding.forecast import Forecast, Forecaster
+
+Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a rank may use, bytes.
+
+    Attributes:
+        memory: where it computes, beyond the process itself.
+        host: host memory beside that, where it computes on a GPU; None: not limited.
+        disk: None: not limited.
+        source: how ``memory`` is known, for people.
+    """
+
+    memory: int
+    host: int | None = None
+    disk: int | None = None
+    source: str = ""
+
+    def excess(self, forecast: Forecast) -> int | None:
+        """Bytes too much in memory, host memory and disk together; 0: it fits; None: not known."""
+        step = forecast.step
+        if step is None:
+            return None
+        over = max(0, step.peak_bytes - self.memory)
+        if self.host is not None:
+            over += max(0, step.host_bytes - self.host)
+        if self.disk is not None:
+            over += max(0, step.disk_bytes - self.disk)
+        return over
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run.
+
+    Attributes:
+        sharding: level, recomputation, tiers.
+        micro_batches: per step.
+        batch_per_rank: images of one of them.
+        forecast: what it would hold.
+        relative_time: of a step, against level 0 without recomputation; None: not known.
+        excess: bytes too much for the budget; None: not known.
+        is_chosen: the cheapest that fits.
+    """
+
+    sharding: ShardingPlan
+    micro_batches: int
+    batch_per_rank: int
+    forecast: Forecast
+    relative_time: float | None
+    excess: int | None
+    is_chosen: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is within the budget; None: not known."""
+        return None if self.excess is None else self.excess == 0
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any unit is run again in backward."""
+        return bool(self.sharding.checkpoint_every or any(self.sharding.stage_checkpoints))
+
+    def settings(self) -> dict[str, Any]:
+        """Key path under ``config`` -> value: what a user would write to get this candidate."""
+        optimizer, params = self.sharding.offload_optimizer, self.sharding.offload_params
+        return {
+            "ZERO.LEVEL": self.sharding.level,
+            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "ZERO.offload_optimizer_config.device": optimizer.device,
+            "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.device == "nvme" else None,
+            "ZERO.offload_param_config.device": params.device,
+            "ZERO.offload_param_config.nvme_path": params.nvme_path if params.device == "nvme" else None,
+            "DATA.TRAIN.BATCHSIZE_PER_REPLICA": self.batch_per_rank,
+            "ZERO.gradient_accumulation_steps": self.micro_batches,
+        }
+
+    def __str__(self) -> str:
+        words = [f"level {self.sharding.level}"]
+        if self.is_recomputed:
+            words.append("recomputed")
+        if self.sharding.offload_optimizer.device != "none":
+            words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
+        if self.sharding.offload_params.device != "none":
+            words.append(f"parameters on {self.sharding.offload_params.device}")
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches of {self.batch_per_rank}")
+        return ", ".join(words)
+
+
+def sharding_plans(
+    base: ShardingPlan, world_size: int, device_type: str, can_recompute: bool
+) -> Iterator[ShardingPlan]:
+    """Every plan that computes the same as ``base`` and that the rules allow.
+
+    Args:
+        base: number formats, clipping, engine; where it names a folder on a disk, state may rest there.
+        world_size: ranks.
+        device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
+        can_recompute: the model has units.
+    """
+    folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
+    formats = base.precision
+    optimizer_tiers = [OffloadPlan()]
+    if device_type == "cuda":
+        optimizer_tiers.append(OffloadPlan(device="cpu"))
+    if folder:
+        optimizer_tiers.append(OffloadPlan(device="nvme", nvme_path=folder))
+    is_recomputed = bool(base.checkpoint_every or any(base.stage_checkpoints))
+    recomputations = [replace(base, checkpoint_every=0, stage_checkpoints=())] if can_recompute or is_recomputed else []
+    recomputed = base if is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
+    for recomputation in [*recomputations, recomputed]:
+        # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
+        for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
+            for optimizer in optimizer_tiers if level else [OffloadPlan()]:
+                for params in optimizer_tiers if level == 3 else [OffloadPlan()]:
+                    is_offloaded = {optimizer.device, params.device} != {"none"}
+                    if world_size == 1 and level and not is_offloaded:
+                        continue  # there is nobody to share with
+                    if params.device != "none" and optimizer.device == "none":
+                        continue  # the state is larger, and read once a step
+                    yield replace(
+                        recomputation,
+                        level=level,
+                        shard_group_size=base.shard_group_size if base.level else world_size,
+                        offload_optimizer=optimizer,
+                        offload_params=params,
+                    )
+
+
+def rank_candidates(found: Found, budget: Budget) -> list[Candidate]:
+    """Candidates, cheapest first, the first that fits chosen.
+
+    Args:
+        found: plan, micro-batches, images of one, forecast.
+        budget: of a rank.
+    """
+    plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
+    known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
+    unit = min(plain or known or [1.0])
+    candidates = [
+        Candidate(plan, number, batch, forecast, _relative(forecast, unit), budget.excess(forecast))
+        for plan, number, batch, forecast in found
+    ]
+    candidates.sort(key=_cost)
+    chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
+    if chosen is not None:
+        candidates[chosen] = replace(candidates[chosen], is_chosen=True)
+    return candidates
+
+
+def forecast_all(
+    forecaster: Forecaster, base: ShardingPlan, world_size: int, device_type: str, micro_batches: int, batch: int
+) -> Found:
+    """Forecasts of all plans at one number of micro-batches. Call it in ``FakeTensorMode``."""
+    plans = sharding_plans(base, world_size, device_type, forecaster.can_recompute)
+    return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
+
+
+def _relative(forecast: Forecast, unit: float) -> float | None:
+    return None if forecast.seconds is None else forecast.seconds / unit
+
+
+def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
+    """By time; of equal ones the plainer first."""
+    sharding = candidate.sharding
+    time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
+    num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
+    return time, sharding.level, num_tiers, candidate.micro_batches

@@ -1,0 +1,511 @@
+"""The one forecast of memory: what a rank holds at every moment of a step, by kind, at any level and tier.
+
+A recorded micro-batch (``step_trace.py``) says when activations and gradients come and go. Laid over it is what a level
+does at these moments: which units are gathered, when gradients leave, what communication and offload keep. The dry run,
+``plan``, ``fit`` and the out-of-memory advice all ask here. Nothing in this file runs a model or needs a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.sharding.exchange.choose import SLOT_BYTES
+from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
+from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
+from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
+
+KINDS = (
+    "params",
+    "grads",
+    "optimizer",
+    "activations",
+    "inputs",
+    "buffers",
+    "teacher",
+    "communication",
+    "offload_buffers",
+)
+_NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/offload.md)
+_NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients, likewise
+_POINTS = 400  # of a drawn timeline
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """A parameter as far as memory goes.
+
+    Attributes:
+        shape: of the whole.
+        itemsize: bytes of an element.
+        unit: first module of the unit that holds it at level 3.
+        is_trained: an optimizer updates it.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    unit: str
+    is_trained: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameter."""
+        return torch.Size(self.shape).numel() * self.itemsize
+
+    def padded(self, num_ranks: int) -> int:
+        """Bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
+        if not self.shape:
+            return self.itemsize
+        return -(-self.shape[0] // num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the optimizer step of one rank takes.
+
+    Attributes:
+        state_bytes: optimizer state at rest.
+        num_state_keys: state tensors per parameter.
+        temporary_bytes: most that is alive at once besides, while it runs.
+    """
+
+    state_bytes: int
+    num_state_keys: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What does not depend on the level.
+
+    Attributes:
+        params: of the model, by full name, in its order.
+        buffer_bytes: running statistics and the like, and buffers of the loss.
+        average_bytes: a running average of the weights keeps, of the whole model; 0 without one.
+        teacher: parameters of the teacher, by full name; empty without one.
+        teacher_buffer_bytes: its buffers.
+        updates: by the number of ranks that share a copy of the state.
+    """
+
+    params: Mapping[str, ParamFacts]
+    buffer_bytes: int
+    average_buffer_bytes: int = 0
+    is_averaged: bool = False
+    teacher: Mapping[str, ParamFacts] = field(default_factory=dict)
+    teacher_buffer_bytes: int = 0
+    updates: Mapping[int, UpdateFacts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """A forecast step of the rank that holds most.
+
+    Attributes:
+        peak_bytes: most at any moment, where it computes.
+        by_kind: bytes at that moment; see ``KINDS``.
+        phase: "teacher", "forward", "backward" or "update": in which the peak falls.
+        unit: the module entered last before it; empty for the model itself.
+        host_bytes: in host memory beside that, where it computes on a GPU; 0 on the CPU.
+        disk_bytes: on a disk.
+        timeline: per kind, bytes at up to ``_POINTS`` moments, each the one with most of its stretch.
+        phases: of these moments.
+    """
+
+    peak_bytes: int
+    by_kind: dict[str, int]
+    phase: str
+    unit: str
+    host_bytes: int
+    disk_bytes: int
+    timeline: dict[str, list[int]]
+    phases: list[str]
+
+
+def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -> dict[str, ParamFacts]:
+    """Facts of all parameters; tied ones once.
+
+    Args:
+        model: whole.
+        wrap_plan: its units at level 3.
+        trained: full names.
+    """
+    owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
+    updated = set(trained)
+    found = {}
+    for name, param in model.named_parameters():
+        module = name.rpartition(".")[0]
+        while module not in owners:
+            module = module.rpartition(".")[0]
+        found[name] = ParamFacts(
+            tuple(param.shape), param.element_size(), owners[module], name in updated and param.requires_grad
+        )
+    return found
+
+
+def step_memory(
+    trace: StepTrace,
+    facts: ModelFacts,
+    plan: ShardingPlan,
+    world_size: int,
+    device_type: str,
+    *,
+    num_nodes: int = 1,
+    micro_batches: int = 1,
+) -> StepMemory:
+    """Forecast the last micro-batch of a step and its update: earlier ones hold no more.
+
+    Args:
+        trace: of a micro-batch as ``plan`` runs it (recomputation, number formats).
+        facts: of the model.
+        plan: level, tiers, shard group.
+        world_size: ranks.
+        device_type: "cpu" or "cuda".
+        num_nodes: machines.
+        micro_batches: per step.
+    """
+    num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
+    step = _Step(trace, facts, plan, num_ranks, world_size, device_type, num_nodes, micro_batches)
+    step.run()
+    return step.result()
+
+
+class _Step:
+    """Lays a level over a recording. Bytes are kept as changes at places of one merged timeline."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        facts: ModelFacts,
+        plan: ShardingPlan,
+        num_ranks: int,
+        world_size: int,
+        device_type: str,
+        num_nodes: int,
+        micro_batches: int,
+    ):
+        self.trace, self.facts, self.plan = trace, facts, plan
+        self.num_ranks, self.world_size, self.device_type = num_ranks, world_size, device_type
+        self.num_nodes, self.micro_batches = num_nodes, micro_batches
+        self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
+        self.is_fully_sharded = plan.level > 0 and not self.is_whole
+        self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
+        self.units: dict[str, list[str]] = {}
+        for name, param in facts.params.items():
+            if param.shape:  # scalars are not cut
+                self.units.setdefault(param.unit, []).append(name)
+        precision = plan.precision
+        self.compute_share = dtype_of(precision.compute).itemsize / dtype_of(precision.master).itemsize
+        self.reduce_share = dtype_of(precision.reduce).itemsize / dtype_of(precision.master).itemsize
+        self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+        self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
+        self.gathered: set[str] = set()
+        self.taught: set[str] = set()
+        self.pending: dict[str, int] = {}
+        self.place = 0
+
+    # -- what is there throughout ------------------------------------------------------------------------------
+
+    def constants(self) -> Iterator[tuple[str, int]]:
+        """Bytes that every moment of a step has."""
+        plan, facts = self.plan, self.facts
+        update = facts.updates[self.num_ranks]
+        state = update.state_bytes
+        if plan.offload_params.device != "nvme" and not (
+            plan.offload_params.device == "cpu" and self.device_type == "cuda"
+        ):
+            yield "params", self.held(facts.params)
+        else:
+            yield "params", sum(param.itemsize for param in facts.params.values() if not param.shape)
+        yield "teacher", self.held(facts.teacher) + facts.teacher_buffer_bytes
+        yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
+        if facts.is_averaged:
+            yield "buffers", sum(self.part(param) for param in facts.params.values())
+        yield "inputs", self.trace.input_bytes * self.micro_batches
+        if plan.offload_optimizer.device == "none" or (
+            plan.offload_optimizer.device == "cpu" and self.device_type == "cpu"
+        ):
+            yield "optimizer", state
+        if self.is_whole:
+            yield "grads", sum(param.padded(self.num_ranks) for param in self.trained.values())
+        yield from self.communication()
+        yield "offload_buffers", sum(self.offload_buffers())
+
+    def part(self, param: ParamFacts) -> int:
+        """Bytes of a parameter that a rank of a shard group holds."""
+        return param.padded(self.num_ranks) if self.plan.level else param.num_bytes
+
+    def held(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of parameters a rank holds between units."""
+        return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
+
+    def communication(self) -> Iterator[tuple[str, int]]:
+        """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
+        if self.device_type != "cpu" or self.num_ranks == 1:
+            return
+        slots = 2 * Exchange.LAG * SLOT_BYTES
+        per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
+        yield "communication", per_exchange
+        if self.is_whole:  # of zeros and of ones, for gradients that are not there
+            itemsize = dtype_of(self.plan.precision.master).itemsize
+            yield "communication", 2 * (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
+        if self.is_fully_sharded:
+            if self.facts.teacher:
+                yield "communication", per_exchange
+            if self.plan.offload_params.device != "nvme":
+                largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+                shares = {self.compute_share, self.reduce_share}
+                yield "communication", int(sum(largest * share for share in shares))
+                if self.facts.teacher:
+                    yield "communication", int(largest * self.compute_share)
+
+    def offload_buffers(self) -> Iterator[int]:
+        """What passes through memory on its way from and to a disk."""
+        plan = self.plan
+        master = dtype_of(plan.precision.master).itemsize
+        record = CHUNK_ELEMENTS * master
+        if plan.offload_optimizer.device == "nvme" and self.facts.updates[self.num_ranks].num_state_keys:
+            yield _NUM_STREAMED * RECORD_BYTES
+        if plan.offload_params.device == "nvme":
+            yield (_NUM_READ_AHEAD + _NUM_SPILLED + 2 * _NUM_STREAMED) * record
+
+    def whole_unit(self, unit: str) -> int:
+        """Bytes of a unit that is gathered, in the master format."""
+        return sum(self.facts.params[name].padded(self.num_ranks) * self.num_ranks for name in self.units[unit])
+
+    # -- what changes --------------------------------------------------------------------------------------------
+
+    def change(self, kind: str, num_bytes: int) -> None:
+        """At the present place."""
+        if num_bytes:
+            self.changes[kind].append((self.place, num_bytes))
+
+    def gather(self, unit: str, gathered: set[str], kind: str) -> None:
+        """A unit's parameters become whole."""
+        if self.is_fully_sharded and unit in self.units and unit not in gathered:
+            gathered.add(unit)
+            self.change(kind, int(self.whole_unit(unit) * self.compute_share))
+            if self.plan.offload_params.device == "nvme":  # its shards, and a buffer that is not kept
+                shards = self.whole_unit(unit) // self.num_ranks
+                self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
+            elif self.device_type == "cuda":  # the buffer it is gathered into
+                self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
+
+    def free(self, unit: str, gathered: set[str], kind: str) -> None:
+        """A unit's whole parameters go."""
+        if unit in gathered:
+            gathered.remove(unit)
+            self.change(kind, -int(self.whole_unit(unit) * self.compute_share))
+
+    def begin(self) -> None:
+        """Gradients of earlier micro-batches are there."""
+        if self.micro_batches == 1:
+            return
+        if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
+            self.change("grads", sum(param.num_bytes for param in self.trained.values()))
+        elif self.is_fully_sharded:
+            self.change("grads", sum(map(self.reduced, self.trained.values())))
+
+    def reduced(self, param: ParamFacts) -> int:
+        """Bytes of a gradient's part, as it comes from reducing it."""
+        return int(param.padded(self.num_ranks) * self.reduce_share)
+
+    def run(self) -> None:
+        """Walk over all marks."""
+        self.begin()
+        queue = _Queue([list(bucket) for bucket in self.buckets()])
+        for index, mark in enumerate(self.trace.marks):
+            self.place = mark.place + index
+            self.take(mark, queue)
+        self.place = len(self.trace.deltas) + len(self.trace.marks)
+        if self.is_fully_sharded:
+            for unit in [*self.pending]:
+                self.place += 1
+                self.reduce(unit)
+            for unit in [*self.gathered]:
+                self.free(unit, self.gathered, "params")
+        self.place += 1
+
+    def take(self, mark: Mark, queue: _Queue) -> None:
+        """What one mark changes."""
+        moment, name = mark.moment, mark.name
+        if moment == Moment.FORWARD_IN:
+            self.gather(name, self.gathered, "params")
+        elif moment == Moment.FORWARD_OUT and self.plan.level == 3:
+            self.free(name, self.gathered, "params")
+        elif moment == Moment.BACKWARD_IN:
+            self.gather(name, self.gathered, "params")
+        elif moment == Moment.BACKWARD_OUT and self.is_fully_sharded:
+            self.reduce(name)
+            if self.plan.level == 3:
+                self.free(name, self.gathered, "params")
+        elif moment == Moment.TEACHER_IN:
+            self.gather(name, self.taught, "teacher")
+        elif moment == Moment.TEACHER_OUT and self.plan.level == 3:
+            self.free(name, self.taught, "teacher")
+        elif moment == Moment.GRADIENT:
+            self.gradient(name, mark.num_bytes, queue)
+
+    def gradient(self, name: str, num_bytes: int, queue: _Queue) -> None:
+        """A gradient is finished: it stays, is sent, or waits for its unit."""
+        param = self.facts.params[name]
+        has_earlier = self.micro_batches > 1
+        if self.is_fully_sharded:
+            self.change("grads", num_bytes)
+            unit = param.unit if param.shape else ""
+            self.pending[unit] = self.pending.get(unit, 0) + num_bytes
+            return
+        if has_earlier and self.plan.level < 2:  # added to what is there
+            self.spikes.append((self.place, num_bytes, "grads"))
+        else:
+            self.change("grads", num_bytes)
+        for bucket in queue.ready(name):
+            total = sum(self.facts.params[done].num_bytes for done in bucket)
+            if self.is_whole:
+                self.change("grads", -total)
+            else:
+                self.spikes.append((self.place, total, "communication"))
+
+    def buckets(self) -> Iterator[Sequence[str]]:
+        """Names of gradients that leave together, in the order in which they may."""
+        if self.is_fully_sharded or self.world_size == 1:
+            return
+        names = [*self.trained][::-1]
+        if self.is_whole:
+            yield from ([name] for name in names)
+            return
+        bucket: list[str] = []
+        num_bytes = 0
+        for name in names:
+            param = self.trained[name]
+            if bucket and num_bytes + param.num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(name)
+            num_bytes += param.num_bytes
+        if bucket:
+            yield bucket
+
+    def reduce(self, unit: str) -> None:
+        """A unit's gradients become this rank's part of their mean."""
+        whole = self.pending.pop(unit, 0)
+        if not whole:
+            return
+        names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
+        shards = sum(self.reduced(self.facts.params[name]) for name in names)
+        self.change("grads", -whole)
+        self.spikes.append((self.place, whole, "grads"))
+        if self.plan.offload_params.device == "nvme":
+            self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
+        elif self.micro_batches == 1:
+            self.change("grads", shards)
+
+    # -- sums ----------------------------------------------------------------------------------------------------
+
+    def result(self) -> StepMemory:
+        """Add up; find the peak."""
+        trace, length = self.trace, self.place + 1
+        series = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
+        places = torch.tensor([mark.place for mark in trace.marks], dtype=torch.int64)
+        own = torch.arange(len(trace.deltas))
+        merged = own + torch.searchsorted(places, own, right=True)
+        series["activations"][merged] = torch.tensor(trace.deltas, dtype=torch.int64)
+        for kind, changes in self.changes.items():
+            if changes:
+                at, sizes = (torch.tensor(column) for column in zip(*changes, strict=True))
+                series[kind].index_add_(0, at.clamp(max=length - 1), sizes)
+        series = {kind: values.cumsum(0) for kind, values in series.items()}
+        for kind, num_bytes in self.constants():
+            series[kind] += num_bytes
+        extra = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
+        for place, num_bytes, kind in self.spikes:
+            extra[kind][min(place, length - 1)] += num_bytes
+        update = self.facts.updates[self.num_ranks]
+        if self.plan.offload_optimizer.device == "none":
+            extra["optimizer"][-1] += update.temporary_bytes
+        for kind in KINDS:
+            series[kind] += extra[kind]
+        total = torch.stack([*series.values()]).sum(0)
+        peak = int(total.argmax())
+        phases, units = self.phases(length)
+        host, disk = self.elsewhere()
+        drawn = _drawn(total)
+        return StepMemory(
+            peak_bytes=int(total[peak]),
+            by_kind={kind: int(values[peak]) for kind, values in series.items()},
+            phase=phases[peak],
+            unit=units[peak],
+            host_bytes=host,
+            disk_bytes=disk,
+            timeline={kind: values[drawn].tolist() for kind, values in series.items()},
+            phases=[phases[index] for index in drawn],
+        )
+
+    def phases(self, length: int) -> tuple[list[str], list[str]]:
+        """Of each place: the phase, and the unit entered last."""
+        phases, units = [], []
+        phase, unit, marks = "forward", "", iter(enumerate(self.trace.marks))
+        index, mark = next(marks, (0, None))
+        for place in range(length):
+            while mark is not None and mark.place + index <= place:
+                if mark.moment == Moment.TEACHER_IN:
+                    phase, unit = "teacher", mark.name
+                elif mark.moment == Moment.FORWARD_IN and phase != "backward":
+                    phase, unit = "forward", mark.name
+                elif mark.moment == Moment.LOSS:
+                    phase, unit = "backward", ""
+                elif mark.moment in (Moment.BACKWARD_IN, Moment.FORWARD_IN):
+                    unit = mark.name
+                index, mark = next(marks, (0, None))
+            phases.append(phase)
+            units.append(unit)
+        phases[-1], units[-1] = "update", ""
+        return phases, units
+
+    def elsewhere(self) -> tuple[int, int]:
+        """Bytes in host memory beside the device, and on a disk."""
+        plan, host, disk = self.plan, 0, 0
+        shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
+        grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
+        state = self.facts.updates[self.num_ranks].state_bytes
+        is_gpu = self.device_type == "cuda"
+        if plan.offload_optimizer.device == "nvme":
+            disk += state
+        elif plan.offload_optimizer.device == "cpu" and is_gpu:
+            host += state
+        if plan.offload_params.device == "nvme":
+            disk += shards + grads
+        elif (plan.offload_params.device == "cpu" and is_gpu) or (plan.offload_optimizer.device != "none" and is_gpu):
+            host += shards + grads
+        return host, disk
+
+
+class _Queue:
+    """Gradients in the order in which they may leave: one waits for those before it."""
+
+    def __init__(self, buckets: Sequence[Sequence[str]]):
+        self._buckets = list(buckets)
+        self._ready: set[str] = set()
+        self._next = 0
+
+    def ready(self, name: str) -> Iterator[Sequence[str]]:
+        """The buckets that may leave now that ``name`` is finished."""
+        self._ready.add(name)
+        while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
+            yield self._buckets[self._next]
+            self._next += 1
+
+
+def _drawn(total: Tensor) -> list[int]:
+    """At most ``_POINTS`` places of a timeline: the fullest of each stretch, and the last."""
+    stretch = max(1, -(-len(total) // _POINTS))
+    starts = range(0, len(total), stretch)
+    chosen = [start + int(total[start : start + stretch].argmax()) for start in starts]
+    return chosen if chosen[-1] == len(total) - 1 else [*chosen, len(total) - 1]

@@ -1,0 +1,245 @@
+"""What one micro-batch allocates and frees, operation by operation: recorded once, with fake tensors, on one rank.
+
+The recording knows no ZeRO level. It says when each byte of activations comes and goes, when a unit is entered and
+left in either direction, and when a parameter's gradient is finished; ``memory_model.py`` lays over it what a level
+gathers, frees and sends at these moments. Recomputation and autocast change the operations, so each has a recording.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from vissl_zero.sharding.memory import Storages, tensors_of
+from vissl_zero.sharding.plan import ROOT, WrapPlan
+
+
+class Moment(IntEnum):
+    """What happens at a mark."""
+
+    TEACHER_IN = 0
+    TEACHER_OUT = 1
+    FORWARD_IN = 2
+    FORWARD_OUT = 3
+    BACKWARD_IN = 4
+    BACKWARD_OUT = 5
+    GRADIENT = 6
+    LOSS = 7
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something a ZeRO level may act on.
+
+    Attributes:
+        place: number of entries of ``StepTrace.deltas`` that come before it.
+        moment: what happens.
+        name: of the unit (its first module), or of the parameter whose gradient is finished.
+        num_bytes: of that gradient's storage.
+    """
+
+    place: int
+    moment: Moment
+    name: str = ""
+    num_bytes: int = 0
+
+
+@dataclass
+class StepTrace:
+    """One micro-batch: teacher, forward, loss, backward.
+
+    Attributes:
+        deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
+            gradient leaves this account for that of gradients.
+        marks: in order.
+        input_bytes: of the images, alive throughout.
+        flops: floating-point operations of matrix products and convolutions, those of a recomputation included.
+        moved_bytes: read and written by all operations.
+        kept_bytes: alive when the loss is known.
+        num_operations: that were run.
+    """
+
+    deltas: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    input_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    kept_bytes: int = 0
+    num_operations: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, notes each storage when it is made and when it goes.
+
+    Args:
+        constants: storages that belong to other accounts.
+    """
+
+    def __init__(self, constants: Storages):
+        super().__init__()
+        self.trace = StepTrace()
+        self._constants = constants
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        trace = self.trace
+        trace.num_operations += 1
+        made = 0
+        for tensor in tensors_of(result):
+            made += self._note(tensor)
+        if made:
+            trace.moved_bytes += made + sum(t.nbytes for t in tensors_of(args))
+        counted = flop_registry.get(func._overloadpacket)
+        if counted is not None:
+            trace.flops += int(counted(*args, **kwargs, out_val=result))
+        return result
+
+    def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
+        """Note a moment."""
+        self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
+
+    def release(self, tensor: Tensor) -> int:
+        """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._alive:  # it shares a storage with something else
+            return tensor.nbytes
+        _, num_bytes = self._alive.pop(key)
+        self.trace.deltas.append(-num_bytes)
+        return num_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes in this account at any moment so far."""
+        return max(accumulate(self.trace.deltas), default=0)
+
+    def alive_bytes(self) -> int:
+        """Bytes in this account now."""
+        return sum(num_bytes for _, num_bytes in self._alive.values())
+
+    def _note(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or storage in self._constants:
+            return 0
+        num_bytes = storage.nbytes()
+        if not num_bytes:
+            return 0
+
+        def gone(_: Any) -> None:
+            if self._alive.pop(key, None) is not None:
+                self.trace.deltas.append(-num_bytes)
+
+        self._alive[key] = weakref.ref(storage, gone), num_bytes
+        self.trace.deltas.append(num_bytes)
+        return num_bytes
+
+
+def record_step(
+    model: nn.Module,
+    wrap_plan: WrapPlan,
+    run_forward: Callable[[], tuple[Tensor, Any]],
+    inputs: Sequence[Tensor],
+    teacher: nn.Module | None = None,
+    others: Sequence[Tensor] = (),
+) -> StepTrace:
+    """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
+
+    Args:
+        model: prepared (number formats, batch norm, recomputation), of fake tensors.
+        wrap_plan: its units at level 3, whose names the marks carry.
+        run_forward: runs teacher, model and loss; the loss, and what the loop holds beside it until the update.
+        inputs: what every micro-batch holds before it begins.
+        teacher: whose units are marked too.
+        others: tensors of other accounts (buffers of the loss).
+    """
+    constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
+    if teacher is not None:
+        constants.add([*teacher.parameters(), *teacher.buffers()])
+    recorder = Recorder(constants)
+    recorder.trace.input_bytes = Storages(inputs).num_bytes
+    names = {id(param): name for name, param in model.named_parameters()}
+    with ExitStack() as stack:
+        for param in model.parameters():
+            if param.requires_grad:
+                stack.enter_context(_removed(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, names))))
+        stack.enter_context(_marked_units(model, wrap_plan, recorder, is_teacher=False))
+        if teacher is not None:
+            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, is_teacher=True))
+        with recorder:
+            loss, held = run_forward()
+            recorder.mark(Moment.LOSS)
+            recorder.trace.kept_bytes = recorder.alive_bytes()
+            loss.backward()
+            del loss, held
+    for param in model.parameters():
+        param.grad = None
+    return recorder.trace
+
+
+def _gradient_hook(recorder: Recorder, names: dict[int, str]) -> Callable[[Tensor], None]:
+    def note(param: Tensor) -> None:
+        assert param.grad is not None
+        recorder.mark(Moment.GRADIENT, names[id(param)], recorder.release(param.grad))
+
+    return note
+
+
+@contextmanager
+def _removed(*handles: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _marked_units(model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool) -> Iterator[None]:
+    """Note where units are entered and left."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for unit in wrap_plan.units:
+            for name in unit.modules:
+                if name in modules:  # a teacher may have less
+                    stack.enter_context(_marked(modules[name], unit.modules[0], recorder, is_teacher))
+        yield
+
+
+def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> Any:
+    def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
+        sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
+        if sources:
+            torch.autograd.graph.register_multi_grad_hook(
+                sources, lambda _: recorder.mark(Moment.BACKWARD_OUT, name), mode="all"
+            )
+
+    def left(_: nn.Module, args: Any, output: Any) -> None:
+        recorder.mark(Moment.TEACHER_OUT if is_teacher else Moment.FORWARD_OUT, name)
+        results = [] if is_teacher else _differentiable(output)
+        if results:
+            torch.autograd.graph.register_multi_grad_hook(
+                results, lambda _: recorder.mark(Moment.BACKWARD_IN, name), mode="any"
+            )
+
+    # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
+    return _removed(
+        module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True), module.register_forward_hook(left)
+    )
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
