@@ -54,7 +54,7 @@ class Verdict:
 
 
 def _blocks(file: Path) -> set[str]:
-    config = (yaml.safe_load(file.read_text()) or {}).get("config") or {}
+    config = (yaml.load(file.read_text(), yaml.CSafeLoader) or {}).get("config") or {}
     model, data = config.get("MODEL") or {}, config.get("DATA") or {}
     found = {"trunk"} if (model.get("TRUNK") or {}).get("NAME") else set()
     found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
@@ -121,6 +121,12 @@ def check(job: tuple[Recipe, Path]) -> Verdict:
 def _catalogue(checkout: Path, folder: Path) -> Path:
     """VISSL's catalogue with every placeholder replaced by a path that a cluster may have."""
     catalogue = json.loads((checkout / "configs/config/dataset_catalog.json").read_text())
+    for file in (checkout / "configs/config").rglob("*.yaml"):
+        data = ((yaml.load(file.read_text(), yaml.CSafeLoader) or {}).get("config") or {}).get("DATA") or {}
+        for split in ("TRAIN", "TEST"):
+            names = (data.get(split) or {}).get("DATASET_NAMES") or []
+            for name in [names] if isinstance(names, str) else names:
+                catalogue.setdefault(name, {"train": [], "val": []})
     for name, splits in catalogue.items():
         for split in splits:
             splits[split] = [f"/data/{name}/{split}", f"/data/{name}/{split}_labels.npy"]

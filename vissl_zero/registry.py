@@ -297,6 +297,7 @@ HEADS = Registry(
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
         "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
         "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
+        "chain": (f"{_HEADS}.chain", "Heads one after another."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods=("heads", "head"),
@@ -352,6 +353,12 @@ TRANSFORMS = Registry(
     "config.DATA.TRAIN.TRANSFORMS",
     {
         "ImgPilToMultiCrop": (f"{_DATA}.transforms.multi_crop", "Random resized crops of several sizes."),
+        "ImgReplicatePil": (f"{_DATA}.transforms.multi_crop", "Copies of an image, each augmented by itself."),
+        "ImgPilMultiCropRandomApply": (
+            f"{_DATA}.transforms.multi_crop",
+            "Transforms with a probability for each crop.",
+        ),
+        "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.blur", "Gaussian blur of a random radius, with a probability."),
     },

@@ -22,7 +22,10 @@ VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
 # Sources that read files: others make their images, or are a plugin's and know their own names.
-SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset")
+SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "everstore")
+# Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
+EVERSTORE = "everstore"
+_LISTS = (".npy", ".txt")
 
 
 def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -57,9 +60,9 @@ def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
         ConfigError: the catalogue cannot be read.
     """
     wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
-    if not wanting or catalogue is None:
-        return []
-    entries, notes = read_catalogue(catalogue), []
+    if catalogue is None:
+        wanting = {}
+    entries, notes = read_catalogue(catalogue) if catalogue is not None and wanting else {}, list[str]()
     for name, split in wanting.items():
         found = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
         if not all(images for images, _ in found):
@@ -69,7 +72,17 @@ def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
             split.LABEL_PATHS = [labels for _, labels in found if labels]
         names = ", ".join(split.DATASET_NAMES)
         notes.append(f"config.DATA.{name}: {names} is read from {', '.join(split.DATA_PATHS)} ({catalogue}).")
-    return notes
+    return notes + [note for name in SPLITS for note in _outside_facebook(name, getattr(data, name))]
+
+
+def _outside_facebook(name: str, split: Split) -> list[str]:
+    """Read what everstore would hold from the folder or list that stands for it; the sentence to say."""
+    if split.DATA_SOURCES != [EVERSTORE] or not split.DATA_PATHS:
+        return []
+    source = "disk_filelist" if split.DATA_PATHS[0].endswith(_LISTS) else "disk_folder"
+    split.DATA_SOURCES = [source]
+    split.LABEL_SOURCES = [source if label == EVERSTORE else label for label in split.LABEL_SOURCES]
+    return [f"config.DATA.{name}.DATA_SOURCES: everstore is Facebook's; {source} reads {', '.join(split.DATA_PATHS)}."]
 
 
 def missing(data: Data) -> list[Problem]:

@@ -157,15 +157,36 @@ def use_own_names(cfg: RunConfig) -> None:
     """Replace VISSL's second names (``regnet_fsdp``, ``sgd_fsdp``, ...) by the one name of each, in place."""
     model, optimizer = cfg.MODEL, cfg.OPTIMIZER
     model.TRUNK.NAME = ALIASES["trunks"].get(model.TRUNK.NAME, model.TRUNK.NAME)
-    model.HEAD.PARAMS = [_head(entry) for entry in model.HEAD.PARAMS]
+    model.HEAD.PARAMS = _chained(cfg, [_head(entry) for entry in model.HEAD.PARAMS])
     for block in (optimizer, optimizer.base_optimizer):
         block.name = ALIASES["optimizers"].get(block.name or "", block.name)
+
+
+def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:
+    """Several heads on one feature as one: VISSL applies them one after another. With a map of layers, one a layer."""
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    has_map = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP and settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY
+    return heads if has_map or len(heads) < 2 or not all(map(_is_head, heads)) else [_chain(heads)]
+
+
+def _chain(heads: list[Any]) -> list[Any]:
+    first, last = heads[0][1].get("dims"), heads[-1][1].get("dims")
+    dims = {"dims": [first[0], last[-1]]} if first and last else {}
+    return ["chain", {"heads": heads, **dims}]
+
+
+def _is_head(entry: Any) -> bool:
+    is_pair = isinstance(entry, list) and len(entry) == 2
+    return is_pair and isinstance(entry[0], str) and isinstance(entry[1], dict)
 
 
 def _head(entry: Any) -> Any:
     """``[name, keys]`` under the one name; anything else is for a rule to refuse."""
     if isinstance(entry, list) and entry and isinstance(entry[0], str):
         return [ALIASES["heads"].get(entry[0], entry[0]), *entry[1:]]
+    if isinstance(entry, list) and entry and all(map(_is_head, entry)):  # VISSL's nested form
+        heads = [_head(inner) for inner in entry]
+        return _chain(heads) if len(heads) > 1 else heads[0]
     return entry
 
 

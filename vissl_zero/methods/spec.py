@@ -71,12 +71,16 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
         if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
             counts = entry.get("num_crops") or []
             return list(counts) if counts and all(isinstance(count, int) for count in counts) else None
+        if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
+            count = entry.get("num_times", 2)
+            return [count] if isinstance(count, int) else None
     return None
 
 
 def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
     """A problem unless the model has one head, of an allowed name."""
-    names = [name for name, _ in heads_of(cfg)]
+    # Of a chain, the last head counts: those before it are projections.
+    names = [options["heads"][-1][0] if name == "chain" else name for name, options in heads_of(cfg)]
     if not names or (len(names) == 1 and (names[0] in allowed or names[0] not in HEADS.builtin())):
         return []
     fix = f"Write [[{allowed[0]!r}, {{...}}]]; vissl-zero list heads has them."

@@ -99,3 +99,16 @@ def test_a_recipe_finds_the_catalogue_beside_it(tmp_path: Path, monkeypatch: pyt
     train = composed.run.DATA.TRAIN
     assert list(map(Path, train.DATA_PATHS)) == [tmp_path]
     assert any("my_set is read from" in note for note in composed.notes)
+
+
+@pytest.mark.parametrize(("path", "source"), [("/data/flowers", "disk_folder"), ("/data/train.npy", "disk_filelist")])
+def test_everstore_is_read_from_what_stands_for_it(tmp_path: Path, path: str, source: str) -> None:
+    catalogue = tmp_path / "dataset_catalog.json"
+    catalogue.write_text(json.dumps({"flowers": {"train": [path, "<labels>"]}}))
+    block = data(DATA_SOURCES=["everstore"], LABEL_SOURCES=["everstore"])
+    notes = use_catalogue(block, catalogue)
+    assert (block.TRAIN.DATA_SOURCES, block.TRAIN.LABEL_SOURCES, block.TRAIN.DATA_PATHS) == ([source], [source], [path])
+    assert any("everstore is Facebook's" in note and path in note for note in notes)
+    elsewhere = data(DATA_SOURCES=["everstore"], DATASET_NAMES=["trees"])
+    use_catalogue(elsewhere, catalogue)
+    assert any('{"trees": {"train"' in str(problem) for problem in missing(elsewhere))

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
+from vissl_zero.data.transforms.color import ImgPilRandomSolarize
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline, derive_eval_transforms
 from vissl_zero.data.transforms.pipeline import build_pipeline
 from vissl_zero.errors import ConfigError, DataError
@@ -175,3 +176,40 @@ def test_evaluation_transforms_of_test_win(make_data: MakeData) -> None:
     data = make_data("digits", TEST={"TRANSFORMS": [{"name": "CenterCrop", "size": 4}, {"name": "ToTensor"}]})
     (crop,) = build_eval_pipeline(data)(picture())
     assert tuple(crop.shape) == (3, 4, 4)
+
+
+def _stripes() -> Image.Image:
+    return Image.fromarray(np.arange(48 * 48 * 3, dtype=np.int64).reshape(48, 48, 3).astype(np.uint8))
+
+
+def test_copies_are_augmented_each_by_itself() -> None:
+    entries = [{"name": "ImgReplicatePil", "num_times": 3}, {"name": "RandomResizedCrop", "size": 24}]
+    crops = build_pipeline([*entries, {"name": "ToTensor"}], "x")(_stripes())
+    assert [tuple(crop.shape) for crop in crops] == [(3, 24, 24)] * 3
+    assert not torch.equal(crops[0], crops[1]) and not torch.equal(crops[1], crops[2])
+
+
+def test_a_probability_for_each_crop() -> None:
+    invert = {"name": "RandomInvert", "p": 1.0}
+    entry = {"name": "ImgPilMultiCropRandomApply", "transforms": [invert], "prob": [0.0, 1.0, 0.5]}
+    copies = {"name": "ImgReplicatePil", "num_times": 3}
+    apply = build_pipeline([copies, entry, {"name": "ToTensor"}], "x")
+    plain = build_pipeline([{"name": "ToTensor"}], "x")(_stripes())[0]
+    shares = []
+    for _ in range(200):
+        first, second, third = apply(_stripes())
+        assert torch.equal(first, plain) and torch.allclose(second, 1 - plain)
+        shares.append(not torch.equal(third, plain))
+    assert 60 < sum(shares) < 140
+    with pytest.raises(DataError, match="prob has 3 entries, and there are 2 crops"):
+        build_pipeline([{"name": "ImgReplicatePil", "num_times": 2}, entry, {"name": "ToTensor"}], "x")(_stripes())
+
+
+def test_solarization_is_pil_s_at_a_threshold_from_0_to_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VISSL's RandomSolarizeTransform: pil_photometric_transforms_lib.py at 09270ed2."""
+    always, never = ImgPilRandomSolarize(p=1.0), ImgPilRandomSolarize(p=0.0)
+    image = _stripes()
+    assert never(image) is image
+    for threshold in (0, 128, 256):
+        monkeypatch.setattr("random.randint", lambda low, high, at=threshold: at if (low, high) == (0, 256) else -1)
+        assert always(image).tobytes() == ImageOps.solarize(image, threshold).tobytes()

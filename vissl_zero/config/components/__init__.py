@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from vissl_zero.config.components.heads import EvalMLPConfig, MLPConfig, PatchPredictorConfig, SiameseHeadConfig
+from vissl_zero.config.components.heads import (
+    ChainConfig,
+    EvalMLPConfig,
+    MLPConfig,
+    PatchPredictorConfig,
+    SiameseHeadConfig,
+)
 from vissl_zero.config.components.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -37,6 +43,7 @@ BUILTIN: dict[str, dict[str, type]] = {
     "head": {
         "mlp": MLPConfig,
         "eval_mlp": EvalMLPConfig,
+        "chain": ChainConfig,
         "siamese_head": SiameseHeadConfig,
         "patch_predictor": PatchPredictorConfig,
     },

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -27,6 +28,16 @@ class MLPConfig:
     """Bias in each layer."""
     skip_last_layer_relu_bn: bool = True
     """Nothing after the last layer."""
+
+
+@dataclass
+class ChainConfig:
+    """``chain``: heads one after another; several heads on one feature become one, as VISSL applies them."""
+
+    heads: list[Any] = MISSING
+    """The heads, each ["name", {key: value}]; all but the last give vectors."""
+    dims: list[int] = field(default_factory=list)
+    """First and last width, where the heads have them; -1 as in an mlp."""
 
 
 @dataclass

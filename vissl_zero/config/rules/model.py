@@ -119,7 +119,7 @@ def heads(cfg: RunConfig, host: Host) -> list[Problem]:
     return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head)]
 
 
-def _head(head: Any) -> list[Problem]:
+def _head(head: Any, is_inner: bool = False) -> list[Problem]:
     if not is_head(head):
         fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
         return [Problem(_HEADS, str(head), 'must hold ["name", {key: value}]', fix)]
@@ -127,7 +127,11 @@ def _head(head: Any) -> list[Problem]:
     if name not in HEADS:
         return [HEADS.unknown(name)]
     try:
-        return _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"))
+        found = _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"), is_inner)
+        if name == "chain":
+            *inner, last = options["heads"]
+            found += [problem for part in inner for problem in _head(part, is_inner=True)] + _head(last)
+        return found
     except ConfigError as error:
         return list(error.problems)
 
@@ -138,14 +142,15 @@ def is_head(head: Any) -> bool:
     return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
 
 
-def _dims(name: str, options: Mapping[str, Any]) -> list[Problem]:
+def _dims(name: str, options: Mapping[str, Any], is_inner: bool = False) -> list[Problem]:
     """Widths and numbers of prototypes, as every built-in head has them."""
     found = []
-    if name in builtin_keys("head") and "dims" in options:
+    if name in builtin_keys("head") and "dims" in options and name != "chain":
         found += _widths(name, list(options["dims"]))
     if name in builtin_keys("head") and "num_clusters" in options:
         got = str(list(options["num_clusters"]))
-        if not options["num_clusters"] or min(options["num_clusters"]) < 1:
+        is_projection = is_inner and name == "swav_head" and not options["num_clusters"]
+        if not is_projection and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
             must = "must have at least 1 prototype in each layer"
             found.append(Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], say."))
     return found

@@ -1,9 +1,11 @@
-"""SimCLR's colour distortion."""
+"""SimCLR's colour distortion and BYOL's solarization."""
 
 from __future__ import annotations
 
+import random
+
 import torchvision
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vissl_zero.registry import TRANSFORMS
 
@@ -25,3 +27,20 @@ class ImgPilColorDistortion:
     def __call__(self, image: Image.Image) -> Image.Image:
         distorted: Image.Image = self._distort(image)
         return distorted
+
+
+@TRANSFORMS.register("ImgPilRandomSolarize")
+class ImgPilRandomSolarize:
+    """Inverts, with a probability, all values from a threshold up that is drawn from 0 to 256, as VISSL has it.
+
+    Args:
+        p: probability.
+    """
+
+    def __init__(self, p: float = 0.66):
+        if not 0 <= p <= 1:
+            raise ValueError("p must be from 0 to 1")
+        self.p = p
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return ImageOps.solarize(image, random.randint(0, 256)) if random.random() < self.p else image

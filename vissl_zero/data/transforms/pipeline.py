@@ -20,7 +20,10 @@ InterpolationMode = torchvision.transforms.InterpolationMode
 
 
 class Pipeline:
-    """Transforms one after another; after one that makes several crops, the rest act on each crop by itself (VISSL)."""
+    """Transforms one after another; after one that makes several crops, the rest act on each crop by itself (VISSL).
+
+    A transform with a true ``takes_all_crops`` is given the list of all crops, and gives a list.
+    """
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]):
         self.transforms = tuple(transforms)
@@ -33,7 +36,10 @@ class Pipeline:
         """
         crops: list[Any] = [image]
         for transform in self.transforms:
-            crops = [made for crop in crops for made in _as_list(_applied(transform, crop))]
+            if getattr(transform, "takes_all_crops", False):
+                crops = list(_applied(transform, crops))
+            else:
+                crops = [made for crop in crops for made in _as_list(_applied(transform, crop))]
         if not all(isinstance(crop, Tensor) and crop.ndim == 3 and torch.is_floating_point(crop) for crop in crops):
             raise DataError(
                 f"TRANSFORMS must turn an image into (3, H, W) float tensors, but end in {type(crops[0]).__name__}. "

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import MISSING
+
+from vissl_zero.config.constraints import number
 from vissl_zero.config.rules.limits import above_zero, at_least
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
@@ -37,11 +40,32 @@ class DINOLossConfig:
     """Prototypes; null: from the head, which also wins over a different number."""
 
 
+@dataclass
+class DINOHeadConfig:
+    """``dino_head``: an MLP with GELU and one layer of weight-normalised prototypes, as DINO's authors have it."""
+
+    in_dim: int = number(MISSING, least=1)
+    """Features of the trunk."""
+    num_clusters: list[int] = MISSING
+    """Number of prototypes: one entry."""
+    use_bn: bool = False
+    """Batch norm between the layers of the MLP."""
+    normalize_last_layer: bool = True
+    """Prototypes have unit length; off: the length of each is learned."""
+    num_layers: int = number(3, least=1, most=100)
+    """Layers of the MLP."""
+    hidden_dim: int = number(2048, least=1)
+    """Width between them."""
+    bottleneck_dim: int = number(256, least=1)
+    """Width of the embedding that is scored, which has unit length."""
+
+
 @METHODS.register("dino")
 class DINO(MethodSpec):
     """DINO: self-distillation from a teacher that sees the large crops."""
 
     losses = {"dino_loss": DINOLossConfig}
+    heads = {"dino_head": DINOHeadConfig}
     shape_keys = ("output_dim",)
     title = "DINO"
     paper = "https://arxiv.org/abs/2104.14294"
@@ -59,7 +83,7 @@ class DINO(MethodSpec):
         """Two crops or more, one head with one layer of prototypes."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
-            *one_head(cfg, "swav_head"),
+            *one_head(cfg, "swav_head", "dino_head"),
             *self._one_layer(cfg),
             *two_views(cfg, exactly=False),
             *_teacher_crops(keys.crops_for_teacher, f"config.{path}.crops_for_teacher", crops_of(cfg)),

@@ -50,6 +50,7 @@ class SwAVHead(nn.Module):
         skip_last_bn: bool = True,
         normalize_feats: bool = True,
         activation_name: str = "ReLU",
+        return_embeddings: bool = True,
         use_weight_norm_prototypes: bool = False,
     ):
         super().__init__()
@@ -104,8 +105,8 @@ def _check(dims: Sequence[int], num_clusters: Sequence[int], activation_name: st
     if len(dims) < 2:
         must = "dims of swav_head must have at least two widths, from the features to the embedding"
         problems.append(Problem(key, str(list(dims)), must, "Write dims: [features, hidden, embedding]."))
-    if not num_clusters or min(num_clusters) < 1:
-        must = "num_clusters of swav_head must have at least one number, each at least 1"
+    if num_clusters and min(num_clusters) < 1:
+        must = "num_clusters of swav_head must be numbers of at least 1"
         problems.append(Problem(key, str(list(num_clusters)), must, "Write num_clusters: [3000]."))
     if activation_name not in _ACTIVATIONS:
         must = f"activation_name of swav_head must be one of {', '.join(_ACTIVATIONS)}"

@@ -36,6 +36,8 @@ class SwAVHeadConfig:
     """Divide embeddings by their L2 norm before they are scored."""
     activation_name: str = "ReLU"
     """Activation between the layers: ReLU, GELU or SiLU."""
+    return_embeddings: bool = True
+    """No effect: VISSL's head can leave embeddings out of what it returns; here a loss takes what it needs."""
     use_weight_norm_prototypes: bool = False
     """Score against prototypes divided by their L2 norm, whatever their own length (DINO)."""
 

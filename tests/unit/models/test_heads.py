@@ -1,0 +1,68 @@
+"""Heads one after another, and DINO's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.config.example_config import complaints
+from vissl_zero.config.compose import compose
+from vissl_zero.methods.dino.head import DINOHead
+from vissl_zero.models.heads.chain import Chain
+from vissl_zero.models.init import initialize_
+
+PROJECTION = ["mlp", {"dims": [64, 32], "use_relu": True, "skip_last_layer_relu_bn": False}]
+
+
+@pytest.mark.parametrize("form", ["[{0},{1}]", "[[{0},{1}]]"])
+def test_several_heads_of_a_recipe_are_one_after_another(form):
+    """VISSL's base_ssl_model.heads_forward, at 09270ed2."""
+    first = "[mlp,{dims:[64,32],use_relu:true,skip_last_layer_relu_bn:false}]"
+    heads = form.format(first, "[mlp_fsdp,{dims:[32,10]}]")
+    (head,) = compose("supervised/digits", [f"config.MODEL.HEAD.PARAMS={heads}"]).run.MODEL.HEAD.PARAMS
+    assert head == ["chain", {"heads": [PROJECTION, ["mlp", {"dims": [32, 10]}]], "dims": [64, 10]}]
+
+
+def test_a_chain_is_its_heads_one_after_another():
+    swav = ["swav_head", {"dims": [32, 16], "num_clusters": [], "normalize_feats": False}]
+    chain = Chain([["mlp", {"dims": [-1, 32], "use_relu": True, "skip_last_layer_relu_bn": False}], swav,
+                   ["mlp", {"dims": [16, -1]}]], dims=[64, 10])  # fmt: skip
+    rows = torch.randn(5, 64)
+    first, second, third = chain[0].clf[0], chain[1].projection_head[0], chain[2].clf[0]
+    wanted = third(second(first(rows).relu()))
+    torch.testing.assert_close(chain(rows), wanted)
+    assert wanted.shape == (5, 10) and next(iter(chain.state_dict())) == "0.clf.0.weight"
+
+
+def test_a_head_without_prototypes_only_projects():
+    nothing = ["swav_head", {"dims": [64, 16], "num_clusters": []}]
+    assert any("at least 1 prototype" in text for text in complaints(MODEL__HEAD__PARAMS=[nothing]))
+    chain = ["chain", {"heads": [nothing, ["swav_head", {"dims": [16, 8], "num_clusters": [30]}]], "dims": [64, 8]}]
+    assert not any("prototype in each" in text for text in complaints(MODEL__HEAD__PARAMS=[chain]))
+    assert any(
+        "'mpl'" in text for text in complaints(MODEL__HEAD__PARAMS=[["chain", {"heads": [["mpl", {}], nothing]}]])
+    )
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+def test_dino_head_is_the_authors(is_unit):
+    """mlp, L2 norm, torch's weight_norm; https://github.com/facebookresearch/dino/blob/main/vision_transformer.py"""
+    head = DINOHead(8, [20], normalize_last_layer=is_unit, num_layers=3, hidden_dim=12, bottleneck_dim=6).double()
+    initialize_(head, 0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
+    assert list(shapes)[-2:] == ["prototypes0.weight_v", "prototypes0.weight_g"]
+    assert [shapes[f"mlp.{layer}.weight"] for layer in (0, 2, 4)] == [(12, 8), (12, 12), (6, 12)]
+    assert head.prototypes0.weight_g.requires_grad != is_unit
+    assert 0.01 < head.mlp[2].weight.std() < 0.03 and not head.mlp[2].bias.any()
+    reference = nn.utils.weight_norm(nn.Linear(6, 20, bias=False).double())
+    with torch.no_grad():
+        if not is_unit:
+            head.prototypes0.weight_g.mul_(torch.rand(20, 1) + 0.5)
+        reference.weight_v.copy_(head.prototypes0.weight_v)
+        reference.weight_g.copy_(head.prototypes0.weight_g)
+    rows = torch.randn(4, 8).double()
+    output = head(rows)
+    embeddings = nn.functional.normalize(head.mlp(rows), dim=1)
+    torch.testing.assert_close(output.embeddings, embeddings, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.scores[0], reference(embeddings), rtol=0, atol=1e-12)
