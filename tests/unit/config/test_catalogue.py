@@ -107,7 +107,7 @@ def test_everstore_is_read_from_what_stands_for_it(tmp_path: Path, path: str, so
     catalogue.write_text(json.dumps({"flowers": {"train": [path, "<labels>"]}}))
     block = data(DATA_SOURCES=["everstore"], LABEL_SOURCES=["everstore"])
     notes = use_catalogue(block, catalogue)
-    assert (block.TRAIN.DATA_SOURCES, block.TRAIN.LABEL_SOURCES, block.TRAIN.DATA_PATHS) == ([source], [source], [path])
+    assert ([source], [source], [path]) == (block.TRAIN.DATA_SOURCES, block.TRAIN.LABEL_SOURCES, block.TRAIN.DATA_PATHS)
     assert any("everstore is Facebook's" in note and path in note for note in notes)
     elsewhere = data(DATA_SOURCES=["everstore"], DATASET_NAMES=["trees"])
     use_catalogue(elsewhere, catalogue)
