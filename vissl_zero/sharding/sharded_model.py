@@ -139,6 +139,10 @@ class ShardedModel(Sharded):
             ),
         }
 
+    def _has_gradients(self) -> Sequence[bool]:
+        """Per trained parameter, whether this rank had a gradient; empty where absent ones are seen in other ways."""
+        return ()
+
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
@@ -168,7 +172,10 @@ class ShardedModel(Sharded):
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
-        self._step_check.require_equal(self._problem(), self._facts())
+        present = self._step_check.require_equal(self._problem(), self._facts(), self._has_gradients())
+        for shard, is_present in zip(self._trained, present, strict=False):
+            if not is_present:
+                shard.forget_grad()
         self._wait_for_readers()
         with self._watch.own_step():
             result = self._stepper.step(self._frozen)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
+from torch.utils.checkpoint import CheckpointFunction
 
 from vissl_zero.errors import VisslZeroError
 
 _GRAD: Any = torch._C.TensorBase.grad
+_REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
 
 
 def real_grad(param: Tensor) -> Tensor | None:
@@ -70,6 +72,36 @@ def is_nested_backward() -> bool:
         depth += frame.f_code is entry
         frame = frame.f_back  # type: ignore[assignment]
     return depth > 1
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs, first or again, around the caller.
+
+    Costs a walk over the stack where gradients are off or a backward pass is running; elsewhere nothing.
+    """
+    if torch.is_grad_enabled() and not is_in_backward():
+        return False
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether somebody looks at the tensors that the running forward pass saves: only the innermost hooks would run."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def finish_unit_after_backward(state: Any) -> None:
+    """Have the ``fully_shard`` ``state`` of a unit reduce and free all units when this backward pass ends."""
+    state._register_root_post_backward_final_callback()
+
+
+def lazy_init(root: Any) -> None:
+    """Have ``fully_shard`` settle which module is the root, as it does in the first forward pass of any unit."""
+    root._get_fsdp_state()._lazy_init()
 
 
 def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) -> None:

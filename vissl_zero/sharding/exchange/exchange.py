@@ -87,6 +87,20 @@ class Exchange(ABC):
             _Pending(number, lambda _, slot: slot.view(dtype)[start : start + numel], drain),
         )
 
+    def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
+        """Tell all ranks ``tag``: ``check`` is given those of all ranks before any later message is read.
+
+        A message of 8 bytes, which the next ones need not wait for.
+        """
+
+        def say(out: Tensor) -> None:
+            out.fill_(tag)
+
+        def take(received: Sequence[Tensor]) -> None:
+            check([int(part) for part in received])
+
+        self.post(1, torch.int64, say, take, is_scatter=False)
+
     def can_post(self) -> bool:
         """Whether ``post`` would not wait for another rank. Not a collective, and ranks may differ."""
         return len(self._pending) < self.LAG or self._has_come(self._pending[0].number)

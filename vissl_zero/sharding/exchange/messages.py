@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ class GlooExchange(Exchange):
     def buffers(self) -> list[Tensor]:
         """See ``Exchange``."""
         return [*self._sent, *self._arrived]
+
+    def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
+        """See ``Exchange``. Waits: gloo cannot bear messages of different sizes from different ranks."""
+        super().announce(tag, check)
+        self.finish()
 
     def _slot(self, number: int) -> Tensor:
         return self._sent[number % self.num_slots]

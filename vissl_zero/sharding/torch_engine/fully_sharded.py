@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.errors import VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.exchange.choose import open_exchange
 from vissl_zero.sharding.exchange.exchange import Exchange
@@ -34,7 +35,9 @@ from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
 from vissl_zero.sharding.torch_engine.ordered import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.torch_engine.unit_collectives import use_exchange
+from vissl_zero.sharding.torch_engine.unit_guard import FREED, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
+from vissl_zero.sharding.torch_private import lazy_init
 
 
 class FullySharded(ShardedModel):
@@ -61,7 +64,10 @@ class FullySharded(ShardedModel):
             if store is not None:
                 undo.callback(store.close)  # or its files would stay
             _wrap(module, plan, wrap_plan, mesh, store)
-            self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+            wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
+            guard_modules(wrapped)
+            # Modules that are bound by a tied parameter are one unit.
+            self._units = list({unit._get_fsdp_state(): unit for unit in wrapped}.values())
             self._is_last = True
             self._scalar_means: OrderedMeans | None = None
             if plan.deterministic:
@@ -70,7 +76,13 @@ class FullySharded(ShardedModel):
             self.exchange: Exchange | None = None
             if device.type == "cpu" and group.size() > 1:
                 self.exchange = open_exchange(group, plan.timeout_s)
-                self._exchange_buffers = use_exchange(self._units, self.exchange, keeps_buffers=store is None)
+            names = {part: name or "(model)" for name, part in module.named_modules()}
+            titles = [" + ".join(names[part] for part in unit._get_fsdp_state()._modules) for unit in self._units]
+            has_strangers = self.exchange is None or group.size() < dist.get_world_size()
+            self._guard = UnitGuard(titles, self._units, self.exchange, is_recording=has_strangers)
+            if self.exchange is not None:
+                tell, keeps_buffers = self._guard.tell, store is None
+                self._exchange_buffers = use_exchange(self._units, self.exchange, tell, keeps_buffers=keeps_buffers)
             elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
                 for unit in self._units:
                     unit.set_custom_reduce_scatter(OrderedReduceScatter())
@@ -83,6 +95,7 @@ class FullySharded(ShardedModel):
             elif store is not None:
                 self._own_store = store
             super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+            lazy_init(module)
             undo.pop_all()
 
     @contextmanager
@@ -100,6 +113,12 @@ class FullySharded(ShardedModel):
             self._is_last = is_last
         with nullcontext() if self._scalar_means is None else self._scalar_means.micro_batch():
             yield
+        self._guard.end_micro_batch()
+
+    def zero_grad(self) -> None:
+        """See ``Sharded``."""
+        super().zero_grad()
+        self._guard.forget()
 
     def close(self) -> None:
         """See ``Sharded``."""
@@ -115,9 +134,31 @@ class FullySharded(ShardedModel):
         """See ``ShardedModel``."""
         return [*self._exchange_buffers(), *self.exchange.buffers()] if self.exchange else []
 
+    @contextmanager
+    def _backward_pass(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise VisslZeroError(FREED) from error
+
+    def _facts(self) -> dict[str, int]:
+        """See ``ShardedModel``."""
+        what = "which units they ran, or in which order. All ranks must run the same ones, or use level 0"
+        return super()._facts() | {what: self._guard.order()}
+
+    def _has_gradients(self) -> list[bool]:
+        """See ``ShardedModel``: where some rank had a gradient, all have been given zeros."""
+        sources = [shard.source for shard in self._trained]
+        return [not isinstance(source, DTensor) or self._guard.has_gradient(source) for source in sources]
+
     def _average_replicated(self) -> None:
-        """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce."""
-        scalars = [shard.source for shard in self._trained if not isinstance(shard.source, DTensor)]
+        """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce.
+
+        Parameters without an element are left alone too, and have nothing to average.
+        """
+        scalars = [shard.source for shard in self._trained if shard.source.dim() == 0]
         if not scalars or self._scalar_means is not None:
             return
         table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
@@ -148,11 +189,14 @@ def _wrap(
     module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh, store: ParameterStore | None
 ) -> None:
     """Apply ``fully_shard`` unit by unit, inner ones first; what ``store`` knows goes there at once. In place."""
-    scalars = {param for param in module.parameters() if param.dim() == 0}
+    scalars = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
     for position, unit in enumerate(wrap_plan.units):
         modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
             materialize_(part, name, plan.seed)
+            for param in part.parameters():
+                if not (isinstance(param, DTensor) or param.is_contiguous()):
+                    param.data = param.data.contiguous()  # shards are rows
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
             mesh=mesh,

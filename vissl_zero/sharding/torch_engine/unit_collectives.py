@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,14 @@ from vissl_zero.sharding.exchange.exchange import Exchange
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
+class Tell(Protocol):
+    """What ``UnitGuard.tell`` is."""
+
+    def __call__(self, number: int, *, is_reduce: bool) -> None: ...
+
+
 def use_exchange(
-    units: Sequence[FSDPModule], exchange: Exchange, keeps_buffers: bool = True
+    units: Sequence[FSDPModule], exchange: Exchange, tell: Tell, keeps_buffers: bool = True
 ) -> Callable[[], list[Tensor]]:
     """Make ``units`` communicate through ``exchange``, and gather each when it is needed and not before.
 
@@ -25,15 +31,16 @@ def use_exchange(
     a unit fetched ahead is one more in memory.
 
     Args:
-        units: of one model.
+        units: of one model; their places here are their numbers.
         exchange: among the ranks that share it.
+        tell: called before each message with the number of its unit.
         keeps_buffers: for the next unit; False where memory is dearer than the time to have it cleared.
     Returns:
         A function that lists the buffers they have taken so far.
     """
     buffer = _Buffer(keeps_buffers)
-    gather, reduce = _AllGather(exchange, buffer), _ReduceScatter(exchange, buffer)
-    for unit in units:
+    for number, unit in enumerate(units):
+        gather, reduce = _AllGather(exchange, buffer, number, tell), _ReduceScatter(exchange, buffer, number, tell)
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -63,8 +70,8 @@ class _Buffer:
 
 
 class _AllGather:
-    def __init__(self, exchange: Exchange, buffer: _Buffer):
-        self._exchange, self._buffer = exchange, buffer
+    def __init__(self, exchange: Exchange, buffer: _Buffer, number: int, tell: Tell):
+        self._exchange, self._buffer, self._number, self._tell = exchange, buffer, number, tell
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
@@ -72,14 +79,15 @@ class _AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        self._tell(self._number, is_reduce=False)
         self._exchange.all_gather(output_tensor, input_tensor)
 
 
 class _ReduceScatter:
     """``fully_shard`` asks for the input, then for the output, which lives on as the gradient."""
 
-    def __init__(self, exchange: Exchange, buffer: _Buffer):
-        self._exchange, self._buffer = exchange, buffer
+    def __init__(self, exchange: Exchange, buffer: _Buffer, number: int, tell: Tell):
+        self._exchange, self._buffer, self._number, self._tell = exchange, buffer, number, tell
         self._is_output_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,4 +98,5 @@ class _ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op in _MEANS, op
+        self._tell(self._number, is_reduce=True)
         self._exchange.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)

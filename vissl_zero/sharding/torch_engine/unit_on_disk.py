@@ -113,7 +113,7 @@ def stored_params(
     units = []
     for unit in wrap_plan.units:
         own = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
-        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim()]
+        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim() and param.numel()]
         taken |= set(own)
         units.append(
             [

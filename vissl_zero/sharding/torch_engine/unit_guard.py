@@ -1,0 +1,340 @@
+"""What units of ``fully_shard`` must do alike on all ranks, and what they cannot follow: seen before data are mixed.
+
+torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. Where ranks differ,
+parts of different parameters of one size would be put together without a word. So before each message of a unit ranks
+tell each other which unit it is for, and an absent gradient counts as zero.
+
+``fully_shard`` has no hooks at these moments, so methods of a unit's parameter group are extended on the object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from types import GeneratorType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.replica_check import digest_of
+from vissl_zero.sharding.torch_private import (
+    call_on_gradient,
+    finish_unit_after_backward,
+    has_saved_tensor_hooks,
+    is_in_reentrant_checkpoint,
+)
+
+_GATHER, _REDUCE = range(2)
+_WHAT = ("gathers", "reduces gradients of")
+_END = -1
+
+_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit of which all saved tensors are looked at
+
+FREED = (
+    "The backward pass needs parameters of a unit that are no longer whole: the loss was made of features inside the "
+    "unit, and not of what it returned. Return them from forward(), or use ZeRO level 0, or level 1 or 2 on the CPU. "
+    "No update was made."
+)
+
+
+class UnitGuard:
+    """Watches over the units of one model. It lives as long as the model.
+
+    Args:
+        names: full names of the modules of each unit, the same on every rank.
+        units: in the same order; one of the modules of each.
+        exchange: over which all messages of the units go; None where torch's own collectives carry them.
+        is_recording: whether to keep ``order``, which is compared before the update where ``exchange`` does not reach
+            all ranks.
+    """
+
+    def __init__(
+        self, names: Sequence[str], units: Sequence[FSDPModule], exchange: Exchange | None, *, is_recording: bool
+    ):
+        self._names = list(names)
+        self._exchange = exchange
+        self._is_recording = is_recording
+        self._present: set[int] = set()
+        self._ran: list[int] = []
+        for number, (name, unit) in enumerate(zip(names, units, strict=True)):
+            state: Any = unit._get_fsdp_state()
+            if state._fsdp_param_group is not None:
+                _GuardedUnit(name, number, state, self)
+
+    def has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether this rank had a gradient of the sharded ``param`` since ``forget``."""
+        return id(param) in self._present
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._present.clear()
+        self._ran.clear()
+
+    def order(self) -> int:
+        """A number that differs where other units were gathered or reduced since ``forget``, or in another order."""
+        return digest_of(self._ran)
+
+    def tell(self, number: int, *, is_reduce: bool) -> None:
+        """Before a message of unit ``number``: all ranks must be at the same one.
+
+        Raises:
+            VisslZeroError: on every rank, before any data are mixed.
+        """
+        self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
+
+    def end_micro_batch(self) -> None:
+        """All ranks must have run equally many units by now; raises like ``tell``. Collective."""
+        self._announce(_END)
+        if self._exchange is not None:
+            self._exchange.finish()
+
+    def record(self, number: int, *, is_reduce: bool) -> None:
+        """Remember a message, where nobody tells the other ranks of it."""
+        if self._is_recording:
+            self._ran.append(2 * number + (_REDUCE if is_reduce else _GATHER))
+
+    def _announce(self, tag: int) -> None:
+        if self._exchange is not None:
+            self._exchange.announce(tag, self._require_equal)
+
+    def _require_equal(self, tags: Sequence[int]) -> None:
+        other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
+        if other is not None:
+            raise VisslZeroError(
+                f"Ranks run different units: rank 0 of the shard group {self._title(tags[0])} and rank {other} "
+                f"{self._title(tags[other])}. At ZeRO level 3 all ranks must run the same units in the same order, in "
+                "forward and backward passes; no update was made. Put layers that only some ranks use into one unit "
+                "(zero_units() of the model), let every rank run them, or use level 0, 1 or 2."
+            )
+
+    def _title(self, tag: int) -> str:
+        if tag == _END:
+            return "has ended its step"
+        return f"{_WHAT[tag % 2]} {self._names[tag // 2]}"
+
+
+class _GuardedUnit:
+    def __init__(self, name: str, number: int, state: Any, guard: UnitGuard):
+        self._name, self._number, self._state, self._guard = name, number, state, guard
+        self._group = group = state._fsdp_param_group
+        self._is_watching_gradients = False
+        self._inner = [
+            module for outer in state._modules for module in outer.modules() if not isinstance(module, FSDPModule)
+        ]
+        self._followed: set[nn.Module] = set()
+        self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
+        self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+        self._unshard, self._wait = group.unshard, group.wait_for_unshard
+        group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
+        group.pre_backward, group.post_backward = self.pre_backward, self.post_backward
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Refuse what the unit cannot follow."""
+        if is_in_reentrant_checkpoint():
+            raise VisslZeroError(
+                f"{self._title} runs inside torch.utils.checkpoint with use_reentrant=True, whose backward passes "
+                "fully_shard does not follow: gradients would be wrong. Write use_reentrant=False, or use ZeRO level "
+                "0, or level 1 or 2 on the CPU."
+            )
+        self._require_own_parameters()
+        self._follow_hooked()
+        return self._pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Follow tensors that torch does not find in the output."""
+        if isinstance(output, GeneratorType):
+            raise VisslZeroError(
+                f"{self._title} returns a generator, which computes when its parameters are no longer whole. Return a "
+                "list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            )
+        output = self._post_forward(module, inputs, output)
+        if torch.is_grad_enabled() and not isinstance(output, Tensor):
+            for tensor in _hidden_tensors(output, set()):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._state._pre_backward)
+        return output
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Record that the unit is gathered."""
+        if self._group._all_gather_result is None and not self._group.is_unsharded:
+            self._guard.record(self._number, is_reduce=False)
+        self._unshard(async_op)
+
+    def wait(self) -> None:
+        """Once parameters are whole for the first time, be told of their gradients."""
+        self._wait()
+        if not self._is_watching_gradients and self._group.is_unsharded:
+            self._is_watching_gradients = True
+            trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+            call_on_gradient([param.unsharded_param for param in trained], self.on_gradient)
+
+    def on_gradient(self, param: Tensor) -> None:
+        """A gradient has been accumulated: it must be reduced, also if no output of the unit led to it."""
+        if not self._group.is_unsharded:
+            raise VisslZeroError(FREED)
+        finish_unit_after_backward(self._state)
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        """Refuse gradients of gradients: parameters are not whole when they are differentiated."""
+        if torch.is_grad_enabled():
+            raise VisslZeroError(
+                f"A backward pass with create_graph=True runs through {self._title}. Gradients of gradients need "
+                "parameters that ZeRO level 3 has freed by then. Use level 0, or level 1 or 2 on the CPU."
+            )
+        self._pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        """Every rank that has the unit whole reduces all its gradients: an absent one is zero."""
+        group = self._group
+        if group.is_unsharded and group.reduce_grads:
+            has_any = False
+            for param in group.fsdp_params:
+                if not param.sharded_param.requires_grad:
+                    continue
+                has_any = True
+                if param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None:
+                    self._guard._present.add(id(param.sharded_param))
+                else:
+                    param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+            if has_any:
+                self._guard.record(self._number, is_reduce=True)
+        self._post_backward(*unused)
+
+    @property
+    def _title(self) -> str:
+        return f"unit {self._name}"
+
+    def _require_own_parameters(self) -> None:
+        is_whole = self._group.is_unsharded
+        for param in self._group.fsdp_params:
+            info = param._module_info
+            expected = param.unsharded_param if is_whole else param.sharded_param
+            if info.module._parameters.get(info.param_name) is not expected:
+                raise VisslZeroError(
+                    f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
+                    "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
+                    "compute with their own parameters. Write into them in place, or use ZeRO level 0, or level 1 or 2 "
+                    "on the CPU."
+                )
+
+    def _follow_hooked(self) -> None:
+        """A module's forward hook may keep its output: a backward pass from there must find parameters whole."""
+        for module in self._inner:
+            if module._forward_hooks and module not in self._followed:
+                self._followed.add(module)
+                module.register_forward_hook(self._gather_before_backward, prepend=True)
+
+    def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._state._pre_backward)
+
+
+def guard_modules(modules: Sequence[FSDPModule]) -> None:
+    """Make modules of units say why they cannot be copied or moved, and run as units where ``forward`` is called."""
+    for module in modules:
+        assert isinstance(module, nn.Module)
+        module.__dict__["__deepcopy__"] = _refuse_copy
+        module.__dict__["_apply"] = partial(_apply_or_refuse, module._apply)
+        group = module._get_fsdp_state()._fsdp_param_group
+        module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
+
+
+class _Forward:
+    """What runs as the ``forward`` of a module that is a unit."""
+
+    def __init__(self, module: nn.Module, group: Any):
+        self._module, self._group, self._forward = module, group, module.forward
+        self._num_runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._group is not None and self._group.is_sharded:  # module.forward(...): no hook has gathered the unit
+            return self._module(*args, **kwargs)
+        try:
+            if not self._is_sample():
+                return self._forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory):
+                return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise VisslZeroError(
+                f"{type(self._module).__name__} uses a layer of a sharded unit from outside of the unit, where "
+                "parameters are not whole. Call the unit itself (block(x), not block.layer(x)), name larger units by a "
+                "method zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            ) from error
+
+    def _is_sample(self) -> bool:
+        """Whether to see if what this run saves for the backward pass is still there; not where others look at it."""
+        if self._group is None or not torch.is_grad_enabled() or has_saved_tensor_hooks():
+            return False
+        self._num_runs += 1
+        return self._num_runs <= _FIRST_RUNS or self._num_runs % _SAMPLED_RUNS == 0
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _require_memory(tensor: Tensor) -> Tensor:
+    """torch reads a parameter that has been freed without a look: a broken process, or numbers from nowhere."""
+    if tensor.numel() and not tensor.untyped_storage().size():
+        raise VisslZeroError(FREED)
+    return tensor
+
+
+def _apply_or_refuse(apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    try:
+        return apply(*args, **kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise VisslZeroError(
+            "The memory of sharded parameters cannot be replaced (by model.to(...), .half() or the like). Do that "
+            "before initialize()."
+        ) from error
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    raise VisslZeroError(
+        "A model whose parameters are sharded cannot be copied: each rank has a part of them. Take whole weights with "
+        "full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy is a plain "
+        "model."
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
+    if value is None or isinstance(value, Tensor | nn.Module | str | bytes | int | float | Callable):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    items: Sequence[Any] = ()
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, tuple | list | set):
+        items = list(value)
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif hasattr(value, "__dict__"):
+        items = list(vars(value).values())
+        yield from (tensor for item in items for tensor in _tensors(item))
+    for item in items:
+        yield from _hidden_tensors(item, seen)
