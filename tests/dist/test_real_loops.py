@@ -214,7 +214,17 @@ def blocks_called_by_forward(init: Init) -> dict[str, Tensor]:
     return train(*init(ByForward()), lambda model, x: model.forward(x).square().mean())
 
 
-@case(level_3="from outside of the unit")
+@case(level_3="is used from outside of")
+def children_called_by_the_loop(init: Init) -> dict[str, Tensor]:
+    return train(*init(Net()), lambda model, x: model.b(torch.tanh(model.a(x))).square().mean())
+
+
+@case(level_3="is used from outside of")
+def another_method_than_forward(init: Init) -> dict[str, Tensor]:
+    return train(*init(Net()), lambda model, x: model.features(x).square().mean())
+
+
+@case(level_3="is used from outside of")
 def blocks_taken_apart(init: Init) -> dict[str, Tensor]:
     class Apart(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -631,3 +641,18 @@ def test_is_exact_or_refused(name: str, level: int) -> None:
             assert distance < TOLERANCE
         else:
             assert sentence in error
+
+
+def _replicas_run_other_layers() -> str:
+    model, optimizer = vissl_zero.initialize(Drops(), {"type": "SGD", "lr": 0.1}, {"level": 3, "shard_group_size": 2})
+    optimizer.backward(model(torch.ones(2, 7), dist.get_rank() // 2).square().mean())
+    try:
+        optimizer.step()
+    except vissl_zero.errors.VisslZeroError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_shard_groups_that_run_other_units_are_refused() -> None:
+    for error in run_on_ranks(4, _replicas_run_other_layers, timeout_s=60, group_timeout_s=20):
+        assert "the ranks differ in which units they ran" in error

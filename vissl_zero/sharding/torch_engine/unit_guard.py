@@ -41,6 +41,12 @@ FREED = (
     "No update was made."
 )
 
+TAKEN_APART = (
+    "{} is used from outside of {}, a sharded unit, where its parameters are not whole. Call the unit itself: the "
+    "model, not one of its layers or another method; block(x), not block.layer(x). Or name other units by a method "
+    "zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
+)
+
 
 class UnitGuard:
     """Watches over the units of one model. It lives as long as the model.
@@ -127,6 +133,10 @@ class _GuardedUnit:
             module for outer in state._modules for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._followed: set[nn.Module] = set()
+        infos = [param._module_info for param in group.fsdp_params]
+        owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(state._modules)
+        self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
+        self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
         self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
         self._unshard, self._wait = group.unshard, group.wait_for_unshard
@@ -144,6 +154,10 @@ class _GuardedUnit:
             )
         self._require_own_parameters()
         self._follow_hooked()
+        self._num_runs += 1
+        if self._num_runs > _FIRST_RUNS:
+            while self._probes:
+                self._probes.pop().remove()
         return self._pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -223,6 +237,10 @@ class _GuardedUnit:
                     "on the CPU."
                 )
 
+    def _require_whole(self, module: nn.Module, inputs: Any) -> None:
+        if self._group.is_sharded:
+            raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
+
     def _follow_hooked(self) -> None:
         """A module's forward hook may keep its output: a backward pass from there must find parameters whole."""
         for module in self._inner:
@@ -265,11 +283,7 @@ class _Forward:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise VisslZeroError(
-                f"{type(self._module).__name__} uses a layer of a sharded unit from outside of the unit, where "
-                "parameters are not whole. Call the unit itself (block(x), not block.layer(x)), name larger units by a "
-                "method zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
-            ) from error
+            raise VisslZeroError(TAKEN_APART.format("A layer", type(self._module).__name__)) from error
 
     def _is_sample(self) -> bool:
         """Whether to see if what this run saves for the backward pass is still there; not where others look at it."""
