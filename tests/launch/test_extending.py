@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
             registry._components.pop(name, None)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_the_example_trains_and_its_trunk_can_be_used(folder):
     (folder / "my_components.py").write_text(block("python"))
     assert cli.main(["config=mine", f"config.CHECKPOINT.DIR={folder}/run"]) == 0
@@ -48,7 +48,7 @@ def test_the_example_trains_and_its_trunk_can_be_used(folder):
     assert features.shape == (2, 24)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -57,14 +57,14 @@ def sabotage(folder: Path, way: str, *overrides: str) -> tuple[int, str, float]:
     plugin = ["config.IMPORTS=[saboteur_of_tests]", "config.HOOKS.EXTRA=[saboteur]"]
     began = time.monotonic()
     process = start(folder, *plugin, *overrides, SABOTAGE=way)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     return process.returncode, err, time.monotonic() - began
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_a_run_leaves_what_the_contract_says(tmp_path):
     process = start(tmp_path)
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     folder = tmp_path / "run"
     for name in ["metrics.jsonl", "summary.json", "weights.safetensors", "config.user.yaml", "config.resolved.yaml"]:
@@ -85,25 +85,25 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert 0 < summary["knn_top1_before"] < 1 and 0 < summary["knn_top1_after"] < 1
 
     again = start(tmp_path)
-    out, err = again.communicate(timeout=60)
+    out, err = again.communicate(timeout=120)
     assert again.returncode == 0 and "is complete (step 4 of 4)" in out, out + err
     assert json.loads((folder / "summary.json").read_text()) == summary
     fresh = start(tmp_path, "config.CHECKPOINT.AUTO_RESUME=false")
-    _, err = fresh.communicate(timeout=60)
+    _, err = fresh.communicate(timeout=120)
     assert fresh.returncode == 2 and "already holds a run" in err and "Traceback" not in err
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     code, err, seconds = sabotage(tmp_path, "raise")
     assert code == 1
     assert "RuntimeError: the cat sat on the keyboard" in err
     assert "rank 1 failed first" in err and str(tmp_path / "run") in err
     assert "Connection closed by peer" not in err.split("the cat sat")[0]
-    assert seconds < 60
+    assert seconds < 120
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_path):
     code, err, _ = sabotage(tmp_path, "nan")
     assert code == 2 and "Traceback" not in err
@@ -113,22 +113,22 @@ def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_p
     assert "trunk.stem.0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_rank_that_is_killed_is_named(tmp_path):
     code, err, _ = sabotage(tmp_path, "kill")
     assert code == 1
     assert "rank 1 was ended by SIGKILL" in err
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_rank_that_hangs_runs_into_the_collective_timeout(tmp_path):
     code, err, seconds = sabotage(tmp_path, "hang", "config.DISTRIBUTED.TIMEOUT_S=10")
     assert code == 1
     assert "imed out" in err or "No answer from peer rank 1" in err, err  # gloo's words, or those of our own exchange
-    assert seconds < 90
+    assert seconds < 180
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     process = start(tmp_path, "config.TRAINER.MAX_STEPS=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -137,7 +137,7 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
         time.sleep(0.2)
     assert metrics.exists(), "no step was taken"
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=80)
     assert process.returncode == 130
     assert f"The run folder is {tmp_path / 'run'}" in err and "Traceback" not in err
     assert err.count("Saving and stopping; Ctrl-C again ends at once") == 1
@@ -145,16 +145,16 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     assert not _processes_of_group(process.pid)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_torchrun_gives_the_same_losses(tmp_path):
     overrides = [*SMALL, "config.TRAINER.DTYPE=float64"]
     ours = start(tmp_path, "config.TRAINER.DTYPE=float64")
-    out, err = ours.communicate(timeout=100)
+    out, err = ours.communicate(timeout=200)
     assert ours.returncode == 0, out + err
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "tools/run_distributed.py"), *overrides, f"config.CHECKPOINT.DIR={tmp_path}/torchrun"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 
     def losses(name: str) -> list[float]:

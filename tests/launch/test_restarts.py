@@ -81,7 +81,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("num_left", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
     plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[killer]", "config.TRAINER.MAX_STEPS=8"]
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
     again = ["config.DISTRIBUTED.MAX_RESTARTS=1", "config.CHECKPOINT.ASYNC=false"]
     least = [] if num_left == 2 else ["config.DISTRIBUTED.MIN_PROC_PER_NODE=1"]
     process = start(tmp_path, "killed", *plugin, *again, *least)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=220)
     assert process.returncode == 0, out + err
     assert "rank 1 was ended by SIGKILL" in err and "(restart 1 of at most 1)" in err
     assert "Resuming from step_000000004" in out
@@ -97,12 +97,12 @@ def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
     assert json.loads((tmp_path / "killed" / "summary.json").read_text())["world_size"] == num_left
     if num_left == 1:  # that the same number of processes changes no bit, the soak shows
         undisturbed = start(tmp_path, "undisturbed", "config.TRAINER.MAX_STEPS=8")
-        out, err = undisturbed.communicate(timeout=100)
+        out, err = undisturbed.communicate(timeout=200)
         assert undisturbed.returncode == 0, out + err
         assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-10)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_loader_worker_is_a_crash_that_restarts(tmp_path, monkeypatch, number):
     monkeypatch.setenv("SIGNAL", str(int(number)))
@@ -110,24 +110,24 @@ def test_a_lost_loader_worker_is_a_crash_that_restarts(tmp_path, monkeypatch, nu
     loaders = ["config.DATA.NUM_DATALOADER_WORKERS=1", "config.DATA.WORKER_TIMEOUT_S=10"]
     again = ["config.DISTRIBUTED.MAX_RESTARTS=1", "config.CHECKPOINT.ASYNC=false"]
     process = start(tmp_path, "run", *plugin, *again, *loaders)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     said = r"worker 0 \(process \d+, which is stopped\)" if number == signal.SIGSTOP else r"was ended by SIGKILL"
     assert re.search(said, err) and "(restart 1 of at most 1)" in err and "Traceback" not in err
     assert len(losses(tmp_path / "run")) == 10
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_a_rank_that_dies_after_a_request_to_stop_is_no_success(tmp_path):
     plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[late_killer]"]
     process = start(tmp_path, "run", *plugin, "config.DISTRIBUTED.MAX_RESTARTS=1")
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 1, out + err
     assert "rank 1 was ended by SIGKILL" in err and "Starting again" not in err
     assert "It was asked to stop (SIGTERM) and could not save any more." in err
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_signal_saves_and_stops_with_75_and_a_second_run_is_refused_meanwhile(tmp_path):
     process = start(tmp_path, "run", "config.TRAINER.MAX_STEPS=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -135,16 +135,16 @@ def test_a_signal_saves_and_stops_with_75_and_a_second_run_is_refused_meanwhile(
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
         time.sleep(0.1)
     second = start(tmp_path, "run")
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=120)
     assert second.returncode == 2 and f"a run is under way in {tmp_path / 'run'} (process {process.pid} on" in err
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 75, out + err
     step = newest_checkpoint(tmp_path / "run").manifest.step
     assert f"Stopping after step {step} (SIGUSR1); the checkpoint of step {step} is saved" in out
     assert len(losses(tmp_path / "run")) == step
     limit = start(tmp_path, "run", "config.TRAINER.MAX_STEPS=100000", "config.CHECKPOINT.TIME_LIMIT_MIN=0.001")
-    out, err = limit.communicate(timeout=60)
+    out, err = limit.communicate(timeout=120)
     assert limit.returncode == 75 and f"Stopping after step {step + 1} (the time limit)" in out, out + err
 
 
