@@ -275,6 +275,11 @@ METHODS = Registry(
             "swav_momentum": "SwAV with assignments from a teacher.",
             "dino": "DINO: self-distillation from a teacher that sees the large crops.",
             "mae": "MAE: pixels of hidden patches from the few that are seen.",
+            "simmim": "SimMIM: pixels of masked patches by one linear layer.",
+            "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
+            "ibot": "iBOT: DINO, and self-distillation of masked patches.",
+            "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
+            "msn": "MSN: masked crops take the prototypes that a teacher gives the whole first crop.",
         }.items()
     },
 )

@@ -29,7 +29,7 @@ config:
   MODEL:
     TRUNK: {{SWIN_TRANSFORMER: {{IMAGE_SIZE: 160}}, EFFICIENT_NETS: {{model_version: efficientnet-b0}}}}
     AMP_PARAMS: {{AMP_TYPE: apex}}
-  LOSS: {{msn_loss: {{output_dim: 4}}, swav_loss: {{output_dir: /tmp}}}}
+  LOSS: {{msn_distillation_loss: {{swapped_assignment: true}}, swav_loss: {{output_dir: /tmp}}}}
   DISTILLATION: {{TEACHER_MODEL: {{TRUNK: {{REGNET: {{depth: 3}}}}}}}}
   SLURM: {{PARTITION: gpu}}
 """
@@ -73,7 +73,8 @@ def test_keys_without_effect_are_accepted_in_a_file_and_listed_once(composed):
         "Keys without effect here: VERBOSE, HOOKS.PERF_STATS.MONITOR_PERF_STATS, HOOKS.LOG_GPU_STATS, "
         "DATA.TRAIN.COPY_TO_LOCAL_DISK, METERS.name, METERS.accuracy_list_meter.num_meters, "
         "MODEL.TRUNK.EFFICIENT_NETS, MODEL.TRUNK.SWIN_TRANSFORMER.IMAGE_SIZE, MODEL.AMP_PARAMS.AMP_TYPE, "
-        "LOSS.swav_loss.output_dir, DISTILLATION.TEACHER_MODEL.TRUNK.REGNET, LOSS.msn_loss, SLURM (USE_SLURM is off)."
+        "LOSS.swav_loss.output_dir, DISTILLATION.TEACHER_MODEL.TRUNK.REGNET, LOSS.msn_distillation_loss, "
+        "SLURM (USE_SLURM is off)."
     ]
 
 

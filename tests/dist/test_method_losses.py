@@ -81,13 +81,13 @@ def _dino(x: Tensor, mine: slice) -> Tensor:
 
 def _ibot(x: Tensor, mine: slice) -> Tensor:
     mask = _mask(mine)
-    patches = x[:, :4][mask]
-    return masked_patch_loss(patches, sinkhorn_targets(patches.detach().flip(1), 0.4), mask)
+    patches = x[:, :4]
+    return masked_patch_loss(patches, sinkhorn_targets(patches.detach().flip(2), 0.4, counts=mask), mask)
 
 
 def _dinov2(x: Tensor, mine: slice) -> Tensor:
     views, mask = x.transpose(0, 1), _mask(mine).repeat(2, 1)
-    patches = torch.cat((x[:, :4], x[:, 2:6]))[mask]
+    patches = torch.cat((x[:, :4], x[:, 2:6]))
     teacher = views[:2].detach() * 1.5
     return dinov2_loss((views, teacher), (patches, patches.detach() * 2), mask, views[2:4], 0.5)
 

@@ -42,7 +42,8 @@ MLP = ["mlp", {"dims": [6, 9, 4], "use_relu": True}]
 SIAMESE = ["siamese_head", {"dims": [6, 9, 4], "predictor_dims": [5], "use_bn": False}]
 SWAV = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5]}]
 DINO = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5], "use_weight_norm_prototypes": True}]
-PATCHES = ["patch_predictor", {"dims": [6, 8, 12], "depth": 1, "num_heads": 2}]
+IBOT = ["ibot_head", {"dims": [6, 9, 4], "num_clusters": [5, 7]}]
+PATCHES: list[Any] = ["patch_predictor", {"dims": [6, 8, 12], "depth": 1, "num_heads": 2}]
 CLUSTERS = {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 4, "queue": {"queue_length": 20, "start_iter": 1}}
 # method -> loss, its keys, head, crops of each of two sizes
 CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
@@ -58,10 +59,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
+    "simmim": ("simmim_loss", {"mask_patch_size": 4}, ["pixel_head", {"dims": [6, 12]}], [2]),
+    "ijepa": ("ijepa_loss", {"momentum": 0.7}, ["patch_predictor", {**PATCHES[1], "dims": [6, 8, 6]}], [2]),
+    "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
+    "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5]}], [2, 1]),
+    "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
 # Methods that look at patches.
-TRANSFORMERS = ("mae",)
+TRANSFORMERS = ("mae", "simmim", "ijepa", "ibot", "dinov2", "msn")
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
 

@@ -54,6 +54,10 @@ class EmbeddingMethod(Method):
         """From ``start`` to 1 along half a cosine over the run (https://arxiv.org/abs/2006.07733, section 3.2)."""
         return 1 - (1 - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
+    def _linear_momentum(self, start: float, step: int) -> float:
+        """From ``start`` to 1 in a straight line over the run."""
+        return start + (1 - start) * min(step / self._num_steps, 1.0)
+
 
 def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
     """Rows (num_crops * B, D) crop by crop, (B, D) each.

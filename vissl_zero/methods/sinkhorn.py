@@ -9,7 +9,7 @@ from vissl_zero.collectives import all_reduce_max, all_reduce_sum
 
 
 @torch.no_grad()
-def sinkhorn(scores: Tensor, epsilon: float, num_iters: int) -> Tensor:
+def sinkhorn(scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | None = None) -> Tensor:
     """Soft assignments that use all prototypes equally over the samples of all ranks.
 
     Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
@@ -21,19 +21,24 @@ def sinkhorn(scores: Tensor, epsilon: float, num_iters: int) -> Tensor:
             or float64.
         epsilon: weight of the entropy; smaller is harder.
         num_iters: rounds; 0 gives the softmax of ``scores / epsilon``.
+        counts: (C, n) bool, samples that count; the others are assigned like them, but use nothing. None: all count.
     Returns:
         (C, n, K), each row sums to 1. The same for a sample however samples are spread over ranks, up to rounding.
     Cost: two all-reduces of C * K numbers per round.
     """
     logits = scores / epsilon
     for _ in range(num_iters):
-        logits = logits - _logsumexp_over_samples(logits)
+        logits = logits - _logsumexp_over_samples(logits, counts)
         logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
     return torch.softmax(logits, dim=2)
 
 
-def _logsumexp_over_samples(logits: Tensor) -> Tensor:
-    """(C, n, K) -> (C, 1, K) over the samples of all ranks; a rank without samples adds nothing."""
+def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
+    """(C, n, K) -> (C, 1, K) over the samples of all ranks that count; a rank without any adds nothing."""
+    if counts is not None:
+        logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
     local = torch.logsumexp(logits, dim=1, keepdim=True)
     largest = all_reduce_max(local)
-    return largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
+    total = largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
+    # No sample counts on any rank: nothing to share out, and -inf - -inf above.
+    return total if counts is None else torch.where(largest == -torch.inf, 0.0, total)

@@ -34,18 +34,20 @@ def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1
 
 
 @torch.no_grad()
-def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3) -> Tensor:
+def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, counts: Tensor | None = None) -> Tensor:
     """Targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
 
     Args:
         teacher: (..., K) scores; any number of rows, also none.
         temperature: divides the scores.
+        counts: (...) bool, rows that are used equally; None: all.
     Returns:
         Shape of ``teacher``, rows sum to 1.
     Cost: see ``sinkhorn``.
     """
     rows = at_least_float32(teacher).flatten(0, -2)
-    return sinkhorn(rows[None], temperature, num_iters)[0].view(teacher.shape)
+    counted = None if counts is None else counts.reshape(1, -1)
+    return sinkhorn(rows[None], temperature, num_iters, counted)[0].view(teacher.shape)
 
 
 class Centre(nn.Module):
@@ -72,14 +74,19 @@ class Centre(nn.Module):
         return F.softmax((at_least_float32(teacher) - self.mean) / temperature, dim=-1)
 
     @torch.no_grad()
-    def update(self, teacher: Tensor) -> None:
+    def update(self, teacher: Tensor, counts: Tensor | None = None) -> None:
         """Move the mean towards that of the scores (..., K), over the rows of all ranks. Collective.
+
+        Args:
+            teacher: scores.
+            counts: (...) bool, rows that count; None: all.
 
         Rows that are not finite leave the mean as it is: the step is one that the loss scaler skips.
 
         Cost: one all-reduce of K + 1 numbers.
         """
         rows = teacher.flatten(0, -2).to(self.mean.dtype)
-        sums = collectives.all_reduce_sum(torch.cat((rows.sum(dim=0), rows.new_tensor([len(rows)]))))
+        weights = rows.new_ones(len(rows)) if counts is None else counts.flatten().to(rows.dtype)
+        sums = collectives.all_reduce_sum(torch.cat((weights @ rows, weights.sum()[None])))
         newest = self.mean.lerp(sums[:-1] / sums[-1].clamp(min=1), 1 - self.momentum)
         self.mean.copy_(torch.where((sums[-1] > 0) & newest.isfinite().all(), newest, self.mean))

@@ -11,20 +11,19 @@ from torch import Tensor
 from vissl_zero.methods.gather import at_least_float32
 
 
-def masked_patch_loss(student: Tensor, targets: Tensor, mask: Tensor, student_temperature: float = 0.1) -> Tensor:
+def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float = 0.1) -> Tensor:
     """Cross-entropy of masked patches against the teacher's, which saw them: mean within images, then over images.
 
-    Only masked patches are given, so that heads need not be run on the others: ``tokens[mask]``.
+    As many patches of every image are given, so that shapes do not depend on masks; those not masked do not count.
 
     Args:
-        student: (m, K) scores of the masked patches, in the order of ``mask``.
-        targets: (m, K) probabilities of the same patches from the teacher, without gradient.
-        mask: (I, P) bool, the masked patches of each of this rank's I images (views included); m are True.
+        student: (I, m, K) scores of some patches of each of this rank's I images (views included).
+        targets: (I, m, K) probabilities of the same patches from the teacher, without gradient.
+        is_masked: (I, m) bool, which of them count.
         student_temperature: divides the student's scores.
     Returns:
         0-d, the mean over this rank's I images; one without masked patches counts as zero. No communication.
     """
-    log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=1)
-    per_image = 1 / mask.sum(dim=1, keepdim=True).clamp(min=1).to(log_probabilities.dtype)
-    weights = per_image.expand(mask.shape)[mask]
-    return -((targets * log_probabilities).sum(dim=1) * weights).sum() / max(len(mask), 1)
+    log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    weights = is_masked / is_masked.sum(dim=1, keepdim=True).clamp(min=1).to(log_probabilities.dtype)
+    return -((targets * log_probabilities).sum(dim=2) * weights).sum() / max(len(student), 1)

@@ -1,0 +1,124 @@
+"""iBOT's keys, head and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import MISSING
+
+from vissl_zero.config.constraints import number
+from vissl_zero.errors import Problem
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk, share, two_views
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class IBOTHeadConfig:
+    """``ibot_head``: projection MLP and prototypes for the class token and for patches; iBOT and DINOv2 need it."""
+
+    dims: list[int] = MISSING
+    """Widths of the projection MLP, from the trunk's features to the embedding."""
+    num_clusters: list[int] = MISSING
+    """Prototypes. One number: patches share the class token's head. Two: they have a head of their own."""
+    activation_name: str = "GELU"
+    """Activation between the layers: ReLU, GELU or SiLU."""
+
+
+@dataclass
+class IBOTLossConfig:
+    """``ibot_loss``: self-distillation of crops and of masked patches, https://arxiv.org/abs/2111.07832."""
+
+    teacher_momentum: float = 0.996
+    """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
+    warmup_teacher_temp: float = number(0.04, above=0, most=1000)
+    """Divides the teacher's scores of crops in the first step."""
+    teacher_temp: float = number(0.07, above=0, most=1000)
+    """Divides them after the warm-up."""
+    warmup_teacher_patch_temp: float = number(0.04, above=0, most=1000)
+    """Divides the teacher's scores of patches in the first step."""
+    teacher_patch_temp: float = number(0.07, above=0, most=1000)
+    """Divides them after the warm-up."""
+    warmup_teacher_temp_epochs: int = number(30, least=0)
+    """Epochs in which both temperatures go from one to the other in a straight line."""
+    student_temp: float = number(0.1, above=0, most=1000)
+    """Divides the student's scores."""
+    center_momentum: float = 0.9
+    """Weight of the past in the centre of crops."""
+    center_momentum2: float = 0.9
+    """Weight of the past in the centre of patches."""
+    lambda1: float = number(1.0, least=0)
+    """Weight of the loss of crops."""
+    lambda2: float = number(1.0, least=0)
+    """Weight of the loss of masked patches."""
+    mim_start_epoch: int = number(0, least=0)
+    """Epochs before patches are masked."""
+    mask_ratio: list[float] = field(default_factory=lambda: [0.1, 0.5])
+    """Least and largest share of the patches of a crop that are masked, in blocks."""
+    mask_probability: float = 0.5
+    """Share of the large crops that are masked at all."""
+    num_global_crops: int | None = None
+    """Crops that the teacher sees and that are masked: those of the first size; null: from the transforms, which also
+    win over a different number."""
+    out_dim: int | None = None
+    """Prototypes of crops; null: from the head, which also wins over a different number."""
+    patch_out_dim: int | None = None
+    """Prototypes of patches; null: from the head, which also wins over a different number."""
+
+
+@METHODS.register("ibot")
+class IBOT(MethodSpec):
+    """iBOT: DINO, and self-distillation of masked patches."""
+
+    losses = {"ibot_loss": IBOTLossConfig}
+    heads = {"ibot_head": IBOTHeadConfig}
+    shape_keys: ClassVar[Sequence[str]] = ("out_dim", "patch_out_dim")
+    title = "iBOT"
+    paper = "https://arxiv.org/abs/2111.07832"
+    views = "2 or more crops of any sizes, those of the first size masked; the teacher sees these whole"
+    teacher = "momentum, cosine to 1"
+    couples = "two centres: means of the teacher's scores over the batch"
+    recipe = "digits/ibot"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """Prototypes from the head, crops from the transforms."""
+        clusters = next((options.get("num_clusters") for _, options in heads_of(cfg)), None) or [None]
+        crops = crops_of(cfg)
+        return {
+            "num_global_crops": (crops[0] if crops else None, "transforms"),
+            "out_dim": (clusters[0], "head"),
+            "patch_out_dim": (clusters[-1], "head"),
+        }
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """A vision transformer with a mask token, one head, two crops or more, numbers in range."""
+        keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
+        return [
+            *patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability),
+            *share(f"{path}.teacher_momentum", keys.teacher_momentum),
+            *share(f"{path}.center_momentum", keys.center_momentum),
+            *share(f"{path}.center_momentum2", keys.center_momentum2),
+        ]
+
+
+def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
+    """What iBOT and DINOv2 ask for."""
+    found = [
+        *one_head(cfg, "ibot_head"),
+        *patch_trunk(cfg, mask_token=True),
+        *two_views(cfg, exactly=False),
+        *share(f"{path}.mask_probability", probability),
+    ]
+    if len(ratio) != 2 or not 0 <= ratio[0] <= ratio[1] <= 1 or ratio[1] == 0:
+        must = "must be two shares of the patches, the least and the largest"
+        found.append(Problem(f"config.{path}.mask_ratio", str(list(ratio)), must, "Write [0.1, 0.5]."))
+    clusters = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
+    if clusters is not None and len(clusters) not in (1, 2):
+        must = "must be one number, or one for crops and one for patches"
+        found.append(Problem("config.MODEL.HEAD.PARAMS", str(list(clusters)), must, "Write num_clusters: [8192]."))
+    return found

@@ -1,0 +1,155 @@
+"""iBOT as the loop runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.methods.dino.loss import Centre, dino_loss
+from vissl_zero.methods.embedding import EmbeddingMethod, output_of
+from vissl_zero.methods.ibot.keys import IBOTLossConfig
+from vissl_zero.methods.ibot.loss import masked_patch_loss
+from vissl_zero.methods.masks import block_order, masked_counts
+from vissl_zero.methods.method import Batch
+from vissl_zero.models.patches import PatchView, grid_of
+from vissl_zero.registry import LOSSES
+
+
+class PatchDistillation(EmbeddingMethod):
+    """Base of methods whose student fills in masked patches of the large crops as a teacher sees them.
+
+    Heads score the largest number of patches that a crop may have masked, so shapes are the same in every step.
+
+    Args:
+        num_global_crops: of the first size.
+        mask_ratio: least and largest share of the patches that are masked.
+        mask_probability: of a crop to be masked.
+    """
+
+    has_teacher = True
+
+    def __init__(self, num_global_crops: int, mask_ratio: Sequence[float], mask_probability: float):
+        super().__init__()
+        self.num_global_crops = num_global_crops
+        self.mask_ratio = (mask_ratio[0], mask_ratio[1])
+        self.mask_probability = mask_probability
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """All crops, those of the first size masked."""
+        outputs: list[Any] = model(batch.images, see=partial(self._see, masks=True))
+        return outputs
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The crops of the first size, whole."""
+        outputs: list[Any] = model(batch.images[:1], see=partial(self._see, masks=False))
+        return outputs
+
+    def by_view(self, rows: Tensor, batch: Batch, num_views: int | None = None) -> Tensor:
+        """Rows (views * n, ...) as (views, n, ...); by default of the crops that the teacher sees."""
+        return rows.unflatten(0, (num_views or self.num_global_crops, batch.num_local))
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
+        grid = grid_of(images[0], patch_size)
+        num_patches = grid[0] * grid[1]
+        probability = self.mask_probability if self._is_masking() else 0.0
+        counts = masked_counts(images[0], num_patches, self.mask_ratio, probability, self.epoch, "counts")
+        most = max(1, int(self.mask_ratio[1] * num_patches))
+        wanted = block_order(images[0], grid, counts, self.epoch, "mask")[:, :most]
+        if not masks:
+            return [PatchView(wanted=wanted)]
+        is_masked = torch.arange(most, device=counts.device) < counts[:, None]
+        masked = torch.zeros(len(wanted), num_patches, dtype=torch.bool, device=counts.device)
+        first = PatchView(masked=masked.scatter(1, wanted, is_masked), wanted=wanted)
+        return [first, *(PatchView() for _ in images[1:])]
+
+    def _is_masking(self) -> bool:
+        """Whether patches are masked in this epoch."""
+        return True
+
+
+@LOSSES.register("ibot_loss", config=IBOTLossConfig)
+class IBOT(PatchDistillation):
+    """iBOT: DINO, and self-distillation of masked patches.
+
+    The centre of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
+    for nothing else.
+
+    Args: the fields of ``IBOTLossConfig``, with out_dim, patch_out_dim and num_global_crops known.
+    """
+
+    def __init__(
+        self,
+        out_dim: int,
+        patch_out_dim: int,
+        num_global_crops: int = 2,
+        teacher_momentum: float = 0.996,
+        warmup_teacher_temp: float = 0.04,
+        teacher_temp: float = 0.07,
+        warmup_teacher_patch_temp: float = 0.04,
+        teacher_patch_temp: float = 0.07,
+        warmup_teacher_temp_epochs: int = 30,
+        student_temp: float = 0.1,
+        center_momentum: float = 0.9,
+        center_momentum2: float = 0.9,
+        lambda1: float = 1.0,
+        lambda2: float = 1.0,
+        mim_start_epoch: int = 0,
+        mask_ratio: Sequence[float] = (0.1, 0.5),
+        mask_probability: float = 0.5,
+    ):
+        super().__init__(num_global_crops, mask_ratio, mask_probability)
+        self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
+        self.centre = Centre(out_dim, center_momentum)
+        self.patch_centre = Centre(patch_out_dim, center_momentum2)
+        self.first_momentum = teacher_momentum
+        self.crop_temps = warmup_teacher_temp, teacher_temp
+        self.patch_temps = warmup_teacher_patch_temp, teacher_patch_temp
+        self.num_warmup_epochs = warmup_teacher_temp_epochs
+        self.student_temp = student_temp
+        self.weights = lambda1, lambda2
+        self.mim_start_epoch = mim_start_epoch
+        self._warmed = 0.0
+        self._num_warmup_steps = 0
+        self._scores: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
+        """Remember the length, for schedules."""
+        super().set_length(num_steps, steps_per_epoch)
+        self._num_warmup_steps = self.num_warmup_epochs * steps_per_epoch
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember where the run is: the teacher's temperatures warm up."""
+        super().on_step(step, epoch)
+        self._warmed = min(step / max(self._num_warmup_steps, 1), 1.0) if self._num_warmup_steps else 1.0
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
+        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        self._note(student.embeddings)
+        self._scores = teacher.scores, teacher.patch_scores, student.is_masked
+        crop_temp, patch_temp = (low + (high - low) * self._warmed for low, high in (self.crop_temps, self.patch_temps))
+        targets = self.by_view(self.centre.targets(teacher.scores, crop_temp), batch)
+        crops = dino_loss(self.by_view(student.scores, batch, sum(batch.num_crops)), targets, self.student_temp)
+        targets = self.patch_centre.targets(teacher.patch_scores, patch_temp)
+        patches = masked_patch_loss(student.patch_scores, targets, student.is_masked, self.student_temp)
+        return self.weights[0] * crops + self.weights[1] * patches
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Move the centres. Collective."""
+        assert self._scores is not None
+        crops, patches, is_masked = self._scores
+        self.centre.update(crops)
+        self.patch_centre.update(patches, is_masked)
+
+    def momentum(self, step: int) -> float:
+        """See ``Method``."""
+        return self._cosine_momentum(self.first_momentum, step)
+
+    def _is_masking(self) -> bool:
+        """See ``PatchDistillation``."""
+        return self.epoch >= self.mim_start_epoch

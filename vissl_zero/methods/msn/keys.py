@@ -1,0 +1,74 @@
+"""MSN's keys and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vissl_zero.config.constraints import number
+from vissl_zero.errors import Problem
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk, share, two_views
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class MSNLossConfig:
+    """``msn_loss``: masked crops take the prototypes of a whole one, https://arxiv.org/abs/2204.07141."""
+
+    momentum: float = 0.996
+    """Weight of the teacher's past at the start; it grows to 1 in a straight line."""
+    temperature: float = number(0.1, above=0, most=1000)
+    """Divides the cosine similarities to the prototypes."""
+    sharpening: float = number(0.25, above=0, most=1)
+    """The target's probabilities are raised to 1 over it."""
+    mean_entropy_weight: float = number(1.0, least=0)
+    """Weight of the term that makes the batch use all prototypes."""
+    entropy_weight: float = number(0.0, least=0)
+    """Weight of the mean entropy of the student's predictions."""
+    use_sinkhorn: bool = True
+    """Bring targets to equal use of the prototypes."""
+    patch_drop: float = number(0.15, least=0, below=1)
+    """Share of the patches left out of the student's crops of the first size, at random."""
+    output_dim: int | None = None
+    """Prototypes; null: from the head, which also wins over a different number."""
+
+
+@METHODS.register("msn")
+class MSN(MethodSpec):
+    """MSN: masked crops take the prototypes that a teacher gives the whole first crop."""
+
+    losses = {"msn_loss": MSNLossConfig}
+    title = "MSN"
+    paper = "https://arxiv.org/abs/2204.07141"
+    views = (
+        "2 or more crops of the first size, others of any; the teacher sees the first, the student parts of the rest"
+    )
+    teacher = "momentum, linear to 1"
+    couples = "the entropy of the mean prediction; Sinkhorn over the batch"
+    recipe = "digits/msn"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """output_dim from the head."""
+        counts = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
+        return {"output_dim": (counts[0] if counts else None, "head")}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """A vision transformer, one head with one layer of prototypes of unit length, two large crops."""
+        keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
+        found = [*one_head(cfg, "swav_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
+        counts = crops_of(cfg)
+        if counts and sum(counts) >= 2 and counts[0] < 2:
+            must = "must begin with two crops of the first size: the teacher's and one of the student's"
+            found.append(Problem("config.DATA.TRAIN.TRANSFORMS", str(counts), must, "Write num_crops: [2, 10], say."))
+        for name, options in heads_of(cfg):
+            if name == "swav_head" and not (
+                options.get("use_weight_norm_prototypes") and len(options["num_clusters"]) == 1
+            ):
+                must = "must have one layer of prototypes of unit length for msn_loss"
+                fix = "Write num_clusters: [1024] and use_weight_norm_prototypes: true."
+                found.append(Problem("config.MODEL.HEAD.PARAMS", str(dict(options)), must, fix))
+        return [*found, *share(f"{path}.momentum", keys.momentum)]
