@@ -332,6 +332,7 @@ SCHEDULERS = Registry(
         for name, text in {
             "constant": "One value throughout.",
             "cosine": "Half a cosine from start_value to end_value.",
+            "cosine_warm_restart": "Cosines one after another, as VISSL has them.",
             "linear": "A straight line from start_value to end_value.",
             "multistep": "A value per milestone.",
             "step": "Equal steps through a list of values.",
@@ -364,6 +365,7 @@ TRANSFORMS = Registry(
             "Transforms with a probability for each crop.",
         ),
         "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
+        "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.blur", "Gaussian blur of a random radius, with a probability."),
     },

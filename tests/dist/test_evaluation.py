@@ -40,3 +40,33 @@ def test_the_same_on_every_rank_and_as_in_one_process(level: int, world_size: in
         assert torch.equal(features.pixels, wanted[0].pixels)
         assert results == wanted[1]
         assert neighbours == wanted[2]
+
+
+def _layers(level: int, world_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Probes of three layers of a frozen trunk, trained for three steps: figures and all weights."""
+    config = make_config(USE_KNN=False)
+    taps = [["conv1", ["AdaptiveAvgPool2d", [[2, 2]]]], ["stages.0.0", ["Identity", []]], ["flatten", ["Identity", []]]]
+    settings = {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True, "SHOULD_FLATTEN_FEATS": False}
+    config["MODEL"]["FEATURE_EVAL_SETTINGS"] |= settings | {"LINEAR_EVAL_FEAT_POOL_OPS_MAP": taps}
+    probe = ["eval_mlp", {"in_channels": 8, "dims": [32, 10]}]
+    config["MODEL"]["HEAD"]["PARAMS"] = [probe, ["eval_mlp", {"in_channels": 8, "dims": [128, 10]}], _LAST]
+    config["MODEL"]["NON_TRAINABLE_PARAMS"] = ["trunk"]
+    plan = make_plan(config, level=level, world_size=world_size, max_steps=3)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    train(run, schedules, frozen, [AccuracyHook()])
+    return run.results, {name: tensor.clone() for name, tensor in run.sharded.full_state().items()}
+
+
+_LAST = ["mlp", {"dims": [32, 10]}]
+
+
+def test_probes_of_layers_are_the_same_at_every_level() -> None:
+    ((wanted, state),) = run_on_ranks(1, _layers, 0, 1)
+    assert len(wanted["top1_by_layer"]) == 3
+    for level in (0, 3):
+        for results, other in run_on_ranks(2, _layers, level, 2):
+            assert results == wanted
+            if other:  # rank 0 has the whole state
+                assert other.keys() == state.keys()
+                for name, tensor in state.items():
+                    torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-10)

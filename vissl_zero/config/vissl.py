@@ -156,6 +156,8 @@ def _empty_block(path: str) -> type:
 def use_own_names(cfg: RunConfig) -> None:
     """Replace VISSL's second names (``regnet_fsdp``, ``sgd_fsdp``, ...) by the one name of each, in place."""
     model, optimizer = cfg.MODEL, cfg.OPTIMIZER
+    keys = model.WEIGHTS_INIT.STATE_DICT_KEY_NAME
+    model.WEIGHTS_INIT.STATE_DICT_KEY_NAME = ".".join(map(str, keys)) if isinstance(keys, list) else str(keys or "")
     model.TRUNK.NAME = ALIASES["trunks"].get(model.TRUNK.NAME, model.TRUNK.NAME)
     model.HEAD.PARAMS = _chained(cfg, [_head(entry) for entry in model.HEAD.PARAMS])
     for block in (optimizer, optimizer.base_optimizer):

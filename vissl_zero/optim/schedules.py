@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +93,39 @@ def _single(config: dict[str, Any], num_epochs: int) -> Progression:
 
 for _name in ("constant", "cosine", "linear", "multistep", "step"):
     SCHEDULERS.register(_name)(_single)
+
+
+@SCHEDULERS.register("cosine_warm_restart")
+def cosine_warm_restart(config: dict[str, Any], num_epochs: int) -> Progression:
+    """Cosines one after another (https://arxiv.org/abs/1608.03983), as VISSL's schedule of that name has them.
+
+    Args:
+        config: "start_value", "end_value", "restart_interval_length" (of half a wave, a share of the schedule),
+            "wave_type" ("half": the next wave starts at its top; "full": the value rises again before it falls),
+            "lr_multiplier" (of each top over the one before) and "is_adaptive" (tops on one cosine over the whole).
+        num_epochs: not used.
+    """
+    first, last, length = config["start_value"], config["end_value"], config["restart_interval_length"]
+    wave, factor = config.get("wave_type", "half"), config.get("lr_multiplier", 1.0)
+    if wave not in ("half", "full") or not 0 < length <= 1:
+        raise ValueError(f"wave_type {wave} must be half or full, restart_interval_length {length} above 0, at most 1")
+    period = 2 * length if wave == "full" else length
+    restarts = [0.0, *(length + n * period for n in range(math.ceil((1 - length) / period)))]
+
+    def top(index: int) -> float:
+        if not config.get("is_adaptive", False):
+            return float(first * factor**index)
+        shift = length if wave == "full" else 0.0
+        return float(last + 0.5 * (first - last) * (1 + math.cos(math.pi * (shift + restarts[index]))))
+
+    tops = [top(index) for index in range(len(restarts))]
+
+    def value(where: float) -> float:
+        highest = tops[max(bisect.bisect(restarts, where) - 1, 0)]
+        at = (where % length if wave == "half" else where) / length
+        return float(last + 0.5 * (highest - last) * (1 + math.cos(math.pi * at)))
+
+    return value
 
 
 @SCHEDULERS.register("composite")

@@ -134,7 +134,7 @@ def test_a_sweep_of_rates_makes_a_head_for_each(tmp_path):
         ([f"{factors}=[1,-2]"], "lr_factors"),
         (["config.ZERO.clip_grad=1.0"], "cannot go with clipping"),
         (["config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY=false"], "needs a frozen trunk"),
-        (["config.MODEL.HEAD.PARAMS=[[mlp,{dims:[-1,-1]}],[mlp,{dims:[-1,-1]}]]"], "must be one head"),
+        (["config.MODEL.HEAD.PARAMS=[[mlp,{dims:[-1,-1]}],[mlp,{dims:[-1,-1]}]]"], "one after another"),
     ]:
         with pytest.raises(ConfigError, match=message):
             resolved(run, *words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import complaints, config
+from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.inactive import inactive_keys
 from vissl_zero.config.derive.optimizer import optimizer_plan
 
@@ -40,3 +41,10 @@ def test_lars_takes_vissl_s_flat_key():
     assert plan.options["exclude_bias_and_norm"] is True
     _, notes = optimizer_plan(config(OPTIMIZER__name="sgd", OPTIMIZER__exclude_bias_and_norm=True), 256)
     assert "config.OPTIMIZER: exclude_bias_and_norm has no effect on sgd." in notes
+
+
+def test_keys_of_a_checkpoint_may_be_a_list():
+    keys = "config.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME"
+    run = compose("supervised/digits", [f"{keys}=[loss,teacher]"]).run
+    assert run.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME == "loss.teacher"
+    assert compose("supervised/digits").run.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME == "classy_state_dict"

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
-from vissl_zero.data.transforms.color import ImgPilRandomSolarize
+from vissl_zero.data.transforms.color import ImgPilRandomSolarize, MNISTImgPil2RGB
 from vissl_zero.data.transforms.evaluation import build_eval_pipeline, derive_eval_transforms
 from vissl_zero.data.transforms.pipeline import build_pipeline
 from vissl_zero.errors import ConfigError, DataError
@@ -213,3 +213,11 @@ def test_solarization_is_pil_s_at_a_threshold_from_0_to_256(monkeypatch: pytest.
     for threshold in (0, 128, 256):
         monkeypatch.setattr("random.randint", lambda low, high, at=threshold: at if (low, high) == (0, 256) else -1)
         assert always(image).tobytes() == ImageOps.solarize(image, threshold).tobytes()
+
+
+def test_an_image_on_a_canvas_has_three_channels() -> None:
+    grey = Image.fromarray(np.full((4, 6), 200, dtype=np.uint8))
+    plain, larger = MNISTImgPil2RGB()(grey), MNISTImgPil2RGB(size=8, box=[1, 2])(grey)
+    assert (plain.mode, plain.size, larger.mode, larger.size) == ("RGB", (6, 4), "RGB", (8, 8))
+    pixels = np.asarray(larger)
+    assert (pixels[2:6, 1:7] == 200).all() and pixels.sum() == 200 * 3 * 24 and (np.asarray(plain) == 200).all()

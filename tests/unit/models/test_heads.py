@@ -45,6 +45,12 @@ def test_a_head_without_prototypes_only_projects():
     )
 
 
+def test_heads_that_do_not_meet_are_refused():
+    heads = [["mlp", {"dims": [64, 32]}], ["mlp", {"dims": [16, 10]}]]
+    said = complaints(MODEL__HEAD__PARAMS=[["chain", {"heads": heads, "dims": [64, 10]}]])
+    assert any("[64, 32] and then [16, 10]" in text for text in said)
+
+
 @pytest.mark.parametrize("is_unit", [True, False])
 def test_dino_head_is_the_authors(is_unit):
     """mlp, L2 norm, torch's weight_norm; https://github.com/facebookresearch/dino/blob/main/vision_transformer.py"""

@@ -166,3 +166,67 @@ def test_a_schedule_of_the_users_own_also_inside_a_composite(monkeypatch):
     assert values({"name": "squared", "top": 4.0}, 2, 1) == [0.0, 1.0]
     config = {"name": "composite", "schedulers": [WARM_UP, {"name": "squared", "top": 4.0}], "lengths": [0.5, 0.5]}
     assert values({**config, "update_interval": "step"}, 2, 2) == pytest.approx([0.2, 0.6, 0.0, 1.0])
+
+
+HALF_ADAPTIVE = [
+    4.8,
+    4.342099145713374,
+    3.1432991457133737,
+    1.661500854286626,
+    0.4627008542866262,
+    2.4023999999999996,
+    2.1734495728566867,
+    1.574049572856687,
+    0.8331504271433128,
+    0.2337504271433131,
+]
+FULL_ADAPTIVE = [
+    3.5968486085619626,
+    2.859232433935664,
+    1.2522527947633688,
+    0.09586306954142802,
+    0.11582742858845001,
+    0.594259507130235,
+    1.0772888918405927,
+    1.1681611667209206,
+    0.7922349590269321,
+    0.25829144794430803,
+]
+FULL = [
+    4.8,
+    3.815320373967869,
+    1.6700852712491683,
+    0.12636451057600526,
+    0.4521514030241943,
+    2.3798485883818126,
+    4.32606922682476,
+    4.692211541210882,
+    3.1775307223941422,
+    1.0261670291587521,
+]
+HALF = [
+    4.8,
+    3.1432991457133737,
+    0.4627008542866262,
+    2.171278752463437,
+    0.8323212475365628,
+    1.2,
+    0.7870685558384688,
+    0.1189314441615316,
+    0.5431634575259842,
+    0.21043654247401558,
+]
+# VISSL's CosineWarmRestartScheduler at 09270ed2 with start_value 4.8 and end_value 0.0048.
+RESTARTS = [
+    ({"wave_type": "half", "restart_interval_length": 0.5, "is_adaptive": True}, HALF_ADAPTIVE),
+    ({"wave_type": "full", "restart_interval_length": 0.334, "is_adaptive": True}, FULL_ADAPTIVE),
+    ({"wave_type": "full", "restart_interval_length": 0.334}, FULL),
+    ({"wave_type": "half", "restart_interval_length": 0.25, "lr_multiplier": 0.5}, HALF),
+]
+
+
+@pytest.mark.parametrize(("keys", "wanted"), RESTARTS)
+def test_warm_restarts_are_vissl_s(keys, wanted):
+    config = {"name": "cosine_warm_restart", "start_value": 4.8, "end_value": 0.0048, "update_interval": "step", **keys}
+    value = build_schedule(config, 20, 1)
+    assert [value(step) for step in range(0, 20, 2)] == pytest.approx(wanted, rel=1e-12)

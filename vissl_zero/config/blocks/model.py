@@ -142,8 +142,9 @@ class WeightsInit:
 
     PARAMS_FILE: str = ""
     """A run folder, a checkpoint, safetensors, or a file of torch.save (VISSL's layouts, state dicts); never run."""
-    STATE_DICT_KEY_NAME: str = "classy_state_dict"
-    """Where a file of torch.save holds the weights, dots between; classy_state_dict or empty: found by itself."""
+    STATE_DICT_KEY_NAME: Any = "classy_state_dict"
+    """Where a file of torch.save holds the weights, a list of keys or dots between them; classy_state_dict or empty:
+    found by itself."""
     SKIP_LAYERS: list[str] = field(default_factory=lambda: ["num_batches_tracked"])
     """Tensors whose name contains one of these are left as they begin."""
     REMOVE_PREFIX: str = ""

@@ -28,15 +28,23 @@ class Scheduler:
     """One schedule; which keys are used depends on ``name``."""
 
     name: str = "multistep"
-    """constant, linear, cosine, step, multistep or composite."""
+    """constant, linear, cosine, cosine_warm_restart, step, multistep or composite."""
     update_interval: str = choice("epoch", "step", "epoch")
     """epoch or step: how often the value changes."""
     value: float = number(0.1, least=0)
     """constant: the value."""
     start_value: float = number(0.1, least=0)
-    """linear, cosine: the first value."""
+    """linear, cosine, cosine_warm_restart: the first value."""
     end_value: float = number(0.0, least=0)
-    """linear, cosine: the last value."""
+    """linear, cosine, cosine_warm_restart: the last value."""
+    restart_interval_length: float = number(0.5, above=0, most=1)
+    """cosine_warm_restart: length of half a wave, as a share of the schedule."""
+    wave_type: str = choice("half", "half", "full")
+    """cosine_warm_restart: half (falls, then starts again at the top) or full (falls and rises again)."""
+    lr_multiplier: float = number(1.0, above=0, most=1)
+    """cosine_warm_restart: each restart's top over the one before, unless is_adaptive."""
+    is_adaptive: bool = False
+    """cosine_warm_restart: each restart's top lies on one cosine over the whole schedule."""
     values: list[float] = number([0.1, 0.01, 0.001], least=0)
     """step, multistep: the values in order."""
     milestones: list[int] = number([30, 60], least=0)

@@ -118,10 +118,20 @@ KEYS: dict[str, tuple[str, ...]] = {
     "constant": ("value",),
     "linear": ("start_value", "end_value"),
     "cosine": ("start_value", "end_value"),
+    "cosine_warm_restart": (
+        "start_value",
+        "end_value",
+        "restart_interval_length",
+        "wave_type",
+        "lr_multiplier",
+        "is_adaptive",
+    ),
     "step": ("values",),
     "multistep": ("values", "milestones"),
     "composite": ("schedulers", "lengths", "interval_scaling"),
 }
+# Of those, what has a default in a part of a composite too.
+OPTIONAL_KEYS = ("interval_scaling", "lr_multiplier", "is_adaptive")
 _VALUES = ("value", "start_value", "end_value")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from vissl_zero.config.blocks.model import RegNetBlock
@@ -131,9 +132,25 @@ def _head(head: Any, is_inner: bool = False) -> list[Problem]:
         if name == "chain":
             *inner, last = options["heads"]
             found += [problem for part in inner for problem in _head(part, is_inner=True)] + _head(last)
+            found += _joints(options["heads"])
         return found
     except ConfigError as error:
         return list(error.problems)
+
+
+def _joints(heads: Sequence[Any]) -> list[Problem]:
+    """Each head of a chain begins with as many features as the one before it gives."""
+    widths = [list(head[1].get("dims") or []) if is_head(head) else [] for head in heads]
+    return [
+        Problem(
+            _HEADS,
+            f"{before} and then {after}",
+            "must begin with the outputs of the head before: several heads are applied one after another",
+            f"Write dims: [{before[-1] if before[-1] > 0 else 128}, ...] for the second.",
+        )
+        for before, after in pairwise(widths)
+        if before and after and (before[-1] != after[0] or after[0] < 1)
+    ]
 
 
 def is_head(head: Any) -> bool:

@@ -7,7 +7,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.derive.optimizer import KEYS, base_name, one_rate, optimizer_options, peak, plain, uses_larc
+from vissl_zero.config.derive.optimizer import (
+    KEYS,
+    OPTIONAL_KEYS,
+    base_name,
+    one_rate,
+    optimizer_options,
+    peak,
+    plain,
+    uses_larc,
+)
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
 from vissl_zero.config.run import RunConfig
@@ -125,7 +134,7 @@ def _missing(key: str, name: str, schedule: Mapping[str, Any]) -> list[Problem]:
         typed_options(Scheduler, schedule, key)
     except ConfigError as error:
         return list(error.problems)
-    needed = [part for part in KEYS.get(name, ()) if part != "interval_scaling"]
+    needed = [part for part in KEYS.get(name, ()) if part not in OPTIONAL_KEYS]
     fix = f"The {name} schedule needs {', '.join(needed)}."
     return [Problem(f"{key}.{part}", "", "must be given", fix) for part in needed if part not in schedule]
 

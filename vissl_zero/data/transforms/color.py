@@ -1,8 +1,9 @@
-"""SimCLR's colour distortion and BYOL's solarization."""
+"""SimCLR's colour distortion and BYOL's solarization; images of one channel in colour."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torchvision
 from PIL import Image, ImageOps
@@ -44,3 +45,24 @@ class ImgPilRandomSolarize:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return ImageOps.solarize(image, random.randint(0, 256)) if random.random() < self.p else image
+
+
+@TRANSFORMS.register("MNISTImgPil2RGB")
+class MNISTImgPil2RGB:
+    """An RGB image, if asked for on a black canvas of another size.
+
+    Args:
+        size: height and width of the canvas, or one number for both; empty: the image's own.
+        box: left and upper edge of the image on it, in pixels.
+    """
+
+    def __init__(self, size: int | Sequence[int] = (), box: Sequence[int] = (0, 0)):
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.box = tuple(box)
+        if len(self.size) not in (0, 2) or len(self.box) != 2:
+            raise ValueError("size must be a number or two, box two numbers")
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        canvas = Image.new("RGB", self.size or image.size)  # type: ignore[arg-type]
+        canvas.paste(image, self.box if self.size else (0, 0))  # type: ignore[arg-type]
+        return canvas
