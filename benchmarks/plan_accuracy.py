@@ -44,13 +44,16 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._others: set[int] = set()  # storages over memory that another one is counted for
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def begin(self) -> None:
         """Start from what is alive."""
         gc.collect()
         self._sizes.clear()
+        self._others.clear()
         self.now = 0
+        mapped: set[tuple[int, int]] = set()
         for thing in gc.get_objects():
             try:
                 is_tensor = isinstance(thing, Tensor)
@@ -58,8 +61,19 @@ class LiveBytes(TorchDispatchMode):
                 continue
             if is_tensor:
                 with torch._C.DisableTorchFunctionSubclass():
-                    self.see(thing)
+                    self._see_once(thing, mapped)
         self.peak = self.now
+
+    def _see_once(self, tensor: Tensor, mapped: set[tuple[int, int]]) -> None:
+        """Count memory once that several storages lie over (buffers of offload, which are cut out of one mapping)."""
+        inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if not inner.is_meta and type(tensor).__name__ != "FakeTensor":
+            storage = inner.untyped_storage()
+            place = storage.data_ptr(), storage.nbytes()
+            if storage.nbytes() and place in mapped and storage._cdata not in self._sizes:
+                self._others.add(storage._cdata)
+            mapped.add(place)
+        self.see(tensor)
 
     def see(self, tensor: Tensor) -> None:
         """Count a tensor's storage, at its present size."""
@@ -70,7 +84,8 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
-        self.resized(storage)
+        if storage._cdata not in self._others:
+            self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has its present size from now on."""

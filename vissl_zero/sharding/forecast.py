@@ -283,7 +283,8 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
     stepper = Stepper(shards, optimizer, adaptation, plan.clip_grad, None, None)
     for shard in shards:
         shard.local.grad = torch.zeros_like(shard.local)
-    stepper.step(())
+    with Recorder(Storages()):
+        stepper.step(())
     states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     tensors = [value for _, value in states if isinstance(value, Tensor)]
     constants = Storages([*tensors, *(shard.local for shard in shards), *(shard.local.grad for shard in shards)])

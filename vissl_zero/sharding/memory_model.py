@@ -36,6 +36,7 @@ KINDS = (
 )
 _NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/offload.md)
 _NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients, likewise
+_HUGE_PAGE = 2**21
 _POINTS = 400  # of a drawn timeline
 
 
@@ -272,9 +273,9 @@ class _Step:
         master = dtype_of(plan.precision.master).itemsize
         record = CHUNK_ELEMENTS * master
         if plan.offload_optimizer.device == "nvme" and self.facts.updates[self.num_ranks].num_state_keys:
-            yield _NUM_STREAMED * RECORD_BYTES
+            yield _mapped(_NUM_STREAMED * RECORD_BYTES)
         if plan.offload_params.device == "nvme":
-            yield (_NUM_READ_AHEAD + _NUM_SPILLED + 2 * _NUM_STREAMED) * record
+            yield from (_mapped(number * record) for number in (_NUM_READ_AHEAD, _NUM_SPILLED, 2 * _NUM_STREAMED))
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
@@ -379,7 +380,7 @@ class _Step:
             return
         names = [*self.trained][::-1]
         if self.is_whole:
-            yield from ([name] for name in names)
+            yield from self.messages(names)
             return
         bucket: list[str] = []
         num_bytes = 0
@@ -392,6 +393,24 @@ class _Step:
             num_bytes += param.num_bytes
         if bucket:
             yield bucket
+
+    def messages(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Parameters whose gradients have left with each message, as ``plan_messages`` packs them."""
+        itemsize = dtype_of(self.plan.precision.master).itemsize
+        capacity = SLOT_BYTES // itemsize // self.num_ranks
+        ended: list[str] = []
+        room = capacity
+        for name in names:
+            rest = self.trained[name].padded(self.num_ranks) // itemsize
+            while rest:
+                if rest > room - 1 and room < capacity:  # a cut parameter begins a message
+                    yield ended
+                    ended, room = [], capacity
+                sent = min(rest, room - 1)  # a flag goes with each piece
+                room -= sent + 1
+                rest -= sent
+            ended.append(name)
+        yield ended
 
     def reduce(self, unit: str) -> None:
         """A unit's gradients become this rank's part of their mean."""
@@ -501,6 +520,11 @@ class _Queue:
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]
             self._next += 1
+
+
+def _mapped(num_bytes: int) -> int:
+    """Bytes mapped for a pool of buffers: whole huge pages, and one to begin at (``offload/block_file.py``)."""
+    return (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE
 
 
 def _drawn(total: Tensor) -> list[int]:

@@ -95,6 +95,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.name.startswith("aten::_fused_"):
+            return (
+                None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
+            )
         result = func(*args, **kwargs)
         trace = self.trace
         trace.num_operations += 1
@@ -186,7 +190,17 @@ def record_step(
             del loss, held
     for param in model.parameters():
         param.grad = None
+    _leave_before_entering(recorder.trace.marks)
     return recorder.trace
+
+
+def _leave_before_entering(marks: list[Mark]) -> None:
+    """One tensor is the input of a unit and the output of the one before it: the later unit is done with it first."""
+    for index in range(1, len(marks)):
+        first, second = marks[index - 1], marks[index]
+        is_same = first.place == second.place and first.moment == Moment.BACKWARD_IN
+        if is_same and second.moment == Moment.BACKWARD_OUT and first.name != second.name:
+            marks[index - 1], marks[index] = second, first
 
 
 def _gradient_hook(recorder: Recorder, names: dict[int, str]) -> Callable[[Tensor], None]:
