@@ -18,7 +18,9 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["vissl_zero*"]),
-    package_data={"vissl_zero": ["py.typed", "conf/**/*.yaml", "config/*.yaml"]},
+    package_data={
+        "vissl_zero": ["py.typed", "conf/**/*.yaml", "config/*.yaml", "methods/distillation/digits_teacher/*"]
+    },
     install_requires=[
         "torch>=2.11",
         "torchvision>=0.26",

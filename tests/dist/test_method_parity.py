@@ -41,6 +41,8 @@ TOLERANCE = 1e-10
 MLP = ["mlp", {"dims": [6, 9, 4], "use_relu": True}]
 SIAMESE = ["siamese_head", {"dims": [6, 9, 4], "predictor_dims": [5], "use_bn": False}]
 SWAV = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5]}]
+PIRL = ["pirl_head", {"dims": [6, 4], "num_towers": 4}]
+JIGSAW = ["jigsaw_head", {"dims": [6, 5], "num_towers": 4, "num_permutations": 7}]
 DINO = ["swav_head", {"dims": [6, 9, 4], "num_clusters": [5], "use_weight_norm_prototypes": True}]
 IBOT = ["ibot_head", {"dims": [6, 9, 4], "num_clusters": [5, 7]}]
 PATCHES: list[Any] = ["patch_predictor", {"dims": [6, 8, 12], "depth": 1, "num_heads": 2}]
@@ -64,6 +66,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
     "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5]}], [2, 1]),
     "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
+    "npid": ("nce_loss_with_memory", {"embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, MLP, [1]),
+    "pirl": ("pirl_loss", {"num_towers": 4, "embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, PIRL, [2]),
+    "deepcluster_v2": ("deepclusterv2_loss", {"embedding_dim": 4, "num_clusters": [5, 3]}, MLP, [2, 1]),
+    "distillation": ("distillation_loss", {"teacher": "digits", "temperature": 2.0, "soft_target_alpha": 0.7}, ["mlp", {"dims": [6, 10]}], [2, 1]),
+    "rotnet": ("rotnet_loss", {}, ["mlp", {"dims": [6, 4]}], [2]),
+    "jigsaw": ("jigsaw_loss", {"num_towers": 4, "num_permutations": 7}, JIGSAW, [2]),
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
 # Methods that look at patches.
@@ -123,18 +131,28 @@ def plain(method: str, norm: str) -> Result:
     model = build_model(plan.config["MODEL"])
     initialize_(model, plan.seed)
     model.double().train()
-    teacher = copy.deepcopy(model)
-    rule = build_method(plan.config["LOSS"]).double()
+    loader = build_loader(plan.config["DATA"], "TRAIN", plan.seed, BATCH, 0, 1, 1)
+    rule = build_method(plan.config["LOSS"], len(loader.source)).double()
+    teacher = rule.make_teacher(copy.deepcopy(model)).double().train(rule.teacher_follows)
     unit_rows = rule.normalized_rows()
-    params, followers = dict(model.named_parameters()), dict(teacher.named_parameters())
+    params = dict(model.named_parameters())
+    followers = dict(teacher.named_parameters()) if rule.teacher_follows else {}
     for weights in (params, followers):
         for name in unit_rows:
             weights[name].data /= weights[name].data.norm(dim=1, keepdim=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    loader = build_loader(plan.config["DATA"], "TRAIN", plan.seed, BATCH, 0, 1, 1)
     rule.set_length(2 * loader.steps_per_epoch, loader.steps_per_epoch)
     result, step = Result(), 0
+    if rule.looks_first:
+        rule.on_step(0, 0)
+        before = copy.deepcopy(model.state_dict())
+        for (batch,) in loader.epoch(0):
+            batch = batch.to("cpu", torch.float64)
+            with torch.no_grad():
+                rule.after_micro_batch(rule.run_student(model, batch), batch)
+        model.load_state_dict(before)  # running statistics
     for epoch in range(2):
+        rule.on_epoch(epoch)
         for (batch,) in loader.epoch(epoch):
             batch = batch.to("cpu", torch.float64)
             rule.on_step(step, epoch)
@@ -150,7 +168,7 @@ def plain(method: str, norm: str) -> Result:
             with torch.no_grad():
                 for name in unit_rows:
                     params[name] /= params[name].norm(dim=1, keepdim=True)
-                if rule.has_teacher:
+                if rule.has_teacher and rule.teacher_follows:
                     momentum = rule.momentum(step)
                     for name, follower in followers.items():
                         follower.copy_(momentum * follower + (1 - momentum) * params[name])

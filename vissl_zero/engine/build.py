@@ -62,14 +62,14 @@ def build_run(
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-    method = build_method(plan.config["LOSS"]).to(device=device, dtype=dtype)
+    method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype)
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-    teacher = copy.deepcopy(model).as_teacher() if method.has_teacher else None
+    teacher = method.make_teacher(copy.deepcopy(model)).to(dtype) if method.has_teacher else None
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device)
     if teacher is not None:
-        sharded.adopt_teacher(teacher)
+        sharded.adopt_teacher(teacher, method.teacher_follows)
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
     run = Run(

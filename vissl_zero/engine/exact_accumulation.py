@@ -51,8 +51,9 @@ def accumulate_exactly(
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
                 taught_parts.append(method.run_teacher(sharded.teacher, batch))
-            with frozen_statistics():
+            with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
+    set_random_key(run.plan.seed, run.step, joined.sample_ids)  # the loss may draw, too
     sizes = [batch.num_local for batch in micro_batches]
     outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
     leaves = [_leaf(value) for value in outputs]

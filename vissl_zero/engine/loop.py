@@ -20,6 +20,7 @@ from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.methods.method import Method
 from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random_key
+from vissl_zero.sharding.batch_norm import frozen_statistics
 from vissl_zero.sharding.strategy import Bytes, Sharded
 
 
@@ -36,11 +37,13 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
     try:
         if not run.is_resumed:
             run.sharded.normalize_rows(run.method.normalized_rows())
-            if run.method.has_teacher:
+            if run.method.has_teacher and run.method.teacher_follows:
                 run.sharded.follow(0.0)  # weights may have come from elsewhere since it was copied
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
+        if run.method.looks_first and not run.is_resumed:
+            _look_at_all(run)
         while run.step < run.num_steps and run.stop is None:
             _train_epoch(run, schedules, frozen, hooks)
         if run.stop is None:
@@ -51,9 +54,24 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
             hook.close(run)
 
 
+@torch.no_grad()
+def _look_at_all(run: Run) -> None:
+    """Show the method what the untrained model makes of every image of the first epoch, in its views of that epoch."""
+    dtype = getattr(torch, run.plan.sharding.precision.master)
+    run.method.on_step(0, 0)
+    with frozen_statistics(run.sharded.model):
+        for micro_batches in run.loader.epoch(0):
+            for cpu_batch in micro_batches:
+                batch = cpu_batch.to(run.device, dtype)
+                set_random_key(run.plan.seed, 0, batch.sample_ids)
+                run.method.after_micro_batch(run.method.run_student(run.sharded.model, batch), batch)
+
+
 def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         hook.on_epoch_start(run)
+    if run.epoch_samples == 0:
+        run.method.on_epoch(run.epoch)
     started = time.perf_counter()
     for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
         lr = schedules.apply(run.sharded, run.step)
@@ -85,7 +103,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     result = sharded.step()
     sharded.zero_grad()
     sharded.normalize_rows(method.normalized_rows())
-    if method.has_teacher and not result.skipped:
+    if method.has_teacher and method.teacher_follows and not result.skipped:
         sharded.follow(method.momentum(run.step), method.normalized_rows())
     # All that ranks must agree on travels as one message.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)

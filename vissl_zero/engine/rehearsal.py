@@ -145,8 +145,8 @@ def set_stage(plan: ResolvedRun) -> Stage:
     # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
-        method = build_method(plan.config["LOSS"])
-        teacher = build_model(plan.config["MODEL"]).as_teacher() if method.has_teacher else None
+        method = build_method(plan.config["LOSS"], len(loader.source))
+        teacher = method.make_teacher(build_model(plan.config["MODEL"], num_classes)) if method.has_teacher else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _default_dtype(dtype):
         for module in filter(None, (model, method, teacher)):

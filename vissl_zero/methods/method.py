@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero.methods.health import CollapseRule
+from vissl_zero.models.model import Model
 from vissl_zero.registry import LOSSES, require_interface
 
 
@@ -60,12 +61,17 @@ class Method(nn.Module):
 
     A subclass defines ``forward(outputs, batch)``, the loss; with a teacher ``forward(outputs, batch, taught)``.
 
-    The loop calls ``set_length`` once, and for each optimizer step, on every rank: ``on_step`` once; then per
+    ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
+    resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
     micro-batch ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
     ``after_micro_batch``. State that a resumed run needs belongs in buffers or in ``get_extra_state``.
 
     Attributes:
-        has_teacher: a momentum copy of the model is kept and run (see ``run_teacher`` and ``momentum``).
+        has_teacher: a second model is kept and run, which learns nothing by gradient (see ``run_teacher``).
+        teacher_follows: it is a copy of the model that follows it by ``momentum``; else it stays as ``make_teacher``
+            gave it.
+        looks_first: before the first step, all training images go through the model once without gradient, and the
+            outputs to ``after_micro_batch``.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
@@ -75,6 +81,8 @@ class Method(nn.Module):
 
     has_teacher: bool = False
     couples_samples: bool = True
+    teacher_follows: bool = True
+    looks_first: bool = False
     loss_sees_images: bool = False
     ignored_label: int | None = None
     guessing_loss: float | None = None
@@ -98,6 +106,14 @@ class Method(nn.Module):
         """The model's outputs for a micro-batch: an entry per head."""
         outputs: list[Any] = model(batch.images, self.probe())
         return outputs
+
+    def make_teacher(self, model: Model) -> Model:
+        """The teacher at the start of a run, without gradients.
+
+        Args:
+            model: a copy of the one that is trained, to be changed in place.
+        """
+        return model.as_teacher()
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The teacher's outputs; called without gradient. By default it sees all crops, as the student does."""
@@ -127,8 +143,14 @@ class Method(nn.Module):
     def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
         """Update state from what the model just gave. May be a collective."""
 
+    def set_images(self, num_images: int) -> None:
+        """How many images there are to train on: the size of a memory of them. Before the method gets its dtype."""
+
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """How long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """A new epoch begins, counted from 0. May be a collective."""
 
     def on_step(self, step: int, epoch: int) -> None:
         """A new optimizer step begins; both count from 0."""
@@ -170,11 +192,12 @@ def join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
     return torch.cat(by_view, dim=1).flatten(0, 1)
 
 
-def build_method(loss_config: Mapping[str, Any]) -> Method:
+def build_method(loss_config: Mapping[str, Any], num_images: int = 0) -> Method:
     """The method whose loss ``LOSS.name`` names, built with the keys under that name.
 
     Args:
         loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
+        num_images: of the training data.
 
     Raises:
         ConfigError: the name or a key is wrong.
@@ -182,4 +205,5 @@ def build_method(loss_config: Mapping[str, Any]) -> Method:
     name = loss_config["name"]
     method: Method = LOSSES.get(name).build(**(loss_config.get(name) or {}))
     require_interface(LOSSES, name, method, base=Method)
+    method.set_images(num_images)
     return method

@@ -65,6 +65,12 @@ def heads_of(cfg: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield head[0], head[1] if isinstance(head[1], Mapping) else {}
 
 
+def head_width(cfg: RunConfig) -> int | None:
+    """Width of the first head's embeddings, the last of its ``dims``; None where the recipe does not say."""
+    dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
+    return dims[-1] if dims else None
+
+
 def crops_of(cfg: RunConfig) -> list[int] | None:
     """Crops per image of each size that the transforms make; None if no multi-crop is among them."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:

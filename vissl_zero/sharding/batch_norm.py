@@ -28,14 +28,21 @@ _is_frozen = False  # read by every layer's forward pass, in the thread that tra
 
 
 @contextmanager
-def frozen_statistics() -> Iterator[None]:
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
     """Within it, forward passes in training leave running statistics as they are: the same batch comes again."""
     global _is_frozen
+    layers = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
+    # Without a group of ranks, layers are torch's own, which have a switch for it.
+    unconverted = [layer for layer in layers if not isinstance(layer, BatchNorm) and layer.track_running_stats]
+    for layer in unconverted:
+        layer.track_running_stats = False
     _is_frozen = True
     try:
         yield
     finally:
         _is_frozen = False
+        for layer in unconverted:
+            layer.track_running_stats = True
 
 
 class _Ranks:

@@ -207,11 +207,12 @@ class ShardedModel(Sharded):
         assert self._teacher is not None, "adopt_teacher was never called"
         return self._teacher.model
 
-    def adopt_teacher(self, teacher: nn.Module) -> None:
+    def adopt_teacher(self, teacher: nn.Module, follows: bool = True) -> None:
         """See ``Sharded``."""
         self._teacher = self._shard_teacher(teacher, prepare(teacher, self._plan, self._device))
-        teaching.require_same_layout(self._teacher, self)
-        teaching.set_modes(self._teacher.model)
+        if follows:
+            teaching.require_same_layout(self._teacher, self)
+        teaching.set_modes(self._teacher.model, has_own_statistics=follows)
 
     def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
         """See ``Sharded``."""

@@ -134,10 +134,13 @@ class Sharded(ABC):
         """The teacher, after ``adopt_teacher``: call it without gradient. Every rank must, in the same order."""
 
     @abstractmethod
-    def adopt_teacher(self, teacher: nn.Module) -> None:
-        """Shard a frozen copy of the model as the model is sharded; what is in it may be less. Changed in place.
+    def adopt_teacher(self, teacher: nn.Module, follows: bool = True) -> None:
+        """Shard a frozen model as the trained one is sharded. Changed in place.
 
-        It runs in evaluation mode, but batch norm takes the statistics of its own batches.
+        Args:
+            teacher: a copy of the model, in which there may be less, if it ``follows``; else any.
+            follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
+                it runs in evaluation mode throughout.
 
         Raises:
             VisslZeroError: this engine cannot cut it as the model.

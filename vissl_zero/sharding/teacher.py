@@ -2,7 +2,8 @@
 
 It is a companion of the student, sharded with the same plan into the same units, so the rows of the teacher that a
 rank holds belong to the rows of the student that it holds: following is local arithmetic, at every level, engine and
-offload tier. At level 3 a rank holds 1/N of it, and its forward pass gathers each unit once.
+offload tier. At level 3 a rank holds 1/N of it, and its forward pass gathers each unit once. A method may bring a
+trained model instead: it is sharded in the same way, and stays as it is.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from vissl_zero.sharding.sharded_model import ShardedModel
 
 
-def set_modes(teacher: nn.Module) -> None:
-    """Evaluation, so that nothing is dropped at random, but batch norm takes the statistics of its own batches."""
+def set_modes(teacher: nn.Module, has_own_statistics: bool) -> None:
+    """Evaluation, so that nothing is dropped at random; batch norm may take the statistics of its own batches."""
     teacher.eval()
     for module in teacher.modules():
         if isinstance(module, _BatchNorm):
-            module.train()
+            module.train(has_own_statistics)
 
 
 @torch.no_grad()

@@ -134,7 +134,8 @@ class ClusterMemory(nn.Module):
         rank, world_size = collectives.rank(), collectives.world_size()
         mine = known[rank * len(known) // world_size : (rank + 1) * len(known) // world_size]
         for index, count in enumerate(self.num_clusters):
-            embeddings = self.embeddings[index % len(self.embeddings)]
+            # In float64: a row between two clusters should not change sides with the number of ranks.
+            embeddings = self.embeddings[index % len(self.embeddings)].double()
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch * 101 + index)
             first = embeddings[known[torch.randperm(len(known), generator=generator)[:count].to(known.device)]]
             centroids, nearest = spherical_kmeans(embeddings[mine], first, num_iters)

@@ -27,7 +27,8 @@ class MemoryBank(nn.Module):
 
     Attributes:
         memory: buffer (S, D), unit rows. It takes S * D numbers on every rank.
-        normalizer: buffer, 0-d: the constant Z of the paper; -1 until the first batch has set it.
+        normalizer: buffer, 0-d: the constant Z of the paper.
+        has_normalizer: the first batch has set it. On the host: reading it from the device would wait for the device.
     """
 
     memory: Tensor
@@ -41,6 +42,15 @@ class MemoryBank(nn.Module):
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
         self.register_buffer("memory", F.normalize(first, dim=1))
         self.register_buffer("normalizer", torch.tensor(-1.0))
+        self.has_normalizer = False
+
+    def get_extra_state(self) -> Tensor:
+        """``has_normalizer``, for ``state_dict``."""
+        return torch.tensor(self.has_normalizer)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """``has_normalizer``, from ``load_state_dict``."""
+        self.has_normalizer = bool(state)
 
     def draw_negatives(self, num_samples: int, num_negatives: int, layer: str = "memory_bank") -> Tensor:
         """Images to contrast with, drawn per sample from (seed, step, sample): the same on any number of ranks.
@@ -95,7 +105,7 @@ def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tens
     """
     scores = torch.exp(similarities / temperature)
     num_images, num_negatives = len(bank.memory), scores.shape[1] - 1
-    if bank.normalizer < 0:
+    if not bank.has_normalizer:
         _set_normalizer(bank, scores.detach())
     probabilities = scores / bank.normalizer
     noise = num_negatives / num_images
@@ -121,3 +131,4 @@ def _set_normalizer(bank: MemoryBank, scores: Tensor) -> None:
     """Z: the mean score of the first batch of all ranks, times the number of images."""
     sums = collectives.all_reduce_sum(torch.stack((scores.sum(), scores.new_tensor(scores.numel()))))
     bank.normalizer.copy_(sums[0] / sums[1] * len(bank.memory))
+    bank.has_normalizer = True

@@ -58,7 +58,7 @@ class CrossEntropy(Method):
             ConfigError: the images have no labels, or a head has fewer outputs than there are classes.
         Cost: one all-reduce of one number per head.
         """
-        targets = _targets_of(batch)
+        targets = targets_of(batch)
         if targets.is_cuda and self._last is None:  # later, looking would wait for the GPU
             _require_outputs(outputs, targets)
         try:
@@ -103,7 +103,7 @@ class CrossEntropy(Method):
         return (weights[torch.where(is_counted, targets, 0)] * is_counted).sum()
 
 
-def _targets_of(batch: Batch) -> Tensor:
+def targets_of(batch: Batch) -> Tensor:
     """One label per row of the outputs, crop-major."""
     if batch.targets is None:
         fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."

@@ -1,0 +1,68 @@
+"""PIRL's keys and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from vissl_zero.config.constraints import number
+from vissl_zero.config.rules.limits import one_of
+from vissl_zero.errors import Problem
+from vissl_zero.methods.jigsaw.keys import GRIDS, towers_of, wrong_towers
+from vissl_zero.methods.npid.keys import LOSS_TYPES, NPIDLossConfig
+from vissl_zero.methods.spec import MethodSpec, head_width, loss_keys, one_head, two_views
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class PIRLHeadConfig:
+    """``pirl_head``: one projection of whole images, and one of the tiles of an image, in any order."""
+
+    dims: list[int] = MISSING
+    """Widths of both projections, from the trunk's features to the embedding."""
+    num_towers: int = 9
+    """Tiles of an image: 4 or 9. Their projections stand side by side before the last layer."""
+
+
+@dataclass
+class PIRLLossConfig(NPIDLossConfig):
+    """``pirl_loss``: an image and its shuffled tiles against a memory bank, https://arxiv.org/abs/1912.01991."""
+
+    tile_weight: float = number(0.5, least=0, most=1)
+    """Weight of the tiles; the whole image has the rest."""
+    num_towers: int | None = None
+    """Tiles of an image; null: from the head, which also wins over a different number."""
+
+
+@METHODS.register("pirl")
+class PIRL(MethodSpec):
+    """PIRL: an image and its shuffled tiles, each told from others by a memory of all images."""
+
+    losses = {"pirl_loss": PIRLLossConfig}
+    heads = {"pirl_head": PIRLHeadConfig}
+    shape_keys = ("embedding_dim",)
+    title = "PIRL"
+    paper = "https://arxiv.org/abs/1912.01991"
+    views = "2 crops: one whole, one in shuffled tiles"
+    couples = "negatives: a memory of all images"
+    recipe = "digits/pirl"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """embedding_dim and num_towers from the head."""
+        return {"embedding_dim": (head_width(cfg), "head"), "num_towers": (towers_of(cfg, 9), "head")}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """Two views, a head that takes tiles."""
+        keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
+        return [
+            *one_head(cfg, "pirl_head"),
+            *wrong_towers(cfg, GRIDS),
+            *two_views(cfg),
+            *one_of(f"{path}.loss_type", keys.loss_type, LOSS_TYPES),
+        ]
