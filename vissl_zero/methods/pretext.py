@@ -21,6 +21,8 @@ class PretextTask(Method):
         num_classes: what may have been done.
     """
 
+    couples_samples = False
+
     def __init__(self, num_classes: int):
         super().__init__()
         self.num_classes = num_classes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
@@ -39,6 +40,7 @@ class Distillation(EmbeddingMethod):
         self.teacher = teacher
         self.temperature = temperature
         self.soft_target_alpha = soft_target_alpha
+        self.couples_samples = soft_target_alpha < 1  # the number of labels divides
 
     def make_teacher(self, model: Model) -> Model:
         """The trained model of another run; nothing of the one that is trained here.
@@ -50,7 +52,11 @@ class Distillation(EmbeddingMethod):
         try:
             saved = with_references(read_saved(folder / RESOLVED_FILE)["config"])
             teacher = build_model(saved["MODEL"])
-            teacher.load_state_dict(load_file(folder / WEIGHTS_FILE))
+            dtypes = {name: tensor.dtype for name, tensor in teacher.state_dict().items()}
+            # By way of numpy, and assigned: a dry run makes tensors without memory, and these have values.
+            arrays = load_file(folder / WEIGHTS_FILE).items()
+            weights = {name: torch.from_numpy(array).to(dtypes[name]) for name, array in arrays}
+            teacher.load_state_dict(weights, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             must = f"must be the folder of a run that has ended ({' '.join(str(error).split())[:200]})"
             raise ConfigError([Problem(_KEY, self.teacher, must, "Write another, or train it again.")]) from error

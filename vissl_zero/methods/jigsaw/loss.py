@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,11 +55,12 @@ def permutations(num_tiles: int, count: int) -> Tensor:
         (count, T) int64; the same everywhere.
     Cost: T! * count comparisons of orders, once.
     """
-    candidates = torch.tensor(list(itertools.permutations(range(num_tiles))))
-    distances = torch.zeros(len(candidates), dtype=torch.int64)
+    # numpy: a dry run makes tensors without values.
+    candidates = np.array(list(itertools.permutations(range(num_tiles))))
+    distances = np.zeros(len(candidates), dtype=np.int64)
     chosen = [0]
     while len(chosen) < count:
-        distances += (candidates != candidates[chosen[-1]]).sum(dim=1)
+        distances += (candidates != candidates[chosen[-1]]).sum(axis=1)
         distances[chosen[-1]] = -(num_tiles + 1) * count  # never again
         chosen.append(int(distances.argmax()))
-    return candidates[chosen]
+    return torch.from_numpy(candidates[chosen])
