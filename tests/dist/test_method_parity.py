@@ -115,7 +115,8 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
     config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
     if method in TRANSFORMERS:
-        config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": {**VIT, "USE_MASK_TOKEN": True}}
+        vit = {**VIT, "USE_MASK_TOKEN": method in ("simmim", "ibot", "dinov2")}
+        config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": vit}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
     plan = make_plan(config, folder, level=level, world_size=world_size)
@@ -278,7 +279,7 @@ def _resume(folder: str, method: str, level: int, world_size: int) -> Result:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("method", ["byol", "moco_v2", "dino"])
+@pytest.mark.parametrize("method", ["byol", "moco_v2", "dino", pytest.param("ijepa", marks=pytest.mark.slow)])
 def test_a_teacher_resumes_in_another_layout(method: str, tmp_path: Path) -> None:
     saved = run_on_ranks(3, _save, str(tmp_path), method)[0]
     with pytest.warns(UserWarning, match="no final weights yet"):

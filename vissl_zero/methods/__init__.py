@@ -9,7 +9,8 @@ A folder ``methods/<name>/`` holds
 - ``head.py``: heads of its own, if any.
 
 Adding one is that folder, a line in ``registry.METHODS``, a recipe ``digits/<name>`` and a test. Pieces that several
-methods share lie beside the folders: ``gather`` (differentiable, over ranks), ``sinkhorn``, ``queue``, ``health``.
+methods share lie beside the folders: ``gather`` (differentiable, over ranks), ``sinkhorn``, ``queue``, ``health``,
+``masks`` (which patches are hidden).
 
 A loss of your own subclasses ``Method`` and registers in LOSSES alone; a ``MethodSpec`` is for built-in ones.
 """
