@@ -19,7 +19,13 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["vissl_zero*"]),
     package_data={
-        "vissl_zero": ["py.typed", "conf/**/*.yaml", "config/*.yaml", "methods/distillation/digits_teacher/*"]
+        "vissl_zero": [
+            "py.typed",
+            "conf/**/*.yaml",
+            "config/*.yaml",
+            "methods/figures.json",
+            "methods/distillation/digits_teacher/*",
+        ]
     },
     install_requires=[
         "torch>=2.11",

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.models.unit import Unit
-from vissl_zero.sharding.batch_norm import BatchNorm, batch_norm_group, convert_batch_norms, synchronise_
+from vissl_zero.sharding.batch_norm import (
+    BatchNorm,
+    batch_norm_group,
+    convert_batch_norms,
+    frozen_statistics,
+    synchronise_,
+)
 
 NUM_FEATURES = 5
 PLACES = {1: (), 2: (4, 3), 3: (2, 3, 2)}
@@ -146,3 +152,16 @@ def _group_of_two_in_three() -> None:
 def test_a_group_size_that_does_not_divide_the_world_is_refused() -> None:
     with pytest.raises(RankError, match=r"must divide the number of ranks, 3 \(got 2\). Write -1 for all ranks"):
         run_on_ranks(3, _group_of_two_in_three)
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_frozen_statistics_stay_while_batches_are_normalised_by_their_own(is_ours: bool) -> None:
+    layer, rows = nn.BatchNorm1d(NUM_FEATURES).double(), torch.randn(4, NUM_FEATURES, dtype=torch.float64)
+    if is_ours:
+        synchronise_(layer, None)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with frozen_statistics(layer):
+        inside = layer(rows)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert torch.equal(inside, layer(rows))
+    assert not torch.equal(layer.running_mean, before["running_mean"])

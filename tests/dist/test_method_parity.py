@@ -293,6 +293,16 @@ def test_a_teacher_resumes_in_another_layout(method: str, tmp_path: Path) -> Non
         assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}, {world_size} ranks"
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["deepcluster_v2", pytest.param("pirl", marks=pytest.mark.slow)])
+def test_a_memory_resumes_in_another_layout(method: str, tmp_path: Path) -> None:
+    """The checkpoint is of the end of the first epoch: the second one clusters what it holds."""
+    run_on_ranks(3, _save, str(tmp_path), method)
+    result = run_on_ranks(2, _resume, str(tmp_path), method, 1, 2)[0]
+    result.losses = plain(method, "batch").losses[:2] + result.losses
+    assert result.distance(plain(method, "batch")) < TOLERANCE
+
+
 def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:
     held = {}
     for level in (0, 1, 3):

@@ -1,0 +1,60 @@
+"""Train every ``digits/<method>`` recipe to its end and note its kNN figures: what ``docs/methods.md`` shows.
+
+Usage: python benchmarks/digits_methods.py [--processes N] [method ...]
+
+Writes ``vissl_zero/methods/figures.json`` (methods that are not named keep their figures) and the page's table. With
+another number of processes the batch of all of them stays that of the recipe, and ZeRO level 0 is used for one: the
+model is the same but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.compose import compose
+from vissl_zero.methods.spec import FIGURES, PAGE, with_table
+from vissl_zero.registry import METHODS
+
+
+def main() -> None:
+    """Run what is asked for, one after the other, and write after each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("methods", nargs="*", choices=[[], *METHODS.builtin()], help="all, if none is named")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    for method in args.methods or METHODS.builtin():
+        figures = _train(METHODS.get(method).build().recipe, args.processes)
+        found: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+        command = f"python benchmarks/digits_methods.py --processes {args.processes} {method}"
+        found[method] = figures | {"date": f"{datetime.now(UTC):%Y-%m-%d}", "command": command}
+        FIGURES.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+        print(method, figures, flush=True)
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+def _train(recipe: str, processes: int) -> dict[str, float]:
+    """kNN top-1 before and after, and of raw pixels, in percent."""
+    run = compose(recipe).run
+    batch = run.DATA.TRAIN.BATCHSIZE_PER_REPLICA * int(run.DISTRIBUTED.NUM_PROC_PER_NODE) // processes
+    changes = [f"config.DISTRIBUTED.NUM_PROC_PER_NODE={processes}", f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}"]
+    if processes == 1:
+        changes.append("config.ZERO.LEVEL=0")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "vissl_zero.cli", f"config={recipe}", f"config.CHECKPOINT.DIR={folder}/run"]
+        subprocess.run([*command, *changes], check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+    return {
+        name: round(100 * summary[f"knn_top1_{key}"], 1)
+        for name, key in (("untrained", "before"), ("trained", "after"), ("raw_pixels", "raw_pixels"))
+    }
+
+
+if __name__ == "__main__":
+    main()
