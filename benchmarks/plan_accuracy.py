@@ -229,6 +229,7 @@ def cells() -> list[Cell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=int, default=None, help="only the first N")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first N")
     parser.add_argument("--match", default="", help="only those whose name holds this text")
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after this long")
@@ -237,7 +238,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
     print(f"{'cell':60} {'forecast':>12} {'measured':>12} {'error':>8}")
-    for cell in [c for c in cells() if all(word in str(c).split() for word in given.match.split())][: given.cells]:
+    chosen = [cell for cell in cells() if all(word in str(cell).split() for word in given.match.split())]
+    for cell in chosen[given.skip :][: given.cells]:
         if time.monotonic() - started > given.seconds:
             break
         plan = planned(cell, given.batch)
