@@ -17,8 +17,9 @@ from vissl_zero.own_loop.number_formats import choose_precision
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
 from vissl_zero.own_loop.process_group import join_ranks, training_device
 from vissl_zero.own_loop.settings import read_settings
-from vissl_zero.own_loop.user_optimizer import read_optimizer, unchanged_on_error
+from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.replica_check import require_equal
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_vissl_zero_is_sharded"
@@ -84,6 +85,9 @@ def initialize(
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
+    k = settings.gradient_accumulation_steps
+    require_equal("the settings of zero", _facts(plan, k))
+    require_equal("the optimizer", optimizer_facts(optimizer))
     num_ranks = plan.shard_group_size if plan.shard_group_size > 1 else collectives.world_size()
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
@@ -92,8 +96,31 @@ def initialize(
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
     setattr(model, _MARK, True)
-    k = settings.gradient_accumulation_steps
-    return model, ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+    outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
+    return model, outer
+
+
+def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
+    """What must be the same on every rank."""
+    names = (
+        "level",
+        "engine",
+        "shard_group_size",
+        "wrap_threshold",
+        "clip_grad",
+        "precision",
+        "keep_gradients",
+        "seed",
+    )
+    tiers = {
+        "offload_optimizer_config.device": plan.offload_optimizer.device,
+        "offload_param_config.device": plan.offload_params.device,
+        "gradient_accumulation_steps": accumulation_steps,
+    }
+    values = {name: getattr(plan, name) for name in names} | tiers
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def _check_groups(size: int, level: int) -> None:

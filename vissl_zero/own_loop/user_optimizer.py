@@ -259,3 +259,23 @@ def _unknown_key(name: str, key: str, known: Sequence[str]) -> Problem:
 
 def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _STRATEGY_KEYS}
+
+
+def optimizer_facts(given: Any) -> list[str]:
+    """Sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
+    if isinstance(given, torch.optim.Optimizer):
+        options = [
+            {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}
+            for group in given.param_groups
+        ]
+        return [type(given).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
+    if isinstance(given, functools.partial):
+        return [*optimizer_facts(given.func), _option_facts(given.keywords, "")]
+    if isinstance(given, Mapping):
+        return [_option_facts(given, "")]
+    return [str(getattr(given, "__qualname__", type(given).__name__))]
+
+
+def _option_facts(options: Mapping[str, Any], where: str) -> str:
+    plain = {k: v for k, v in options.items() if isinstance(v, str | int | float | tuple | list | torch.Tensor | None)}
+    return ", ".join(f"{key}={plain[key]}" for key in sorted(plain)) + where

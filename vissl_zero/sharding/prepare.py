@@ -22,9 +22,11 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     Collective; the process group must be up, but for level 0.
 
     Raises:
-        ConfigError: group sizes do not divide the world, or the model has no units to recompute.
+        ConfigError: group sizes do not divide the world, the model has no units to recompute, or changes its own
+            parameters in the forward pass.
         ModelsDifferError: the ranks hold different weights.
     """
+    _refuse_embeddings(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     model.to(dtype=dtype_of(plan.precision.master))
     require_equal_models(model, device)
@@ -37,6 +39,23 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         unit.checkpoint = True
     run_in_precision(model, plan.precision, device)
     return wrap_plan
+
+
+def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
+    """Embeddings that write into their weight, each rank into its own rows, and those with sparse gradients."""
+    if collectives.world_size() == 1 and plan.level < 3:
+        return
+    problems = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            must = "must be None where several ranks train one model: each would rescale the rows of its own batch only"
+            fix = "Leave max_norm out, and normalise in the forward pass: F.normalize(embedding(x), dim=-1)."
+            problems.append(Problem(f"{name}.max_norm", str(module.max_norm), must, fix))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            must = "must be False where several ranks train one model: gradients are averaged as dense tensors"
+            problems.append(Problem(f"{name}.sparse", "True", must, "Leave sparse out: the numbers are the same."))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _ranks_per_copy(plan: ShardingPlan) -> int:

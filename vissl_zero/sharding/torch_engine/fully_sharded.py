@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import VisslZeroError
@@ -95,6 +96,7 @@ class FullySharded(ShardedModel):
             elif store is not None:
                 self._own_store = store
             super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+            module.register_load_state_dict_pre_hook(self._cut_loaded)
             lazy_init(module)
             undo.pop_all()
 
@@ -133,6 +135,17 @@ class FullySharded(ShardedModel):
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""
         return [*self._exchange_buffers(), *self.exchange.buffers()] if self.exchange else []
+
+    def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """``load_state_dict`` of the model takes whole weights too, the same on every rank: cut them as it is cut."""
+        self._before_shards_change()
+        for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            given = state.get(name)
+            if not isinstance(param, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == param.shape:
+                whole = given.detach().to(param.device)
+                state[name] = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
     @contextmanager
     def _backward_pass(self) -> Iterator[None]:

@@ -132,6 +132,7 @@ class _GuardedUnit:
         self._inner = [
             module for outer in state._modules for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
+        self._versions: dict[int, int] = {}
         self._followed: set[nn.Module] = set()
         infos = [param._module_info for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(state._modules)
@@ -167,6 +168,7 @@ class _GuardedUnit:
                 f"{self._title} returns a generator, which computes when its parameters are no longer whole. Return a "
                 "list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
             )
+        self._require_unwritten()
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             for tensor in _hidden_tensors(output, set()):
@@ -241,6 +243,24 @@ class _GuardedUnit:
         if self._group.is_sharded:
             raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
 
+    def _require_unwritten(self) -> None:
+        """Whole parameters are dropped after use: what forward writes into them would be lost.
+
+        A write that torch counts is seen in every pass; one through ``.data`` in the first ones, by comparison.
+        """
+        if not self._group.is_unsharded:
+            return
+        for index, param in enumerate(self._group.fsdp_params):
+            version = param.unsharded_param._version
+            is_written = self._versions.setdefault(index, version) != version
+            if not is_written and self._num_runs <= _FIRST_RUNS:
+                is_written = not _has_rows_of_shard(param)
+            if is_written:
+                raise VisslZeroError(
+                    f"{param._param_fqn or self._name} is written in the forward pass of {self._title}, which sharding "
+                    "would lose. Write into parameters after optimizer.step(), or compute with a changed copy."
+                )
+
     def _follow_hooked(self) -> None:
         """A module's forward hook may keep its output: a backward pass from there must find parameters whole."""
         for module in self._inner:
@@ -253,6 +273,17 @@ class _GuardedUnit:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._state._pre_backward)
+
+
+@torch.no_grad()
+def _has_rows_of_shard(param: Any) -> bool:
+    """Whether the whole parameter holds the values of this rank's rows."""
+    local = param.sharded_param._local_tensor
+    if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
+        return True
+    start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
+    whole = param.unsharded_param.detach()[start : start + len(local)]
+    return bool(torch.equal(whole.nan_to_num(), local.detach().to(whole.dtype).nan_to_num()))
 
 
 def guard_modules(modules: Sequence[FSDPModule]) -> None:
