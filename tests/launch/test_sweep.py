@@ -109,9 +109,13 @@ def test_a_sweep_that_is_killed_leaves_no_job(tmp_path, monkeypatch):
     killed.kill()
     killed.communicate(timeout=40)
     deadline = time.monotonic() + 20
-    while (left := _processes_of(tmp_path) or list(tmp_path.glob("vissl_zero_*"))) and time.monotonic() < deadline:
+    while (left := _processes_of(tmp_path) or _temporary_files(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+def _temporary_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name != "sweep"]
 
 
 def _processes_of(folder: Path) -> list[str]:

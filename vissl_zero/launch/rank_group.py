@@ -54,7 +54,9 @@ class RankGroup:
         log_folder.mkdir(parents=True, exist_ok=True)
         # Where there are several machines, ``membership`` adds the numbers and the store to the environment.
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
-        shared |= environment | {
+        # torch makes the folder of its compiler when it is imported, in /tmp for ever if nobody names another.
+        shared |= {"TORCHINDUCTOR_CACHE_DIR": str(private / "inductor")} | environment
+        shared |= {
             "WORLD_SIZE": str(num_procs),
             "LOCAL_WORLD_SIZE": str(num_procs),
             FAILURE_FOLDER_VARIABLE: str(private),
