@@ -54,7 +54,7 @@ class Loader:
             yield [next(batches) for _ in step]
 
     def first_images(self, most: int) -> tuple[Batch, int, int]:
-        """A look at the first micro-batch without loading all of it.
+        """A look at a micro-batch as large as the first, without loading all of it or shuffling the data set.
 
         Args:
             most: images to load.
@@ -63,7 +63,7 @@ class Loader:
         Raises:
             DataError: as ``epoch``.
         """
-        plan = next(self.order.steps(0))[0]
+        plan = self.order.first()
         ids = plan.sample_ids[:most]
         batch = next(iter(self._stream.load([MicroBatchPlan(plan.epoch, ids, len(ids))])))
         return batch, len(plan.sample_ids), plan.num_global

@@ -216,17 +216,17 @@ class Forecaster:
         subject = self._subject
         params = dict(subject.model.named_parameters())
         trained = [params[name] for group in subject.groups for name in group.params]
-        sharded = sum(_shard(param, num_ranks).nbytes for param in params.values())
+        sharded = sum(_shard_bytes(param, num_ranks) for param in params.values())
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         held = sum(param.nbytes for param in params.values()) if is_whole else sharded
         reduced = dtype_of(plan.precision.reduce)
         taught = 0
         if subject.teacher is not None:
-            taught = sum((p if is_whole else _shard(p, num_ranks)).nbytes for p in subject.teacher.parameters())
+            taught = sum(p.nbytes if is_whole else _shard_bytes(p, num_ranks) for p in subject.teacher.parameters())
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
-            grads=sum(_shard(param, num_ranks).numel() * reduced.itemsize for param in trained),
+            grads=sum(_shard_numel(param, num_ranks) * reduced.itemsize for param in trained),
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
@@ -253,9 +253,25 @@ def fake_(module: nn.Module) -> None:
                     table[name] = faked(tensor)  # type: ignore[assignment]
 
 
+def _num_rows(param: Tensor, num_ranks: int) -> int:
+    """Rows of the first rank's shard: ``torch.chunk`` gives it the most."""
+    return -(-param.shape[0] // num_ranks)
+
+
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
-    """The first rank's rows: ``torch.chunk`` gives it the most."""
-    return param if param.dim() == 0 else param.chunk(num_ranks)[0]
+    """The first rank's rows."""
+    return param if param.dim() == 0 else param[: _num_rows(param, num_ranks)]
+
+
+def _shard_numel(param: Tensor, num_ranks: int) -> int:
+    """Elements of ``_shard``, without a tensor: asked of every parameter for every candidate."""
+    if param.dim() == 0 or not param.shape[0]:
+        return param.numel()
+    return param.numel() // param.shape[0] * _num_rows(param, num_ranks)
+
+
+def _shard_bytes(param: Tensor, num_ranks: int) -> int:
+    return _shard_numel(param, num_ranks) * param.element_size()
 
 
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
