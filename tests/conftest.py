@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,13 @@ def _ranks() -> Iterator[None]:
     assert set(close_pool()) <= {0}
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short name, for what keeps sockets in its TMPDIR: their names may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="test_") as name:
+        yield Path(name)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Seed torch for each test, so that what a test draws does not depend on the order of tests."""
@@ -32,6 +41,7 @@ def _seed() -> None:
         torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests run in one process, and which may run twice.
 

@@ -35,6 +35,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _DYING_S = 5.0
 _PREFIX = "vissl_zero_run_"
 _OWNER = "owner"  # locked for as long as the owner of a folder lives
+_LONGEST_PARENT = 60  # bytes: multiprocessing's sockets lie in the folder, and the kernel takes names of 107 bytes
 _MADE_S = 60.0  # a folder without that file is older than this only if its maker was killed in between
 # Arguments: the folder, the folder of shared memory. Twice, because what dies with the owner may still be writing.
 _JANITOR = """
@@ -94,7 +95,7 @@ class Scratch:
 
     def __init__(self) -> None:
         remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
         self._is_closed = False
         self._read, self._write = os.pipe()  # neither end is inherited by other processes that this one starts
         try:
@@ -153,6 +154,12 @@ class Scratch:
         self.close()
 
 
+def _parent() -> Path:
+    """TMPDIR, or /tmp where that is too long a name for a folder with sockets."""
+    parent = Path(tempfile.gettempdir())
+    return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")
+
+
 def _lock_owner(folder: Path) -> int:
     """Lock a file that says that the owner of a folder lives; the kernel unlocks it when this process ends."""
     new = folder / f"{_OWNER}.new"
@@ -164,7 +171,7 @@ def _lock_owner(folder: Path) -> int:
 
 def remove_abandoned() -> None:
     """Remove this user's temporary folders, and what is shared under their processes' names, whose owner is dead."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in _parent().glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or removed by another process meanwhile
             status = folder.lstat()  # not of what a link names
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _has_owner(folder):

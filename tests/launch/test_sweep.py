@@ -98,18 +98,18 @@ def no_process_mentions(text: str) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_a_sweep_that_is_killed_leaves_no_job(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # also tells its processes from others
-    killed = sweep(tmp_path, "hydra/launcher=local", "config.TRAINER.MAX_STEPS=100000", "config.ZERO.LEVEL=0,3")
-    metrics = tmp_path / "sweep/0/metrics.jsonl"
+def test_a_sweep_that_is_killed_leaves_no_job(short_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(short_path))  # also tells its processes from others
+    killed = sweep(short_path, "hydra/launcher=local", "config.TRAINER.MAX_STEPS=100000", "config.ZERO.LEVEL=0,3")
+    metrics = short_path / "sweep/0/metrics.jsonl"
     deadline = time.monotonic() + 90
     while not metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(_processes_of(tmp_path)) > 2
+    assert len(_processes_of(short_path)) > 2
     killed.kill()
     killed.communicate(timeout=40)
     deadline = time.monotonic() + 20
-    while (left := _processes_of(tmp_path) or _temporary_files(tmp_path)) and time.monotonic() < deadline:
+    while (left := _processes_of(short_path) or _temporary_files(short_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
 

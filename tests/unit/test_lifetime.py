@@ -25,10 +25,10 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A process with a temporary folder below ``tmp_path``."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+def owner(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process with a temporary folder below ``short_path``."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     command = [sys.executable, "-c", OWNER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -95,14 +95,23 @@ def test_the_next_owner_removes_what_a_killed_owner_and_janitor_left(owner: subp
     assert not other.exists()
 
 
-def test_the_folder_of_a_living_owner_is_kept(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_folder_of_a_living_owner_is_kept(owner: subprocess.Popen[str], short_path: Path) -> None:
     folder = folder_of(owner)
-    (tmp_path / "vissl_zero_run_new").mkdir()  # made just now: its owner is about to lock it
-    (tmp_path / "vissl_zero_run_link").symlink_to("/etc")
+    (short_path / "vissl_zero_run_new").mkdir()  # made just now: its owner is about to lock it
+    (short_path / "vissl_zero_run_link").symlink_to("/etc")
     remove_abandoned()
     assert folder.is_dir()
-    assert (tmp_path / "vissl_zero_run_new").is_dir()
-    assert (tmp_path / "vissl_zero_run_link").is_symlink()
-    os.utime(tmp_path / "vissl_zero_run_new", (0.0, 0.0))
+    assert (short_path / "vissl_zero_run_new").is_dir()
+    assert (short_path / "vissl_zero_run_link").is_symlink()
+    os.utime(short_path / "vissl_zero_run_new", (0.0, 0.0))
     remove_abandoned()
-    assert not (tmp_path / "vissl_zero_run_new").exists()
+    assert not (short_path / "vissl_zero_run_new").exists()
+
+
+def test_a_temporary_folder_has_room_for_the_names_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with Scratch() as folder:
+        assert folder.parent == Path("/tmp")
+        assert len(os.fsencode(folder / "listener-12345678")) < 107

@@ -137,7 +137,10 @@ REFUSALS = {
     "batch": ({"DATA__TRAIN__BATCHSIZE_PER_REPLICA": 0}, "BATCHSIZE_PER_REPLICA: must be at least 1"),
     "limit": ({"DATA__TRAIN__DATA_LIMIT": 0}, "config.DATA.TRAIN.DATA_LIMIT: must be -1 or at least 1"),
     "unknown loss": ({"LOSS__name": "swav_los"}, "config.LOSS.name: must be a known loss (got 'swav_los')"),
-    "a loss of VISSL's": ({"LOSS__name": "ibot_loss"}, "must be a known loss (got 'ibot_loss')"),
+    "a loss of VISSL's": (
+        {"LOSS__name": "multicrop_simclr_info_nce_loss"},
+        "must be a known loss (got 'multicrop_simclr_in",
+    ),
     "mistyped block of a loss": (
         {"LOSS__swav_los": {}},
         "config.LOSS.swav_los: is not the name of a loss. Did you mean",

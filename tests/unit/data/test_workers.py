@@ -93,8 +93,8 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("victim", ["rank", "worker", "fork server", "resource tracker"])
-def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(tmp_path: Path, victim: str) -> None:
-    process = _start(tmp_path, "8")
+def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(short_path: Path, victim: str) -> None:
+    process = _start(short_path, "8")
     assert process.stdout is not None and process.stdout.readline() == "a step\n"
     servers = _children(process.pid)
     found = {
@@ -112,18 +112,18 @@ def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(tmp_path: Pat
     process.stdout.close()
     process.wait(timeout=60)
     _until(lambda: not _of_group(process.pid))
-    _until(lambda: not list(tmp_path.iterdir()))
+    _until(lambda: not list(short_path.iterdir()))
     assert not list(Path("/dev/shm").glob(f"*vissl-zero-{process.pid}-*"))
     assert not [path for pid in workers for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
 @pytest.mark.timeout(180)
-def test_a_small_dev_shm_is_a_sentence(tmp_path: Path) -> None:
+def test_a_small_dev_shm_is_a_sentence(short_path: Path) -> None:
     """torch prints the error in a thread of the worker and drops the batch, for which the rank then waits."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("no mount namespaces of a user's own here")
     own = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm; exec "$@"', "sh"]
-    process = _start(tmp_path, "256", own)
+    process = _start(short_path, "256", own)
     _, err = process.communicate(timeout=150)
     assert process.returncode == 1
     assert "/dev/shm has no room for a micro-batch of" in err and "No space left on device" in err

@@ -24,6 +24,7 @@ def _put_back(monkeypatch):
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_signals_ask_with_their_name(number):
+    signal.signal(number, signal.SIG_DFL)  # who runs the tests under nohup has SIGHUP ignored
     stopping.listen()
     assert stopping.asked() is None
     os.kill(os.getpid(), number)

@@ -112,7 +112,7 @@ def _as_nobody(path: str) -> str:
 
 
 def test_a_folder_that_is_not_writable(tmp_path):
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in (tmp_path, *tmp_path.parents[:3]):
         parent.chmod(0o755)
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o555)
