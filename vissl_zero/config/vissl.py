@@ -7,7 +7,6 @@ for VISSL composes and a mistyped key is still refused.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
@@ -148,8 +147,7 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
 def _empty_block(path: str) -> type:
     no_fields: list[tuple[str, Any]] = []
     block = make_dataclass(path.replace(".", "_"), no_fields)
-    block.__module__ = __name__
-    setattr(sys.modules[__name__], block.__name__, block)
+    block.__module__ = __name__  # where it is not to be found: jobs of a sweep get it pickled by value
     return block
 
 

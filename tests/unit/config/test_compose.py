@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import cloudpickle
+import hydra
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
-from vissl_zero.config.compose import compose, load
+from vissl_zero.config.compose import compose, load, register
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.errors import ConfigError
 
@@ -129,3 +134,15 @@ def test_user_yaml_is_a_recipe_that_gives_the_same_run(tmp_path, monkeypatch):
     path.write_text(text)
     monkeypatch.chdir(tmp_path)
     assert load("again") == composed.run
+
+
+def test_a_composed_tree_reaches_another_process(tmp_path: Path) -> None:
+    """As submitit sends it to the jobs of a sweep, which have imported nothing yet."""
+    register()
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3"):
+        tree = hydra.compose("defaults", ["config=quickstart/swav_digits"])
+    (tmp_path / "tree.pkl").write_bytes(cloudpickle.dumps(tree))
+    read = f"import pickle; print(pickle.load(open({str(tmp_path / 'tree.pkl')!r}, 'rb')).config.LOSS.name)"
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "swav_loss\n", done.stderr
