@@ -23,8 +23,9 @@ from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 def _open(kind: str) -> Exchange:
     group = dist.group.WORLD
     assert group is not None
-    choose.SLOT_BYTES = 4096  # so that a message takes many slots
-    exchange = choose.open_exchange(group, 5.0, use_shared_memory=kind == "shared memory")
+    with pytest.MonkeyPatch.context() as patch:  # undone: the next test may have other ranks beside this process
+        patch.setattr(choose, "SLOT_BYTES", 4096)  # so that a message takes many slots
+        exchange = choose.open_exchange(group, 5.0, use_shared_memory=kind == "shared memory")
     assert isinstance(exchange, SharedMemoryExchange if kind == "shared memory" else GlooExchange)
     return exchange
 
