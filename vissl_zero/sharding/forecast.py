@@ -214,19 +214,16 @@ class Forecaster:
     ) -> Bytes:
         """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
         subject = self._subject
-        params = dict(subject.model.named_parameters())
-        trained = [params[name] for group in subject.groups for name in group.params]
-        sharded = sum(_shard_bytes(param, num_ranks) for param in params.values())
+        sharded = sum(param.padded(num_ranks) for param in facts.params.values())
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
-        held = sum(param.nbytes for param in params.values()) if is_whole else sharded
+        held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
         reduced = dtype_of(plan.precision.reduce)
-        taught = 0
-        if subject.teacher is not None:
-            taught = sum(p.nbytes if is_whole else _shard_bytes(p, num_ranks) for p in subject.teacher.parameters())
+        trained = [facts.params[name] for group in subject.groups for name in group.params]
+        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
-            grads=sum(_shard_numel(param, num_ranks) * reduced.itemsize for param in trained),
+            grads=sum(param.padded(num_ranks) // param.itemsize * reduced.itemsize for param in trained),
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
@@ -253,25 +250,9 @@ def fake_(module: nn.Module) -> None:
                     table[name] = faked(tensor)  # type: ignore[assignment]
 
 
-def _num_rows(param: Tensor, num_ranks: int) -> int:
-    """Rows of the first rank's shard: ``torch.chunk`` gives it the most."""
-    return -(-param.shape[0] // num_ranks)
-
-
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
-    """The first rank's rows."""
-    return param if param.dim() == 0 else param[: _num_rows(param, num_ranks)]
-
-
-def _shard_numel(param: Tensor, num_ranks: int) -> int:
-    """Elements of ``_shard``, without a tensor: asked of every parameter for every candidate."""
-    if param.dim() == 0 or not param.shape[0]:
-        return param.numel()
-    return param.numel() // param.shape[0] * _num_rows(param, num_ranks)
-
-
-def _shard_bytes(param: Tensor, num_ranks: int) -> int:
-    return _shard_numel(param, num_ranks) * param.element_size()
+    """The first rank's rows, which ``ParamFacts.padded`` counts. A slice: ``chunk`` makes a tensor for every rank."""
+    return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
 
 
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
