@@ -97,13 +97,13 @@ class Scratch:
         remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
         self._is_closed = False
-        self._read, self._write = os.pipe()  # neither end is inherited by other processes that this one starts
+        self._read, write = os.pipe()  # neither end is inherited by other processes that this one starts
+        self._open = [self._read, write]
         try:
-            self._owner = _lock_owner(self.path)
+            self._open.append(_lock_owner(self.path))
             self._janitor = self._start_janitor()
         except BaseException:
-            os.close(self._read)
-            os.close(self._write)
+            self._close_files()
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         Thread(target=self._keep_janitor, daemon=True, name="janitor of a temporary folder").start()
@@ -142,7 +142,10 @@ class Scratch:
         self._janitor.kill()
         self._janitor.wait()
         shutil.rmtree(self.path, ignore_errors=True)
-        for descriptor in (self._read, self._write, self._owner):
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for descriptor in self._open:
             os.close(descriptor)
 
     def __enter__(self) -> Path:
