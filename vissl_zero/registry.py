@@ -54,8 +54,8 @@ class Registry:
         kind: singular noun for messages, such as ``"trunk"``.
         key: the configuration key that names one, for messages.
         builtin: name -> (module that registers it, one sentence). The module is imported on first use.
-        of_methods: name of the table in a method's ``keys.py``, and of the module in its folder, that bring more
-            built-in components of this kind; those of all methods are looked up on first use.
+        of_methods: name of the table in a method's ``keys.py`` that brings more built-in components of this kind,
+            registered by its ``method.py``; those of all methods are looked up on first use.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Registry:
         kind: str,
         key: str,
         builtin: Mapping[str, tuple[str, str]],
-        of_methods: tuple[str, str] | None = None,
+        of_methods: str | None = None,
     ):
         self.kind = kind
         self.key = key
@@ -79,11 +79,10 @@ class Registry:
     def _builtin(self) -> dict[str, tuple[str, str]]:
         if self._of_methods is None:
             return self._declared
-        table, file = self._of_methods
         found = dict(self._declared)
         for method, (module, sentence) in METHODS._builtin.items():
-            names = getattr(METHODS.get(method).build, table)
-            found |= {name: (f"{module.rpartition('.')[0]}.{file}", sentence) for name in names}
+            names = getattr(METHODS.get(method).build, self._of_methods)
+            found |= {name: (f"{module.rpartition('.')[0]}.method", sentence) for name in names}
         return found
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
@@ -311,9 +310,9 @@ HEADS = Registry(
         "chain": (f"{_HEADS}.chain", "Heads one after another."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
-    of_methods=("heads", "head"),
+    of_methods="heads",
 )
-LOSSES = Registry("loss", "config.LOSS.name", {}, of_methods=("losses", "method"))
+LOSSES = Registry("loss", "config.LOSS.name", {}, of_methods="losses")
 OPTIMIZERS = Registry(
     "base optimizer",
     "config.OPTIMIZER.base_optimizer.name",

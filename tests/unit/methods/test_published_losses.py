@@ -14,31 +14,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.methods.barlow_twins.loss import barlow_twins_loss
-from vissl_zero.methods.byol.loss import byol_loss
-from vissl_zero.methods.deepcluster_v2.loss import ClusterMemory, deepcluster_loss, spherical_kmeans
-from vissl_zero.methods.dino.loss import Centre, dino_loss, sinkhorn_targets
-from vissl_zero.methods.dinov2.loss import dinov2_loss
-from vissl_zero.methods.distillation.loss import distillation_loss
-from vissl_zero.methods.ibot.loss import masked_patch_loss
-from vissl_zero.methods.ijepa.loss import latent_regression
+from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
+from vissl_zero.methods.byol.method import byol_loss
+from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
+from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.dinov2.method import dinov2_loss
+from vissl_zero.methods.distillation.method import distillation_loss
+from vissl_zero.methods.ibot.method import masked_patch_loss
+from vissl_zero.methods.ijepa.method import latent_regression
 from vissl_zero.methods.koleo import koleo
-from vissl_zero.methods.mae.loss import mae_loss, pixel_targets
-from vissl_zero.methods.moco_v2.loss import KeyQueue, info_nce
-from vissl_zero.methods.moco_v3.loss import symmetric_info_nce
-from vissl_zero.methods.msn.loss import msn_loss
-from vissl_zero.methods.npid.loss import MemoryBank, nce_loss
-from vissl_zero.methods.pirl.loss import pirl_loss
-from vissl_zero.methods.simclr.loss import nt_xent
-from vissl_zero.methods.simmim.loss import simmim_loss
-from vissl_zero.methods.simsiam.loss import simsiam_loss
-from vissl_zero.methods.supervised.loss import (
+from vissl_zero.methods.mae.method import mae_loss, pixel_targets
+from vissl_zero.methods.moco_v2.method import KeyQueue, info_nce
+from vissl_zero.methods.moco_v3.method import symmetric_info_nce
+from vissl_zero.methods.msn.method import msn_loss
+from vissl_zero.methods.npid.method import MemoryBank, nce_loss
+from vissl_zero.methods.pirl.method import pirl_loss
+from vissl_zero.methods.simclr.method import nt_xent
+from vissl_zero.methods.simmim.method import simmim_loss
+from vissl_zero.methods.simsiam.method import simsiam_loss
+from vissl_zero.methods.supervised.method import (
     binary_cross_entropy,
     mix_targets,
     smooth_targets,
     soft_cross_entropy,
 )
-from vissl_zero.methods.vicreg.loss import vicreg_loss
+from vissl_zero.methods.vicreg.method import vicreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 

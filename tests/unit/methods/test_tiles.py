@@ -8,7 +8,7 @@ import torch
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
-from vissl_zero.methods.jigsaw.loss import permutations, random_order, shuffled, tiles_of
+from vissl_zero.methods.jigsaw.method import permutations, random_order, shuffled, tiles_of
 from vissl_zero.models.keyed_random import set_random_key
 
 

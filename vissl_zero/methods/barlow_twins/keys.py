@@ -26,7 +26,7 @@ class BarlowTwinsLossConfig:
 
 
 @METHODS.register("barlow_twins")
-class BarlowTwins(MethodSpec):
+class BarlowTwinsSpec(MethodSpec):
     """Barlow Twins: cross-correlation of two views towards the identity."""
 
     losses = {"barlow_twins_loss": BarlowTwinsLossConfig}

@@ -23,7 +23,7 @@ class BYOLLossConfig:
 
 
 @METHODS.register("byol")
-class BYOL(MethodSpec):
+class BYOLSpec(MethodSpec):
     """BYOL: prediction of a teacher's projection of the other view."""
 
     losses = {"byol_loss": BYOLLossConfig}

@@ -40,7 +40,7 @@ class DeepClusterV2LossConfig:
 
 
 @METHODS.register("deepcluster_v2")
-class DeepClusterV2(MethodSpec):
+class DeepClusterV2Spec(MethodSpec):
     """DeepCluster v2: prediction of the k-means assignments of the last epoch's embeddings."""
 
     losses = {"deepclusterv2_loss": DeepClusterV2LossConfig}

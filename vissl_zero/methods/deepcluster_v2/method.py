@@ -1,4 +1,4 @@
-"""DeepCluster v2 as the loop runs it."""
+"""DeepCluster v2: its loss, and the method as the loop runs it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,153 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.deepcluster_v2.keys import DeepClusterV2LossConfig
-from vissl_zero.methods.deepcluster_v2.loss import ClusterMemory, deepcluster_loss
 from vissl_zero.methods.embedding import EmbeddingMethod
+from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.method import Batch
 from vissl_zero.registry import LOSSES
+
+NOT_ASSIGNED = -100
+
+
+def deepcluster_loss(
+    embeddings: Tensor, centroids: Sequence[Tensor], assignments: Tensor, temperature: float = 0.1
+) -> Tensor:
+    """Cross-entropy of every crop against the cluster of its image, averaged over clusterings.
+
+    Args:
+        embeddings: (V, n, D) of this rank's crops; not normalised.
+        centroids: per clustering (K_i, D), unit rows.
+        assignments: (H, n) int64, the cluster of each image in each of the H clusterings; ``NOT_ASSIGNED`` for an image
+            that had no embedding, which does not count.
+        temperature: divides the cosine similarities.
+    Returns:
+        0-d; the loop's mean over ranks is the mean over counted crops, however they are spread. Collective.
+    Cost: one all-reduce of two numbers per clustering.
+    """
+    rows = F.normalize(at_least_float32(embeddings), dim=2)
+    losses = []
+    for centres, clusters in zip(centroids, assignments, strict=True):
+        logits = (rows @ centres.to(rows.dtype).T / temperature).flatten(0, 1)
+        labels = clusters.repeat(len(rows))
+        errors = F.cross_entropy(logits, labels, ignore_index=NOT_ASSIGNED, reduction="none")
+        losses.append(weighted_mean(errors, (labels != NOT_ASSIGNED).to(errors.dtype), embeddings.shape[1]))
+    return torch.stack(losses).mean()
+
+
+@torch.no_grad()
+def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int = 10) -> tuple[Tensor, Tensor]:
+    """k-means by cosine similarity over the rows of all ranks. Collective.
+
+    Args:
+        rows: (m, D) of this rank, unit rows; any m.
+        centroids: (K, D) to start from, the same on every rank. One that loses all its rows stays where it is.
+        num_iters: rounds.
+    Returns:
+        Centroids (K, D), unit rows, and the nearest of them for each row, (m,) int64.
+    Cost: one all-reduce of K * (D + 1) numbers per round.
+    """
+    num_clusters = len(centroids)
+    for _ in range(num_iters):
+        nearest = _nearest(rows, centroids)
+        sums = rows.new_zeros(num_clusters, rows.shape[1] + 1)
+        sums.index_add_(0, nearest, torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1))
+        sums = collectives.all_reduce_sum(sums)
+        means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
+        centroids = F.normalize(torch.where(sums[:, -1:] > 0, means, centroids), dim=1)
+    return centroids, _nearest(rows, centroids)
+
+
+class ClusterMemory(nn.Module):
+    """The embeddings of the last epoch, and the clusterings that the next one predicts; identical on every rank.
+
+    Args:
+        num_images: S, of the data set.
+        embedding_dim: D.
+        num_clusters: K_i of each of the H clusterings.
+        num_crops: crops that are remembered, C; clustering i is of crop ``i % C``.
+        seed: of the first centroids.
+
+    Attributes:
+        embeddings: buffer (C, S, D), unit rows. It takes C * S * D numbers on every rank.
+        is_known: buffer (S,) bool, images that have an embedding.
+        assignments: buffer (H, S) int64.
+        centroids0, centroids1, ...: buffers (K_i, D).
+    """
+
+    embeddings: Tensor
+    is_known: Tensor
+    assignments: Tensor
+
+    def __init__(
+        self, num_images: int, embedding_dim: int, num_clusters: Sequence[int], num_crops: int = 1, seed: int = 0
+    ):
+        super().__init__()
+        self.num_clusters = list(num_clusters)
+        self.seed = seed
+        self.register_buffer("embeddings", torch.zeros(num_crops, num_images, embedding_dim))
+        self.register_buffer("is_known", torch.zeros(num_images, dtype=torch.bool))
+        unassigned = torch.full((len(self.num_clusters), num_images), NOT_ASSIGNED)
+        self.register_buffer("assignments", unassigned)
+        for index, count in enumerate(self.num_clusters):
+            self.register_buffer(f"centroids{index}", torch.zeros(count, embedding_dim))
+
+    @property
+    def centroids(self) -> list[Tensor]:
+        """Per clustering (K_i, D)."""
+        return [self.get_buffer(f"centroids{index}") for index in range(len(self.num_clusters))]
+
+    @torch.no_grad()
+    def update(self, embeddings: Tensor, sample_ids: Tensor) -> None:
+        """Remember the embeddings of the images of all ranks. Collective.
+
+        Args:
+            embeddings: (C, n, D) of this rank; not normalised. Images with rows that are not finite are left out.
+            sample_ids: (n,), different from each other over all ranks.
+        Cost: two gathers of rows (see ``collectives.all_gather_rows``).
+        """
+        rows = F.normalize(at_least_float32(embeddings), dim=2).to(self.embeddings.dtype)
+        rows = collectives.all_gather_rows(rows.transpose(0, 1))
+        indices = collectives.all_gather_rows(sample_ids)
+        is_finite = rows.isfinite().flatten(1).all(dim=1)
+        self.embeddings[:, indices[is_finite]] = rows[is_finite].transpose(0, 1)
+        self.is_known[indices[is_finite]] = True
+
+    @torch.no_grad()
+    def cluster(self, epoch: int, num_iters: int = 10) -> None:
+        """Cluster what is remembered; ranks share the work by image. Collective.
+
+        Args:
+            epoch: part of the key of the first centroids, which are embeddings drawn at random.
+            num_iters: rounds of k-means.
+        Raises:
+            ValueError: fewer images than clusters are known.
+        Cost: H times that of ``spherical_kmeans``, and a gather of S assignments each.
+        """
+        known = self.is_known.nonzero()[:, 0]
+        if len(known) < max(self.num_clusters):
+            raise ValueError(f"{len(known)} images cannot make {max(self.num_clusters)} clusters")
+        rank, world_size = collectives.rank(), collectives.world_size()
+        mine = known[rank * len(known) // world_size : (rank + 1) * len(known) // world_size]
+        for index, count in enumerate(self.num_clusters):
+            # In float64: a row between two clusters should not change sides with the number of ranks.
+            embeddings = self.embeddings[index % len(self.embeddings)].double()
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch * 101 + index)
+            first = embeddings[known[torch.randperm(len(known), generator=generator)[:count].to(known.device)]]
+            centroids, nearest = spherical_kmeans(embeddings[mine], first, num_iters)
+            self.get_buffer(f"centroids{index}").copy_(centroids)
+            self.assignments[index].fill_(NOT_ASSIGNED)
+            self.assignments[index, known] = collectives.all_gather_rows(nearest)
+
+
+def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
+    return (rows @ centroids.T).argmax(dim=1)
 
 
 @LOSSES.register("deepclusterv2_loss", config=DeepClusterV2LossConfig)

@@ -61,7 +61,7 @@ class DINOHeadConfig:
 
 
 @METHODS.register("dino")
-class DINO(MethodSpec):
+class DINOSpec(MethodSpec):
     """DINO: self-distillation from a teacher that sees the large crops."""
 
     losses = {"dino_loss": DINOLossConfig}

@@ -1,18 +1,173 @@
-"""DINO as the loop runs it."""
+"""DINO: its loss, its head, and the method as the loop runs it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.methods.dino.keys import DINOLossConfig
-from vissl_zero.methods.dino.loss import Centre, dino_loss
+from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.dino.keys import DINOHeadConfig, DINOLossConfig
 from vissl_zero.methods.embedding import EmbeddingMethod, images_of, output_of
+from vissl_zero.methods.gather import at_least_float32
 from vissl_zero.methods.method import Batch
-from vissl_zero.registry import LOSSES
+from vissl_zero.methods.sinkhorn import sinkhorn
+from vissl_zero.methods.swav.method import SwAVOutput
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1) -> Tensor:
+    """Cross-entropy of every student view against the target of every other teacher view, averaged over pairs.
+
+    Args:
+        student: (V, n, K) scores; the teacher's views come first, in the same order.
+        targets: (T, n, K) probabilities of the teacher's views, without gradient; T at most V.
+        student_temperature: divides the student's scores.
+    Returns:
+        0-d, the mean over this rank's samples and the T * (V - 1) pairs of different views. No communication.
+    """
+    num_teacher_views, num_views = len(targets), len(student)
+    log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    total = -(targets.sum(dim=0) * log_probabilities.sum(dim=0)).sum()
+    same_view = -(targets * log_probabilities[:num_teacher_views]).sum()
+    num_pairs = num_teacher_views * (num_views - 1)
+    return (total - same_view) / max(num_pairs * student.shape[1], 1)
+
+
+@torch.no_grad()
+def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, counts: Tensor | None = None) -> Tensor:
+    """Targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
+
+    Args:
+        teacher: (..., K) scores; any number of rows, also none.
+        temperature: divides the scores.
+        counts: (...) bool, rows that are used equally; None: all.
+    Returns:
+        Shape of ``teacher``, rows sum to 1.
+    Cost: see ``sinkhorn``.
+    """
+    rows = at_least_float32(teacher).flatten(0, -2)
+    counted = None if counts is None else counts.reshape(1, -1)
+    return sinkhorn(rows[None], temperature, num_iters, counted)[0].view(teacher.shape)
+
+
+class Centre(nn.Module):
+    """Running mean of the teacher's scores over the rows of all ranks, which keeps one prototype from winning them all.
+
+    Args:
+        num_prototypes: K.
+        momentum: weight of the past.
+
+    Attributes:
+        mean: buffer (K,), identical on every rank.
+    """
+
+    mean: Tensor
+
+    def __init__(self, num_prototypes: int, momentum: float = 0.9):
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("mean", torch.zeros(num_prototypes))
+
+    @torch.no_grad()
+    def targets(self, teacher: Tensor, temperature: float) -> Tensor:
+        """Softmax of the centred scores (..., K); shape of ``teacher``. No communication."""
+        return F.softmax((at_least_float32(teacher) - self.mean) / temperature, dim=-1)
+
+    @torch.no_grad()
+    def update(self, teacher: Tensor, counts: Tensor | None = None) -> None:
+        """Move the mean towards that of the scores (..., K), over the rows of all ranks. Collective.
+
+        Args:
+            teacher: scores.
+            counts: (...) bool, rows that count; None: all.
+
+        Rows that are not finite leave the mean as it is: the step is one that the loss scaler skips.
+
+        Cost: one all-reduce of K + 1 numbers.
+        """
+        rows = teacher.flatten(0, -2).to(self.mean.dtype)
+        weights = rows.new_ones(len(rows)) if counts is None else counts.flatten().to(rows.dtype)
+        sums = collectives.all_reduce_sum(torch.cat((weights @ rows, weights.sum()[None])))
+        newest = self.mean.lerp(sums[:-1] / sums[-1].clamp(min=1), 1 - self.momentum)
+        self.mean.copy_(torch.where((sums[-1] > 0) & newest.isfinite().all(), newest, self.mean))
+
+
+_INIT_STD = 0.02
+
+
+class NormalizedPrototypes(nn.Module):
+    """Scores against rows ``weight_v`` of length ``weight_g``: what ``torch.nn.utils.weight_norm`` computes.
+
+    Attributes:
+        weight_v: (K, D), directions.
+        weight_g: (K, 1), lengths, 1 at the start; not trained where ``is_unit``.
+    """
+
+    def __init__(self, width: int, num_prototypes: int, is_unit: bool):
+        super().__init__()
+        self.weight_v = nn.Parameter(torch.zeros(num_prototypes, width))
+        self.weight_g = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=not is_unit)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(n, D) -> (n, K)."""
+        return F.linear(rows.to(self.weight_v.dtype), F.normalize(self.weight_v, dim=1) * self.weight_g)
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Directions as a linear layer of torch begins, lengths 1."""
+        bound = 1 / math.sqrt(self.weight_v.shape[1])
+        drawn = torch.empty(self.weight_v.shape).uniform_(-bound, bound, generator=generator_for("weight_v"))
+        self.weight_v.data.copy_(drawn)
+        self.weight_g.data.fill_(1.0)
+
+
+@HEADS.register("dino_head", config=DINOHeadConfig)
+class DINOHead(nn.Module):
+    """An MLP with GELU, embeddings of unit length, weight-normalised prototypes.
+
+    Args: the fields of ``DINOHeadConfig``.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        num_clusters: Sequence[int],
+        use_bn: bool = False,
+        normalize_last_layer: bool = True,
+        num_layers: int = 3,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+    ):
+        super().__init__()
+        if len(num_clusters) != 1 or num_clusters[0] < 1:
+            must = "num_clusters of dino_head must have one number, at least 1"
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(num_clusters)), must, "Write [65536].")])
+        layers: list[nn.Module] = []
+        for width_in in [in_dim, *[hidden_dim] * (num_layers - 1)][: num_layers - 1]:
+            layers += [nn.Linear(width_in, hidden_dim), *([nn.BatchNorm1d(hidden_dim)] if use_bn else []), nn.GELU()]
+        last = nn.Linear(in_dim if num_layers == 1 else hidden_dim, bottleneck_dim)
+        self.mlp: nn.Module = nn.Sequential(*layers, last) if layers else last
+        self.prototypes0 = NormalizedPrototypes(bottleneck_dim, num_clusters[0], normalize_last_layer)
+
+    def forward(self, features: Tensor) -> SwAVOutput:
+        """Features (n, in_dim) of all crops -> embeddings and scores."""
+        x = self.mlp(features)
+        embeddings = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
+        return SwAVOutput(embeddings, [self.prototypes0(embeddings)], None)
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Truncated normal of deviation 0.02 for the MLP, biases 0."""
+        for name, module in self.mlp.named_modules(prefix="mlp"):
+            if isinstance(module, nn.Linear):
+                drawn = torch.empty(module.weight.shape)
+                nn.init.trunc_normal_(drawn, std=_INIT_STD, generator=generator_for(f"{name}.weight"))
+                module.weight.data.copy_(drawn)
+                nn.init.zeros_(module.bias)
 
 
 @LOSSES.register("dino_loss", config=DINOLossConfig)

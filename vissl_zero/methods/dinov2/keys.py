@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
-from vissl_zero.methods.ibot.keys import IBOT, patch_distillation
+from vissl_zero.methods.ibot.keys import IBOTSpec, patch_distillation
 from vissl_zero.methods.spec import crops_of, loss_keys, share
 from vissl_zero.registry import METHODS
 
@@ -46,7 +46,7 @@ class DINOv2LossConfig:
 
 
 @METHODS.register("dinov2")
-class DINOv2(IBOT):
+class DINOv2Spec(IBOTSpec):
     """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring."""
 
     losses = {"dinov2_loss": DINOv2LossConfig}

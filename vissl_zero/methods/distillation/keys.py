@@ -33,7 +33,7 @@ class DistillationLossConfig:
 
 
 @METHODS.register("distillation")
-class Distillation(MethodSpec):
+class DistillationSpec(MethodSpec):
     """Distillation: the probabilities of a trained, frozen classifier."""
 
     losses = {"distillation_loss": DistillationLossConfig}

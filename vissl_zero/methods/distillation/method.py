@@ -1,4 +1,4 @@
-"""Distillation as the loop runs it."""
+"""Distillation: its loss, and the method as the loop runs it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,28 @@ from torch import Tensor
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.distillation.keys import WEIGHTS_FILE, DistillationLossConfig, teacher_folder
-from vissl_zero.methods.distillation.loss import distillation_loss
 from vissl_zero.methods.embedding import EmbeddingMethod
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.supervised.method import targets_of
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.registry import LOSSES
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL divergence of the student's from the teacher's softened probabilities, times the squared temperature.
+
+    Args:
+        student, teacher: (n, C) logits; no gradient goes into the teacher's.
+        temperature: divides both.
+    Returns:
+        0-d, the mean over this rank's samples. No communication.
+    """
+    log_probabilities = F.log_softmax(at_least_float32(student) / temperature, dim=1)
+    log_targets = F.log_softmax(at_least_float32(teacher.detach()) / temperature, dim=1)
+    divergence = F.kl_div(log_probabilities, log_targets, reduction="sum", log_target=True)
+    return divergence * temperature**2 / max(len(student), 1)
+
 
 _KEY = "config.LOSS.distillation_loss.teacher"
 _NO_LABEL = -1

@@ -72,7 +72,7 @@ class IBOTLossConfig:
 
 
 @METHODS.register("ibot")
-class IBOT(MethodSpec):
+class IBOTSpec(MethodSpec):
     """iBOT: DINO, and self-distillation of masked patches."""
 
     losses = {"ibot_loss": IBOTLossConfig}

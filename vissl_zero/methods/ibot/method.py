@@ -1,23 +1,94 @@
-"""iBOT as the loop runs it."""
+"""iBOT: its loss, its head, and the method as the loop runs it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.methods.dino.loss import Centre, dino_loss
+from vissl_zero.methods.dino.method import Centre, dino_loss
 from vissl_zero.methods.embedding import EmbeddingMethod, output_of
-from vissl_zero.methods.ibot.keys import IBOTLossConfig
-from vissl_zero.methods.ibot.loss import masked_patch_loss
+from vissl_zero.methods.gather import at_least_float32
+from vissl_zero.methods.ibot.keys import IBOTHeadConfig, IBOTLossConfig
 from vissl_zero.methods.masks import block_order, masked_counts
 from vissl_zero.methods.method import Batch
-from vissl_zero.models.patches import PatchView, grid_of
-from vissl_zero.registry import LOSSES
+from vissl_zero.methods.swav.method import SwAVHead
+from vissl_zero.models.patches import PatchView, Tokens, grid_of
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float = 0.1) -> Tensor:
+    """Cross-entropy of masked patches against the teacher's, which saw them: mean within images, then over images.
+
+    As many patches of every image are given, so that shapes do not depend on masks; those not masked do not count.
+
+    Args:
+        student: (I, m, K) scores of some patches of each of this rank's I images (views included).
+        targets: (I, m, K) probabilities of the same patches from the teacher, without gradient.
+        is_masked: (I, m) bool, which of them count.
+        student_temperature: divides the student's scores.
+    Returns:
+        0-d, the mean over this rank's I images; one without masked patches counts as zero. No communication.
+    """
+    log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    weights = is_masked / is_masked.sum(dim=1, keepdim=True).clamp(min=1).to(log_probabilities.dtype)
+    return -((targets * log_probabilities).sum(dim=2) * weights).sum() / max(len(student), 1)
+
+
+class IBOTOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        embeddings: (n, D) of all crops, of unit length.
+        features: (n, F) of all crops, as they came from the trunk.
+        scores: (n, K) of all crops.
+        patch_scores: (b, m, K') of the patches asked for in the crops of the first size.
+        is_masked: (b, m) bool, which of these were masked; None if nothing was.
+    """
+
+    embeddings: Tensor
+    features: Tensor
+    scores: Tensor
+    patch_scores: Tensor
+    is_masked: Tensor | None
+
+
+@HEADS.register("ibot_head", config=IBOTHeadConfig)
+class IBOTHead(nn.Module):
+    """Projection MLP and prototypes of unit length, for class tokens and patches, shared or separate.
+
+    Args: the fields of ``IBOTHeadConfig``.
+
+    Attributes:
+        class_head: of all crops.
+        patch_head: of patches; None where they share ``class_head``.
+    """
+
+    def __init__(self, dims: Sequence[int], num_clusters: Sequence[int], activation_name: str = "GELU"):
+        super().__init__()
+        heads = [
+            SwAVHead(dims, [count], activation_name=activation_name, use_weight_norm_prototypes=True)
+            for count in num_clusters
+        ]
+        self.class_head = heads[0]
+        self.patch_head: SwAVHead | None = heads[1] if len(heads) > 1 else None
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:
+        """Score all crops, and patches of those of the first size."""
+        crops, first = self.class_head(features), tokens[0]
+        patches, view = first.wanted(), first.view
+        scores = (self.patch_head or self.class_head)(patches.flatten(0, 1)).scores[0]
+        is_masked = None
+        if view.masked is not None:
+            is_masked = view.masked if view.wanted is None else view.masked.gather(1, view.wanted)
+        return IBOTOutput(
+            crops.embeddings, features, crops.scores[0], scores.unflatten(0, patches.shape[:2]), is_masked
+        )
 
 
 class PatchDistillation(EmbeddingMethod):

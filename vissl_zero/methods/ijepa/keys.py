@@ -34,7 +34,7 @@ class IJEPALossConfig:
 
 
 @METHODS.register("ijepa")
-class IJEPA(MethodSpec):
+class IJEPASpec(MethodSpec):
     """I-JEPA: a teacher's embeddings of blocks from the patches around them."""
 
     losses = {"ijepa_loss": IJEPALossConfig}

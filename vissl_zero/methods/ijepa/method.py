@@ -1,4 +1,4 @@
-"""I-JEPA as the loop runs it."""
+"""I-JEPA: its loss, and the method as the loop runs it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vissl_zero.methods.embedding import EmbeddingMethod, output_of
+from vissl_zero.methods.gather import at_least_float32
 from vissl_zero.methods.ijepa.keys import IJEPALossConfig
-from vissl_zero.methods.ijepa.loss import latent_regression
 from vissl_zero.methods.masks import block_targets, outside
 from vissl_zero.methods.method import Batch
 from vissl_zero.models.patches import PatchView, grid_of
 from vissl_zero.registry import LOSSES
+
+
+def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:
+    """Smooth absolute error against the teacher's embeddings, each normalised over its features.
+
+    Args:
+        predictions: (n, ..., D), as many target patches for each image.
+        embeddings: same shape, the teacher's, without gradient; not normalised.
+        beta: differences below it are squared; 1 in I-JEPA, 2 in data2vec for ViT-B.
+    Returns:
+        0-d, the mean over this rank's samples. No communication.
+    """
+    targets = F.layer_norm(at_least_float32(embeddings.detach()), embeddings.shape[-1:])
+    errors = F.smooth_l1_loss(at_least_float32(predictions), targets, beta=beta, reduction="sum")
+    return errors / max(predictions.numel(), 1)
 
 
 @LOSSES.register("ijepa_loss", config=IJEPALossConfig)

@@ -44,7 +44,7 @@ class JigsawLossConfig:
 
 
 @METHODS.register("jigsaw")
-class Jigsaw(MethodSpec):
+class JigsawSpec(MethodSpec):
     """Jigsaw: in which order the tiles of an image were put."""
 
     losses = {"jigsaw_loss": JigsawLossConfig}

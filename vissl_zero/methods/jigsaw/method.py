@@ -1,18 +1,95 @@
-"""Jigsaw as the loop runs it."""
+"""Jigsaw: its loss, its head, and the method as the loop runs it."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.methods.jigsaw.keys import JigsawLossConfig
-from vissl_zero.methods.jigsaw.loss import permutations, shuffled, tiles_of
+from vissl_zero.methods.jigsaw.keys import GRIDS, JigsawHeadConfig, JigsawLossConfig
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.pretext import PretextTask
+from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.keyed_random import keyed_bits
-from vissl_zero.registry import LOSSES
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def tiles_of(images: Tensor, num_tiles: int) -> Tensor:
+    """Images (m, C, H, W) cut into a square grid, row by row: (num_tiles, m, C, H // g, W // g).
+
+    What is left over at the right and at the bottom is left out.
+
+    Args:
+        num_tiles: g * g, 4 or 9.
+    """
+    grid = GRIDS[num_tiles]
+    height, width = images.shape[2] // grid, images.shape[3] // grid
+    cut = images[:, :, : grid * height, : grid * width].unflatten(3, (grid, width)).unflatten(2, (grid, height))
+    return cut.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
+
+
+def shuffled(tiles: Tensor, orders: Tensor) -> Tensor:
+    """Tiles in another order for each image.
+
+    Args:
+        tiles: (T, m, ...).
+        orders: (m, T) int64: place t of image j gets its tile ``orders[j, t]``.
+    Returns:
+        (T, m, ...).
+    """
+    return tiles[orders.T, torch.arange(tiles.shape[1], device=tiles.device)]
+
+
+def random_order(num_rows: int, num_tiles: int, layer: str, device: torch.device) -> Tensor:
+    """An order of tiles for each row, (num_rows, num_tiles), keyed as ``keyed_bits`` is."""
+    return keyed_bits(num_rows, num_tiles, layer, device).argsort(dim=1, stable=True)
+
+
+@cache
+def permutations(num_tiles: int, count: int) -> Tensor:
+    """Orders that are far from each other: each has the largest mean Hamming distance to those before it.
+
+    Args:
+        num_tiles: T, at most 9.
+        count: at most T!.
+    Returns:
+        (count, T) int64; the same everywhere.
+    Cost: T! * count comparisons of orders, once.
+    """
+    # numpy: a dry run makes tensors without values.
+    candidates = np.array(list(itertools.permutations(range(num_tiles))))
+    distances = np.zeros(len(candidates), dtype=np.int64)
+    chosen = [0]
+    while len(chosen) < count:
+        distances += (candidates != candidates[chosen[-1]]).sum(axis=1)
+        distances[chosen[-1]] = -(num_tiles + 1) * count  # never again
+        chosen.append(int(distances.argmax()))
+    return torch.from_numpy(candidates[chosen])
+
+
+@HEADS.register("jigsaw_head", config=JigsawHeadConfig)
+class JigsawHead(nn.Module):
+    """An MLP for each tile, then a linear layer for all tiles of an image side by side.
+
+    Args: the fields of ``JigsawHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int], num_towers: int = 9, num_permutations: int = 1000):
+        super().__init__()
+        self.num_towers = num_towers
+        self.of_tile = MLP(dims, use_relu=True, skip_last_layer_relu_bn=False)
+        self.of_tiles = nn.Linear(num_towers * dims[-1], num_permutations)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the first tile of m images, of the second, ... (num_towers * m, F) -> (m, num_permutations)."""
+        tiles = self.of_tile(features).unflatten(0, (self.num_towers, len(features) // self.num_towers))
+        logits: Tensor = self.of_tiles(tiles.transpose(0, 1).flatten(1))
+        return logits
 
 
 @LOSSES.register("jigsaw_loss", config=JigsawLossConfig)

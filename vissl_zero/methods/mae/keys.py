@@ -26,7 +26,7 @@ class MAELossConfig:
 
 
 @METHODS.register("mae")
-class MAE(MethodSpec):
+class MAESpec(MethodSpec):
     """MAE: pixels of hidden patches from the few that are seen."""
 
     losses = {"mae_loss": MAELossConfig}

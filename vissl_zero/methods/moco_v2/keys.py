@@ -31,7 +31,7 @@ class MoCoLossConfig:
 
 
 @METHODS.register("moco_v2")
-class MoCoV2(MethodSpec):
+class MoCoV2Spec(MethodSpec):
     """MoCo v2: InfoNCE against a queue of the teacher's keys."""
 
     losses = {"moco_loss": MoCoLossConfig}

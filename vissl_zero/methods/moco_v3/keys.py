@@ -26,7 +26,7 @@ class MoCoV3LossConfig:
 
 
 @METHODS.register("moco_v3")
-class MoCoV3(MethodSpec):
+class MoCoV3Spec(MethodSpec):
     """MoCo v3: symmetric InfoNCE against the teacher's keys of the batch."""
 
     losses = {"moco_v3_loss": MoCoV3LossConfig}

@@ -38,7 +38,7 @@ class MSNLossConfig:
 
 
 @METHODS.register("msn")
-class MSN(MethodSpec):
+class MSNSpec(MethodSpec):
     """MSN: masked crops take the prototypes that a teacher gives the whole first crop."""
 
     losses = {"msn_loss": MSNLossConfig}

@@ -51,7 +51,7 @@ class NPIDLossConfig:
 
 
 @METHODS.register("npid")
-class NPID(MethodSpec):
+class NPIDSpec(MethodSpec):
     """NPID: each image is told from others by a memory of all of them."""
 
     losses = {"nce_loss_with_memory": NPIDLossConfig}

@@ -41,7 +41,7 @@ class PIRLLossConfig(NPIDLossConfig):
 
 
 @METHODS.register("pirl")
-class PIRL(MethodSpec):
+class PIRLSpec(MethodSpec):
     """PIRL: an image and its shuffled tiles, each told from others by a memory of all images."""
 
     losses = {"pirl_loss": PIRLLossConfig}

@@ -1,18 +1,84 @@
-"""PIRL as the loop runs it."""
+"""PIRL: its loss, its head, and the method as the loop runs it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vissl_zero.methods.embedding import images_of, output_of
-from vissl_zero.methods.jigsaw.loss import random_order, shuffled, tiles_of
+from vissl_zero.methods.jigsaw.method import random_order, shuffled, tiles_of
 from vissl_zero.methods.method import Batch
-from vissl_zero.methods.npid.method import NPID
-from vissl_zero.methods.pirl.keys import PIRLLossConfig
-from vissl_zero.methods.pirl.loss import pirl_loss
-from vissl_zero.registry import LOSSES
+from vissl_zero.methods.npid.method import NPID, MemoryBank, info_nce_loss, nce_loss
+from vissl_zero.methods.pirl.keys import PIRLHeadConfig, PIRLLossConfig
+from vissl_zero.models.heads.mlp import MLP
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def pirl_loss(
+    image: Tensor,
+    transformed: Tensor,
+    sample_ids: Tensor,
+    bank: MemoryBank,
+    num_negatives: int,
+    temperature: float = 0.07,
+    weight: float = 0.5,
+    use_info_nce: bool = False,
+) -> Tensor:
+    """Both an image and its transformed version are told apart from other images by the memory bank.
+
+    Args:
+        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalised.
+        sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
+        bank: of all images; update it with ``image`` afterwards.
+        num_negatives: images each one is contrasted with.
+        temperature: divides the cosine similarities.
+        weight: of the transformed version; the image has the rest.
+        use_info_nce: cross-entropy instead of noise-contrastive estimation.
+    Returns:
+        0-d, the mean over this rank's samples. Collective in the first call only.
+    """
+    total = image.new_zeros(())
+    for share, embeddings, layer in ((1 - weight, image, "image"), (weight, transformed, "transformed")):
+        negatives = bank.draw_negatives(len(embeddings), num_negatives, f"memory_bank.{layer}")
+        similarities = bank.similarities(embeddings, sample_ids, negatives)
+        term = info_nce_loss(similarities, temperature) if use_info_nce else nce_loss(similarities, bank, temperature)
+        total = total + share * term
+    return total
+
+
+class PIRLOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        images: (n, D) embeddings of whole images.
+        tiles: (n, D) embeddings of their tiles together.
+    """
+
+    images: Tensor
+    tiles: Tensor
+
+
+@HEADS.register("pirl_head", config=PIRLHeadConfig)
+class PIRLHead(nn.Module):
+    """Two projections: of whole images, and of tiles, which are projected one by one and then side by side.
+
+    Args: the fields of ``PIRLHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int], num_towers: int = 9):
+        super().__init__()
+        self.num_towers = num_towers
+        self.of_image = MLP(dims, use_relu=True)
+        self.of_tile = MLP(dims, use_relu=True)
+        self.of_tiles = nn.Linear(num_towers * dims[-1], dims[-1])
+
+    def forward(self, features: Tensor) -> PIRLOutput:
+        """Features of n images, then of the first tile of each, of the second, ...: ((1 + num_towers) * n, F)."""
+        num_images = len(features) // (1 + self.num_towers)
+        tiles = self.of_tile(features[num_images:]).unflatten(0, (self.num_towers, num_images))
+        return PIRLOutput(self.of_image(features[:num_images]), self.of_tiles(tiles.transpose(0, 1).flatten(1)))
 
 
 @LOSSES.register("pirl_loss", config=PIRLLossConfig)

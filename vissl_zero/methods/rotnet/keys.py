@@ -22,7 +22,7 @@ class RotNetLossConfig:
 
 
 @METHODS.register("rotnet")
-class RotNet(MethodSpec):
+class RotNetSpec(MethodSpec):
     """RotNet: by which of four angles an image was rotated."""
 
     losses = {"rotnet_loss": RotNetLossConfig}

@@ -1,4 +1,4 @@
-"""RotNet as the loop runs it."""
+"""RotNet: its loss, and the method as the loop runs it."""
 
 from __future__ import annotations
 

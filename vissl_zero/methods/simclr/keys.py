@@ -24,7 +24,7 @@ class SimCLRLossConfig:
 
 
 @METHODS.register("simclr")
-class SimCLR(MethodSpec):
+class SimCLRSpec(MethodSpec):
     """SimCLR: NT-Xent between two views, negatives from all ranks."""
 
     losses = {"simclr_info_nce_loss": SimCLRLossConfig}

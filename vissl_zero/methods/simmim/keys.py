@@ -36,7 +36,7 @@ class SimMIMLossConfig:
 
 
 @METHODS.register("simmim")
-class SimMIM(MethodSpec):
+class SimMIMSpec(MethodSpec):
     """SimMIM: pixels of masked patches by one linear layer."""
 
     losses = {"simmim_loss": SimMIMLossConfig}

@@ -1,21 +1,77 @@
-"""SimMIM as the loop runs it."""
+"""SimMIM: its loss, its head, and the method as the loop runs it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.embedding import EmbeddingMethod, output_of
+from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.masks import as_mask, random_order
 from vissl_zero.methods.method import Batch
-from vissl_zero.methods.simmim.keys import SimMIMLossConfig
-from vissl_zero.methods.simmim.loss import simmim_loss
-from vissl_zero.models.patches import PatchView, grid_of
-from vissl_zero.registry import LOSSES
+from vissl_zero.methods.simmim.keys import PixelHeadConfig, SimMIMLossConfig
+from vissl_zero.models.patches import PatchView, Tokens, grid_of
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def simmim_loss(predictions: Tensor, images: Tensor, mask: Tensor) -> Tensor:
+    """Mean absolute error over the masked pixels of all ranks.
+
+    Args:
+        predictions, images: (n, C, H, W) of this rank's images.
+        mask: (n, h, w), True or 1 where a patch was hidden; h divides H and w divides W.
+    Returns:
+        0-d; the loop's mean over ranks is the mean over masked pixels, however they are spread. Collective.
+    Cost: one all-reduce of two numbers.
+    """
+    errors = (at_least_float32(predictions) - images).abs().mean(dim=1)  # (n, H, W)
+    rows, columns = errors.shape[1] // mask.shape[1], errors.shape[2] // mask.shape[2]
+    pixels = mask.repeat_interleave(rows, dim=1).repeat_interleave(columns, dim=2)
+    return weighted_mean(errors, pixels.to(errors.dtype), len(predictions))
+
+
+class PixelOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        embeddings: (b, F) pooled features.
+        pixels: (b, 3, H, W).
+        mask: (b, h, w) bool, True where a patch was masked; None if none was.
+    """
+
+    embeddings: Tensor
+    pixels: Tensor
+    mask: Tensor | None
+
+
+@HEADS.register("pixel_head", config=PixelHeadConfig)
+class PixelHead(nn.Module):
+    """A linear layer from a patch's token to its pixels.
+
+    Args: the fields of ``PixelHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int]):
+        super().__init__()
+        self.patch_size = math.isqrt(dims[-1] // 3)
+        if len(dims) != 2 or 3 * self.patch_size**2 != dims[-1]:
+            must = "must be the trunk's features and 3 times the pixels of a square patch"
+            fix = "Write dims: [-1, 768] for patches of 16 pixels."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pixel_head.dims", str(list(dims)), must, fix)])
+        self.output = nn.Linear(dims[0], dims[1])
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
+        """Pixels of images of one resolution."""
+        (own,) = tokens
+        patches = self.output(own.wanted()).unflatten(1, own.grid).unflatten(3, (3, self.patch_size, self.patch_size))
+        # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
+        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, own.grid[0] * self.patch_size, -1)
+        mask = None if own.view.masked is None else own.view.masked.unflatten(1, own.grid)
+        return PixelOutput(features, pixels, mask)
 
 
 @LOSSES.register("simmim_loss", config=SimMIMLossConfig)

@@ -20,7 +20,7 @@ class SimSiamLossConfig:
 
 
 @METHODS.register("simsiam")
-class SimSiam(MethodSpec):
+class SimSiamSpec(MethodSpec):
     """SimSiam: prediction of the other view, gradient stopped."""
 
     losses = {"simsiam_loss": SimSiamLossConfig}

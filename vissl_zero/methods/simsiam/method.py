@@ -1,4 +1,4 @@
-"""SimSiam as the loop runs it."""
+"""SimSiam: its loss, and the method as the loop runs it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
+from vissl_zero.methods.byol.method import cosine
 from vissl_zero.methods.embedding import EmbeddingMethod, crops_of, output_of
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.simsiam.keys import SimSiamLossConfig
-from vissl_zero.methods.simsiam.loss import simsiam_loss
 from vissl_zero.registry import LOSSES
+
+
+def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean of both directions; no gradient goes into the projections.
+
+    Args:
+        predictions: (n, D) of each view, from the predictor.
+        projections: (n, D) of each view, what the predictor was given.
+    Returns:
+        0-d: the mean over this rank's samples, between -1 and 1. No communication.
+    """
+    return -(cosine(predictions[0], projections[1]) + cosine(predictions[1], projections[0])) / 2
 
 
 @LOSSES.register("simsiam_loss", config=SimSiamLossConfig)

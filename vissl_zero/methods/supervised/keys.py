@@ -30,7 +30,7 @@ class CrossEntropyConfig:
 
 
 @METHODS.register("supervised")
-class Supervised(MethodSpec):
+class SupervisedSpec(MethodSpec):
     """Supervised cross-entropy."""
 
     losses = {

@@ -83,7 +83,7 @@ class SwAVLossConfig:
 
 
 @METHODS.register("swav")
-class SwAV(MethodSpec):
+class SwAVSpec(MethodSpec):
     """SwAV: swapped prediction of Sinkhorn assignments across crops."""
 
     losses = {"swav_loss": SwAVLossConfig}

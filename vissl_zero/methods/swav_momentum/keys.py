@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import loss_keys, share
-from vissl_zero.methods.swav.keys import SwAV, SwAVLossConfig
+from vissl_zero.methods.swav.keys import SwAVLossConfig, SwAVSpec
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class SwAVMomentumLossConfig(SwAVLossConfig):
 
 
 @METHODS.register("swav_momentum")
-class SwAVMomentum(SwAV):
+class SwAVMomentumSpec(SwAVSpec):
     """SwAV with assignments from a teacher."""
 
     losses = {"swav_momentum_loss": SwAVMomentumLossConfig}

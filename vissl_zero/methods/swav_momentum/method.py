@@ -1,4 +1,4 @@
-"""SwAV with a teacher, as the loop runs it."""
+"""SwAV with a teacher: the method as the loop runs it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class VICRegLossConfig:
 
 
 @METHODS.register("vicreg")
-class VICReg(MethodSpec):
+class VICRegSpec(MethodSpec):
     """VICReg: variance, invariance and covariance of two views."""
 
     losses = {"vicreg_loss": VICRegLossConfig}
