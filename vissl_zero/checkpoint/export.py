@@ -11,12 +11,14 @@ from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import can_hold, write_torch_file
+from vissl_zero.checkpoint.transformer_layouts import STYLES as TRANSFORMER_STYLES
+from vissl_zero.checkpoint.transformer_layouts import from_timm
 from vissl_zero.checkpoint.weights import Weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.other_names import STYLES, to_other_names
 
 PARTS = ("model", "trunk", "heads")
-NAMES = ("own", *STYLES)
+NAMES = ("own", *STYLES, *TRANSFORMER_STYLES)
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth", ".torch", ".bin")
 
 
@@ -60,7 +62,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     left_out: list[str] = []
     pairs = {name: name for name in ours}
     if names != "own":
-        renamed = to_other_names(ours, names)
+        renamed = to_other_names(ours, "timm" if names in TRANSFORMER_STYLES else names)
         pairs, left_out = renamed.names, renamed.unknown
         _require_trunk_names(pairs, left_out, names)
     weights.require_undamaged(pairs.values())
@@ -68,8 +70,11 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
         Entry(new, weights.tensors[old].dtype, weights.tensors[old].shape, partial(weights.read, old))
         for new, old in pairs.items()
     ]
+    if names in TRANSFORMER_STYLES:
+        entries, unknown = from_timm(entries, names)
+        _require_transformer(pairs, unknown, names)
     write_aside(path, lambda temporary: writer(temporary, entries, _metadata(weights)))
-    return Exported(path, list(pairs), path.stat().st_size, left_out)
+    return Exported(path, [entry.key for entry in entries], path.stat().st_size, left_out)
 
 
 def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], None]:
@@ -115,6 +120,15 @@ def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str)
         raise CheckpointError(
             f"{names} has no names for this trunk ({_some(lost)}): it has them for ResNet and for RegNet with "
             "bottleneck blocks. Leave out --names to keep ours."
+        )
+
+
+def _require_transformer(pairs: dict[str, str], unknown: list[str], names: str) -> None:
+    lost = unknown if "patch_embed.proj.weight" in pairs else list(pairs)
+    if lost:
+        raise CheckpointError(
+            f"{names} has no names for {_some(lost)}: it has them for plain vision transformers. "
+            "Leave out --names to keep ours, or take --names timm; --part trunk leaves out the heads."
         )
 
 

@@ -52,9 +52,11 @@ def _require(found: Match, path: str, heads_must_fit: bool) -> None:
     wrong = found.lacks("trunk") + (sorted(n for n in found.other_shape if n.startswith("heads.")) * heads_must_fit)
     if wrong or not found.entries:
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        count = f"{len(found.entries)} of its {found.num_foreign} tensors fit, {len(wrong)} of the model's lack theirs"
         about = "\n".join(found.sentences())
         raise CheckpointError(
-            f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} does not fit the model: {some or 'no tensor matches'}. "
+            f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} does not fit the model ({count}): "
+            f"{some or 'no tensor matches'}. "
             "Correct config.MODEL.TRUNK (auto: that of the run the weights are of) or the heads, or leave tensors out "
             f"with SKIP_LAYERS.\n{about}"
         )

@@ -20,6 +20,7 @@ from vissl_zero.checkpoint.fsdp_shards import full_tensors
 from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
+from vissl_zero.checkpoint.transformer_layouts import to_timm
 from vissl_zero.checkpoint.weights import is_torch_file, open_weights
 from vissl_zero.errors import CheckpointError, did_you_mean
 
@@ -35,7 +36,7 @@ class Foreign:
 
     Attributes:
         layout: what the file turned out to be, in words.
-        entries: tensors under their names there, read one by one.
+        entries: tensors under their names there (a transformer's as timm cuts and calls them), read one by one.
         passed_over: a sentence for each newer checkpoint of a run folder that is damaged.
         no_tensors: names of entries of the state dict that are not plain tensors.
         iteration, epoch: of the run that wrote it; 0 where it does not say.
@@ -82,7 +83,7 @@ def _ours_or_safetensors(path: Path) -> Foreign:
     elif path.is_dir():
         layout = f"the weights of the end of the run, {weights.path}"
     entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
-    return Foreign(layout, entries, passed_over)
+    return Foreign(layout, to_timm(entries) if layout == "safetensors" else entries, passed_over)
 
 
 def _foreign(content: Any, key: str, path: Path) -> Foreign:
@@ -195,6 +196,7 @@ def _state_dict(content: Any, layout: str, path: Path) -> Foreign:
     if not found.entries:
         keys = ", ".join(map(str, list(content)[:8]))
         raise CheckpointError(f"{path} has no tensors at its top; it has {keys}. Say where with --key.")
+    found.entries = to_timm(found.entries)
     return found
 
 

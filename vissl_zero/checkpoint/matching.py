@@ -27,6 +27,7 @@ class Match:
         other_shape: name -> (shape in the file, shape in the model); left out.
         unknown: names in the file that no tensor of the model has.
         no_tensors: entries of the file that are no tensors.
+        num_foreign: tensors of the file.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Match:
     other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     no_tensors: list[str] = field(default_factory=list)
+    num_foreign: int = 0
 
     def lacks(self, part: str) -> list[str]:
         """What of a part ("trunk", "heads") of the model did not get its tensor; batch norm's counters do not count."""
@@ -73,7 +75,7 @@ def match(
         remove_prefix: taken off the names that begin with it, first; then append_prefix is put before all.
         skip: names that contain one of these are left out, as VISSL's SKIP_LAYERS.
     """
-    found = Match(no_tensors=list(foreign.no_tensors))
+    found = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
     renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in foreign.entries}
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
     ours = to_our_names((name for name in renamed if name not in direct), shapes or ())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 STYLES = ("torchvision", "timm")
 # Wrappers that other frameworks leave in names, and what they put in front.
 _WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"}
-_PREFIXES = ("module.", "model.", "trunk.", "base_model.", "_feature_blocks.")
+_PREFIXES = ("module.", "model.", "trunk.", "base_model.", "_feature_blocks.", "backbone.")
 _STAT = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
 
 _Rules = tuple[tuple[str, str], ...]

@@ -19,8 +19,8 @@ from vissl_zero.reporting.quantity import bytes_text
 
 _DESCRIPTION = """\
 Read weights of VISSL (consolidated, or the file that lists shards or slices), a torch state dict or safetensors, under
-VISSL's, classy-vision's, torchvision's, timm's or our names, and write them under ours. Nothing in a file is run: one
-that holds more than data is refused.
+VISSL's, classy-vision's, torchvision's, timm's, torch hub's (DINO, DINOv2, iBOT, MAE), Hugging Face's (ViT, ViTMAE,
+DINOv2) or our names, and write them under ours. Nothing in a file is run: one that holds more than data is refused.
 
   vissl-zero checkpoint import swav_in1k.torch --to s.safetensors
   vissl-zero config=benchmark/linear config.MODEL.WEIGHTS_INIT.PARAMS_FILE=s.safetensors config.MODEL.TRUNK.NAME=resnet
@@ -70,7 +70,8 @@ def import_(arguments: Sequence[str]) -> int:
     incomplete = found.lacks("trunk")
     is_understood = shapes is not None or 2 * len(found.entries) >= len(foreign.entries)
     if incomplete and not options.partial:
-        say(f"Not written: the trunk lacks {len(incomplete)} tensors. --partial writes the rest all the same.")
+        count = f"{len(found.entries)} of {len(foreign.entries)} tensors fit, and the trunk lacks {len(incomplete)}"
+        say(f"Not written: {count}. --partial writes the rest all the same.")
         return 1
     if not is_understood and not options.partial:
         raise CheckpointError(
