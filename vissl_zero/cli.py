@@ -1,6 +1,7 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list``, ``doctor``, ``plan``, ``verify``, ``checkpoint``, ``jobs``, ``--version``.
+Other words first: ``vissl-zero list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
+``--version``.
 Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 75, 130 saved and stopped.
@@ -19,7 +20,7 @@ from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "plan", "verify", "checkpoint", "jobs")
+WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
 HELP = """\
 vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
 
@@ -45,6 +46,7 @@ Look before you train:
   vissl-zero list recipes [--config-dir <folder>]   recipes; also of a folder of yours
   vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
   vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
+  vissl-zero explain <recipe, file or folder>       of each key: used, no effect, unlike VISSL, refused; all at once
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
@@ -112,6 +114,10 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.plan import plan
 
         return plan(rest)
+    if word == "explain":
+        from vissl_zero.commands.explain import explain
+
+        return explain(rest)
     if word == "verify":
         from vissl_zero.commands.verify import verify
 

@@ -47,7 +47,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["list", "trunks", "more"], "vissl-zero list: takes no 'more'."),
         (
             ["doktor"],
-            "must be config=<recipe> or one of list, doctor, plan, verify, checkpoint, jobs. Did you mean 'doctor'?",
+            "one of list, doctor, plan, explain, verify, checkpoint, jobs. Did you mean 'doctor'?",
         ),
         (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is no job of vissl-zero."),
         (["jobs", "list", "more"], "takes no 'more'. Leave it out."),

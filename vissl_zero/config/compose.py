@@ -190,14 +190,15 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """
     first = explain(error, folders)
     try:
-        found = every_mistake(_untyped(plain_words(overrides), folders))
+        found = every_mistake(untyped(plain_words(overrides), folders))
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first
     return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
 
 
-def _untyped(overrides: Sequence[str], folders: Sequence[str]) -> DictConfig:
-    """The same composition without types, which refuses no key and no value."""
+def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:
+    """The same composition without types, which refuses no key and no value; arguments as for ``explained``."""
+    register()
     is_value = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
     words = [f"++{word.lstrip('+')}" if is_value.match(word) else word for word in overrides]
     if folders:

@@ -82,6 +82,10 @@ _TABLES = _read()
 REFUSED, NO_EFFECT = _tree(_TABLES["refused"]), _tree(_TABLES["no_effect"])
 OTHER_LOSSES: frozenset[str] = frozenset(_TABLES["other_losses"])
 ALIASES: dict[str, dict[str, Any]] = _TABLES["aliases"]
+# What is meant otherwise than in VISSL: key (with * for a part), values it holds for (absent: all), and a sentence.
+DIFFERENCES: list[dict[str, Any]] = _TABLES["differs"]
+# A part of an internal file's name -> where the same file is public.
+PUBLIC_FILES: dict[str, str] = _TABLES["public_files"]
 TASK_LEVELS: dict[str, int] = ALIASES["task_levels"]
 
 

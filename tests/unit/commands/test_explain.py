@@ -1,0 +1,136 @@
+"""``vissl-zero explain``: each key of a recipe in its list, all problems at once, copies without internal paths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vissl_zero.cli import main
+from vissl_zero.config.account import account_of
+from vissl_zero.config.internal_paths import public_equivalent, with_public_paths
+from vissl_zero.config.recipe_files import recipe_file, recipe_files
+
+RECIPE = """# @package _global_
+config:
+  VERBOSE: False
+  SEED_VALUE: 3
+  DATA:
+    TRAIN:
+      DATA_SOURCES: [{source}]
+      LABEL_SOURCES: [disk_filelist]
+      DATASET_NAMES: [photos]
+      TRANSFORMS: [{{name: Resize, size: [32, 32]}}, {{name: ToTensor}}]
+  MODEL:
+    TRUNK: {{NAME: {trunk}, RESNETS: {{DEPTH: 18}}}}
+    HEAD: {{PARAMS: [["mlp", {{"dims": [512, 10]}}]]}}
+    WEIGHTS_INIT:
+      PARAMS_FILE: "{weights}"
+  LOSS: {{name: CrossEntropyLoss}}
+  OPTIMIZER: {{name: sgd, num_epochs: 100{more}}}
+"""
+INTERNAL = "manifold://tree/users/x/dino_vitbase16_pretrain.pth"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def file(
+        name: str, source: str = "disk_filelist", trunk: str = "resnet", weights: str = "", more: str = ""
+    ) -> Path:
+        path = tmp_path / "configs" / "config" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(RECIPE.format(source=source, trunk=trunk, weights=weights, more=more))
+        return path
+
+    return file
+
+
+def test_each_key_is_used_without_effect_or_different(write):
+    account = account_of(recipe_file(write("mine", weights=INTERNAL)))
+    assert account.is_accepted, account.refused
+    assert {"OPTIMIZER.name", "MODEL.TRUNK.RESNETS.DEPTH", "LOSS.name"} <= set(account.used)
+    assert account.without_effect["VERBOSE"] == "Output is concise and complete."
+    assert "one stream" in account.differs["SEED_VALUE"].lower()
+    assert not set(account.used) & set(account.without_effect)
+    keys = [problem.key for problem in account.yours]
+    assert keys == ["config.DATA.TRAIN.DATASET_NAMES", "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"]
+    assert "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain" in account.yours[1].fix
+
+
+def test_mistyped_keys_do_not_hide_what_rules_refuse(write):
+    account = account_of(recipe_file(write("mine", trunk="resnext", more=", lerning_rate: 3")))
+    assert {problem.key for problem in account.refused} == {"config.OPTIMIZER.lerning_rate", "config.MODEL.TRUNK.NAME"}
+    assert "OPTIMIZER.lerning_rate" not in account.used
+
+
+def test_an_overlay_is_explained_on_the_nearest_complete_recipe(write):
+    write("task/base")
+    overlay = write("task/models/wide")
+    overlay.write_text("# @package _global_\nconfig: {MODEL: {TRUNK: {NAME: resnet, RESNETS: {DEPTH: 34}}}}\n")
+    recipe = recipe_file(overlay)
+    assert (recipe.recipe, recipe.overlay) == ("task/base", "task/models/wide")
+    assert account_of(recipe).is_accepted
+    folder = overlay.parents[1]
+    assert [str(found) for found in recipe_files(folder)] == ["task/base"]
+    assert [str(found) for found in recipe_files(folder, with_parts=True)] == ["task/base", str(recipe)]
+
+
+def test_a_folder_is_one_table_and_a_count(write, capsys):
+    write("good")
+    folder = write("bad", trunk="resnext").parent
+    assert main(["explain", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 recipes are accepted" in out
+    assert "1      1  MODEL.TRUNK.NAME 'resnext'" in out
+    assert main(["explain", str(folder), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["accepted"]) for row in rows] == [("bad", False), ("good", True)]
+
+
+def test_fix_replaces_what_only_facebook_has_and_nothing_else(write, tmp_path, capsys):
+    path = write("mine", source="everstore", weights=INTERNAL)
+    before = yaml.safe_load(path.read_text())
+    assert main(["explain", str(path), "--fix", str(tmp_path / "out")]) == 0
+    assert "1 files" in capsys.readouterr().out
+    text = (tmp_path / "out" / "config" / "mine.yaml").read_text()
+    after = yaml.safe_load(text)
+    assert after["config"]["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] == "/path/to/dino_vitbase16_pretrain.pth"
+    assert after["config"]["DATA"]["TRAIN"]["DATA_SOURCES"] == ["disk_filelist"]
+    assert f"was {INTERNAL}, public: https://dl.fbaipublicfiles.com/dino/" in text
+    after["config"]["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] = INTERNAL
+    after["config"]["DATA"]["TRAIN"]["DATA_SOURCES"] = ["everstore"]
+    assert after == before
+    assert path.read_text() == RECIPE.format(source="everstore", trunk="resnet", weights=INTERNAL, more="")
+
+
+def test_public_paths_are_left_alone():
+    text = "A: https://download.pytorch.org/models/resnet50-19c8e357.pth\nB: /my/checkpoint/x\n# /checkpoint/y\n"
+    assert with_public_paths(text) == (text, [])
+    assert public_equivalent("/my/dino_vitbase16_pretrain.pth") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fiks", "a"], "Did you mean '--fix'"),
+        (["a", "b"], "must name one recipe, file or folder"),
+        (["/no/such.yaml"], "must exist"),
+        (["a", "--fix"], "needs a folder"),
+        (["digits/swav", "--fix", "out"], "needs a file or a folder"),
+    ],
+)
+def test_wrong_arguments_are_answered_in_a_sentence(arguments, said, capsys):
+    assert main(["explain", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_torch_is_imported():
+    code = "import sys; from vissl_zero.cli import main; main(['explain', 'digits/swav'])"
+    code += "; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("digits/swav: accepted")

@@ -1,0 +1,128 @@
+"""Recipe files in folders of others, such as VISSL's: which are complete, and what the others are parts of.
+
+A file is complete if it names a trunk, data, an optimizer and a loss. One that lacks the loss, or that names a trunk
+alone, is an overlay: it is composed on the first complete recipe in the nearest folder above it, as VISSL's ``models/``
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vissl_zero.errors import ConfigError, Problem
+
+_COMPLETE = {"trunk", "data", "optimizer"}
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe as ``config=`` takes it, and where it is looked for.
+
+    Attributes:
+        overlay: name of a part that is laid over the recipe; empty for none.
+        folder: holds ``config/``; empty for recipes that are found without it.
+    """
+
+    recipe: str
+    overlay: str = ""
+    folder: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.recipe} + {self.overlay}" if self.overlay else self.recipe
+
+    @property
+    def overrides(self) -> list[str]:
+        """What the command line would say beyond ``config=``."""
+        group, _, choice = self.overlay.rpartition("/")
+        words = [f"hydra.searchpath=['file://{self.folder}']"] if self.folder else []
+        return [*words, f"+config/{group}={choice}"] if self.overlay else words
+
+    @property
+    def file(self) -> Path:
+        """The file of the overlay, else of the recipe."""
+        return Path(self.folder) / "config" / f"{self.overlay or self.recipe}.yaml"
+
+
+def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]:
+    """Every recipe in ``folder`` and below it, each overlay on its base.
+
+    Args:
+        folder: ``config/`` of a tree of recipes, or any folder below it.
+        with_parts: also files that name no more than a trunk.
+    Raises:
+        ConfigError: no folder above is called ``config``.
+    """
+    root = _config_folder(folder)
+    # Bases may stand above the folder that is asked for.
+    inside = sorted(folder.rglob("*.yaml"))
+    above = [file for parent in folder.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
+    blocks = {file: _blocks(file) for file in (*inside, *above)}
+    bases = [file for file, found in blocks.items() if found >= _COMPLETE | {"loss"}]
+
+    def name(file: Path) -> str:
+        return file.relative_to(root).with_suffix("").as_posix()
+
+    for file in inside:
+        if file in bases:
+            yield RecipeFile(name(file), folder=str(root.parent))
+            continue
+        is_overlay = blocks[file] >= _COMPLETE or (with_parts and "trunk" in blocks[file])
+        if is_overlay and (base := _base(file, bases, root)):
+            yield RecipeFile(name(base), name(file), str(root.parent))
+
+
+def recipe_file(path: Path) -> RecipeFile:
+    """One YAML file as a recipe, on its base if it is an overlay. Errors as for ``recipe_files``."""
+    path = path.absolute()
+    root = _config_folder(path.parent)
+    name = path.relative_to(root).with_suffix("").as_posix()
+    if _blocks(path) >= _COMPLETE | {"loss"}:
+        return RecipeFile(name, folder=str(root.parent))
+    around = [file for parent in path.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
+    base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}], root)
+    if base is None:
+        return RecipeFile(name, folder=str(root.parent))
+    return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent))
+
+
+def _config_folder(folder: Path) -> Path:
+    """The folder ``config`` that recipe names begin below: the nearest at or above ``folder``."""
+    folder = folder.absolute()
+    for candidate in (folder, *folder.parents):
+        if candidate.name == "config":
+            return candidate
+    fix = "Recipes are named by their path below a folder called config: move them there, or name a recipe."
+    raise ConfigError([Problem("recipes", repr(str(folder)), "must stand in or below a folder called config", fix)])
+
+
+def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
+    for folder in file.parents:
+        if found := [base for base in bases if base.parent == folder and base != file]:
+            return found[0]
+        if folder == root:
+            break
+    return None
+
+
+def _blocks(file: Path) -> set[str]:
+    """Which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return set()
+    config = _block(tree, "config")
+    data = _block(config, "DATA")
+    found = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
+    found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
+    found |= {"optimizer"} if config.get("OPTIMIZER") else set()
+    return found | ({"loss"} if _block(config, "LOSS").get("name") else set())
+
+
+def _block(tree: Any, key: str) -> dict[str, Any]:
+    value = tree.get(key) if isinstance(tree, dict) else None
+    return value if isinstance(value, dict) else {}
