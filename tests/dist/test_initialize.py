@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vissl_zero
+from tests.dist import fitted_loop
 from tests.dist.own_loop import (
     Loop,
     Text,
@@ -369,3 +371,48 @@ def test_a_model_on_the_meta_device_starts_the_same_everywhere() -> None:
     weight = states[0]["layers.1.weight"]
     assert weight.std() > 0.1 and weight.abs().max() <= 0.5, "torch's own bound for a layer of 4 inputs"
     assert "out.weight" not in states[0], "still tied"
+
+
+@pytest.mark.timeout(90)
+def test_fit_chooses_the_plan_and_trains_the_same(tmp_path: Path) -> None:
+    """Plenty of memory, too little, and the least that the refusal names."""
+    expected = fitted_loop.train_plainly(2)
+
+    def fitted(memory_gb: float, is_meta: bool) -> tuple[dict[str, Tensor], list[str]]:
+        zero = {"memory_gb": memory_gb, "offload_optimizer_config": {"nvme_path": str(tmp_path)}}
+        return run_on_ranks(2, fitted_loop.train_fitted, zero, is_meta, 2, timeout_s=80)[0]
+
+    plenty, said = fitted(1.0, is_meta=False)
+    assert "took level 1: the cheapest that fits" in said[0] and "zero.memory_gb" in said[0]
+    assert _distance(plenty, expected) < TOLERANCE
+    _, (error,) = fitted(1e-4, is_meta=True)
+    found = re.search(r"Write memory_gb=([\d.]+)", error)
+    assert found, error
+    least, said = fitted(float(found[1]), is_meta=True)
+    assert "took level 3, optimizer on nvme: the cheapest that fits" in said[0]
+    assert _distance(least, expected) < TOLERANCE
+
+
+def test_fit_needs_a_sample_and_refuses_what_it_chooses() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="sample: must be given with level='fit'"):
+        vissl_zero.initialize(model, {"type": "SGD"}, {"level": "fit", "memory_gb": 1})
+    with pytest.raises(ConfigError, match=r"(?s)above 0 GiB.*keep_gradients: cannot go with level='fit'"):
+        vissl_zero.initialize(model, {"type": "SGD"}, {"level": "fit", "keep_gradients": True, "memory_gb": 0})
+    with pytest.raises(ConfigError, match="memory_gb: is a budget for level='fit'"):
+        vissl_zero.initialize(model, {"type": "SGD"}, {"level": 1, "memory_gb": 1})
+
+
+def _square_of_zeros(model: nn.Module) -> Tensor:
+    return model(torch.zeros(3, 2)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [torch.zeros(3, 2), (torch.zeros(3, 2), "label"), {"input": torch.zeros(3, 2), "label": 1}, _square_of_zeros],
+)
+def test_fit_takes_a_batch_as_a_loader_gives_it_or_a_loss(sample: object) -> None:
+    model, optimizer = vissl_zero.initialize(nn.Linear(2, 2), {"type": "SGD"}, {"level": "fit"}, sample=sample)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.last_step is not None

@@ -15,6 +15,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's context on a GPU
+
 
 @dataclass(frozen=True)
 class Host:
@@ -186,3 +188,22 @@ def available_memory() -> int:
         with suppress(OSError, ValueError):  # "max" is no number
             found.append(int(Path(path).read_text()))
     return min(found)
+
+
+def free_memory(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), info: Path = Path("/proc/meminfo")
+) -> int:
+    """Bytes that are free now: of the machine, and of every control group that this process is in."""
+    found = [available_memory()]
+    with suppress(OSError, ValueError, IndexError):
+        lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError):
+        group = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "")
+        folder = root / group.strip("/")
+        for place in (folder, *(above for above in folder.parents if above.is_relative_to(root))):
+            with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
+                most, used = (int((place / f"memory.{name}").read_text()) for name in ("max", "current"))
+                kept = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                found.append(most - used + int(kept["inactive_file"]))  # what is cached of files goes first
+    return max(0, min(found))

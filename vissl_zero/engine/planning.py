@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import Composed
-from vissl_zero.config.host import available_memory
+from vissl_zero.config.host import RESERVE, free_memory
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
 from vissl_zero.engine.rehearsal import set_stage
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
+from vissl_zero.sharding.candidates import Budget, Candidate, because, rank_candidates, rounded_up, smallest
 
 FIT = "fit"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
-RESERVE = _GIB // 2  # code, libraries, torch's own buffers; CUDA's context on a GPU
 _SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
 
 
@@ -67,7 +66,7 @@ def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, An
     chosen = planned.chosen
     if chosen is None:
         raise ConfigError([_nothing_fits(planned)])
-    said = f"config.ZERO.LEVEL=fit took {chosen}: {because(planned)}"
+    said = f"config.ZERO.LEVEL=fit took {chosen}: {because(planned.candidates, planned.budget)}"
     # Interpolations are put back into what is saved: none in the place of what was chosen.
     written = copy.deepcopy(composed.written)
     written.pop("ZERO", None)
@@ -118,7 +117,7 @@ def budget_of(cfg: RunConfig, plan: ResolvedRun) -> Budget:
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
         memory = int(given * _GIB) if given else found
     else:
-        memory = (int(given * _GIB) if given else available_memory()) // plan.procs_per_node
+        memory = (int(given * _GIB) if given else free_memory()) // plan.procs_per_node
         what = "this machine" if plan.procs_per_node == 1 else f"this machine over {plan.procs_per_node} processes"
     return Budget(max(0, memory - RESERVE), host, disk, f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
 
@@ -138,21 +137,6 @@ def overrides_of(candidate: Candidate) -> list[str]:
     return [f"config.{path}={'null' if value is None else value}" for path, value in candidate.settings().items()]
 
 
-def because(planned: Planned) -> str:
-    """Why the chosen candidate was chosen, as one clause."""
-    chosen = planned.chosen
-    assert chosen is not None and chosen.forecast.step is not None
-    peak, memory = chosen.forecast.step.peak_bytes / _GIB, planned.budget.memory / _GIB
-    text = f"the cheapest that fits, {peak:.3g} of {memory:.3g} GiB ({planned.budget.source})"
-    cheaper = planned.candidates[: planned.candidates.index(chosen)]
-    if not cheaper:
-        return f"{text}."
-    last = cheaper[-1]
-    if last.forecast.step is None:
-        return f"{text}; of {last} the memory is not known."
-    return f"{text}; the next cheaper, {last}, would take {last.forecast.step.peak_bytes / _GIB:.3g} GiB."
-
-
 def _without_choice(cfg: RunConfig) -> RunConfig:
     """The configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
     plain = copy.deepcopy(cfg)
@@ -164,25 +148,19 @@ def _without_choice(cfg: RunConfig) -> RunConfig:
 
 
 def _nothing_fits(planned: Planned) -> Problem:
-    known = [c for c in planned.candidates if c.forecast.step is not None]
+    least = smallest(planned.candidates)
     key, memory = "config.ZERO.MEMORY_GB", f"{planned.budget.memory / _GIB:.3g}"
-    if not known:
+    if least is None or least.forecast.step is None:
         reason = planned.candidates[0].forecast.unknown
         fix = "Write config.ZERO.LEVEL=0, 1, 2 or 3."
         return Problem("config.ZERO.LEVEL", "'fit'", f"needs a forecast, and there is none ({reason})", fix)
-    least = min(known, key=lambda c: (c.excess or 0, c.forecast.step.peak_bytes))  # type: ignore[union-attr]
-    assert least.forecast.step is not None
-    need = least.forecast.step.peak_bytes / _GIB
-    must = f"is too little for every plan that trains the same; the smallest takes {need:.3g} GiB ({least})"
-    tried = "" if any(c.sharding.offload_optimizer.nvme_path for c in known) else " or name a disk (nvme_path)"
+    need = least.forecast.step.peak_bytes
+    must = f"is too little for every plan that trains the same; the smallest takes {need / _GIB:.3g} GiB ({least})"
+    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in planned.candidates)
+    tried = "" if has_disk else " or name a disk (nvme_path)"
     halves = (
         ""
         if planned.plan.sharding.precision.autocast
         else ", or let AMP compute in bfloat16, or halve config.DATA.TRAIN.BATCHSIZE_PER_REPLICA (both change numbers)"
     )
-    return Problem(key, memory, must, f"Write {key}={_rounded_up(need):g}{tried}, add ranks{halves}.")
-
-
-def _rounded_up(gib: float) -> float:
-    """To a thousandth and a bit."""
-    return (int(gib * 1000) + 1) / 1000
+    return Problem(key, memory, must, f"Write {key}={rounded_up(need):g}{tried}, add ranks{halves}.")

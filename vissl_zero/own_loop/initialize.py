@@ -13,6 +13,7 @@ from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.resolved import NO_UNITS, ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.own_loop.fit import choose_plan
 from vissl_zero.own_loop.number_formats import choose_precision
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
 from vissl_zero.own_loop.process_group import join_ranks, training_device
@@ -33,6 +34,7 @@ def initialize(
     device: torch.device | str | None = None,
     seed: int = 0,
     timeout_s: float = 600.0,
+    sample: Any = None,
 ) -> tuple[M, ZeroOptimizer]:
     """Shard a model and its optimizer::
 
@@ -50,6 +52,9 @@ def initialize(
         device: where to train; by default the model's GPU, else this rank's, else the CPU.
         seed: of the weights of a model on the meta device.
         timeout_s: of every collective, where the process group is started here.
+        sample: for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's arguments
+            (what the model does not take is left out), real or on the meta device; or a function of the model that
+            gives the loss.
     Returns:
         The model, and an optimizer with ``backward``, ``step`` and ``zero_grad``.
     Raises:
@@ -85,13 +90,20 @@ def initialize(
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
+    tier_notes = offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero")
     k = settings.gradient_accumulation_steps
+    if settings.is_fitted:
+        require_equal("the budget", [f"{settings.memory_gb}, {settings.host_memory_gb}, {settings.disk_gb}"])
+        plan, said = choose_plan(model, optimizer, plan, settings, sample, where)
+        notes, tier_notes = (*notes, said), ()
+    elif sample is not None:
+        notes = (*notes, "sample has no effect: zero names a level.")
     require_equal("the settings of zero", _facts(plan, k))
     require_equal("the optimizer", optimizer_facts(optimizer))
     num_ranks = plan.shard_group_size if plan.shard_group_size > 1 else collectives.world_size()
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
-    _say((*settings.notes, *offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero"), *notes))
+    _say((*settings.notes, *tier_notes, *notes))
     with unchanged_on_error(optimizer):
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)

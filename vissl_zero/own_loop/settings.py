@@ -20,7 +20,12 @@ _RECIPE_KEYS = {
     "LEVEL": "level",
     "ENGINE": "engine",
     "SHARD_GROUP_SIZE": "shard_group_size",
+    "MEMORY_GB": "memory_gb",
+    "HOST_MEMORY_GB": "host_memory_gb",
+    "DISK_GB": "disk_gb",
 }  # a ZERO block copied from a recipe
+_BUDGET = ("memory_gb", "host_memory_gb", "disk_gb")
+_FIT = "fit"
 _BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
 
 
@@ -40,6 +45,9 @@ class _Keys:
     engine: str = "auto"
     shard_group_size: int = -1
     keep_gradients: bool = False
+    memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    disk_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class ZeroSettings:
     """What ``zero`` asks for, checked.
 
     Attributes:
-        level: ZeRO level, 0 to 3.
+        level: ZeRO level, 0 to 3; 3 where ``is_fitted``.
+        is_fitted: ``level="fit"``: the cheapest plan within the budget is yet to be chosen.
+        memory_gb, host_memory_gb, disk_gb: that budget, GiB of a rank; None: what there is, and no limit.
         is_typed: given as ColossalAI's ``type=``, which turns float16 on at levels 2 and 3.
         gradient_accumulation_steps: calls of ``backward`` and ``step`` per optimizer step.
         dynamic_loss_scale: None: wherever float16 is used.
@@ -63,6 +73,10 @@ class ZeroSettings:
     """
 
     level: int
+    is_fitted: bool = False
+    memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    disk_gb: float | None = None
     is_typed: bool = False
     gradient_accumulation_steps: int = 1
     dynamic_loss_scale: bool | None = None
@@ -92,12 +106,16 @@ def read_settings(zero: Any) -> ZeroSettings:
     blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
     if unknown := [key for key in given if key not in _names()]:
         typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
+    is_fitted = given.get("level") == _FIT
+    if is_fitted:
+        given["level"] = None if given.get("type") else 3  # whatever is allowed at level 3 may be chosen
     keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
     optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
     params = OffloadParam(**blocks["offload_param_config"])
     implied = implied_level(params.device) if keys.level is None and keys.type is None else None
     level, problems = _level(keys) if implied is None else (implied, [])
     problems += _range_problems(keys)
+    problems += _fit_problems(keys, optimizer, params) if is_fitted else _budget_problems(keys)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
         problems += engine_problems(
@@ -111,6 +129,10 @@ def read_settings(zero: Any) -> ZeroSettings:
         raise ConfigError(problems)
     return ZeroSettings(
         level=level,
+        is_fitted=is_fitted,
+        memory_gb=keys.memory_gb,
+        host_memory_gb=keys.host_memory_gb,
+        disk_gb=keys.disk_gb,
         is_typed=keys.type is not None,
         gradient_accumulation_steps=keys.gradient_accumulation_steps,
         dynamic_loss_scale=keys.dynamic_loss_scale,
@@ -190,7 +212,7 @@ def _level(keys: _Keys) -> tuple[int, list[Problem]]:
     if keys.level is None:
         if typed is None:
             fix = "Write zero=dict(level=3)."
-            return 0, [Problem("zero.level", "", "must be given: 0, 1, 2 or 3", fix)]
+            return 0, [Problem("zero.level", "", "must be given: 0, 1, 2, 3 or 'fit'", fix)]
         return typed, []
     if keys.level not in range(4):
         return 0, [Problem("zero.level", str(keys.level), "must be 0, 1, 2 or 3", "Correct the level.")]
@@ -212,9 +234,37 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     if keys.shard_group_size != -1 and keys.shard_group_size < 2:
         must = "must be -1 for all ranks, or at least 2"
         found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
+    for key in _BUDGET:
+        value = getattr(keys, key)
+        if value is not None and not value > 0:
+            found.append(Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out for what there is."))
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
+
+
+def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
+    """What contradicts a plan that is yet to be chosen."""
+    given = {
+        "type": keys.type is not None,
+        "engine": keys.engine not in ("auto", "torch"),
+        "keep_gradients": keys.keep_gradients,
+        "offload_optimizer_config.device": optimizer.device != "none",
+        "offload_param_config.device": params.device != "none",
+    }
+    must = "cannot go with level='fit', which chooses it"
+    return [
+        Problem(f"zero.{key}", "", must, "Leave it out, or write a level.")
+        for key, is_given in given.items()
+        if is_given
+    ]
+
+
+def _budget_problems(keys: _Keys) -> list[Problem]:
+    must, fix = "is a budget for level='fit'", "Write level='fit', or leave it out."
+    return [
+        Problem(f"zero.{key}", str(getattr(keys, key)), must, fix) for key in _BUDGET if getattr(keys, key) is not None
+    ]
 
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from vissl_zero.engine.planning import Planned, because, overrides_of
+from vissl_zero.engine.planning import Planned, overrides_of
 from vissl_zero.reporting.quantity import bytes_text
-from vissl_zero.sharding.candidates import Candidate
+from vissl_zero.sharding.candidates import Candidate, because
 from vissl_zero.sharding.memory_model import KINDS
 
 NAMES = {
@@ -53,7 +53,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
         return
     assert chosen.forecast.step is not None
     step = chosen.forecast.step
-    yield f"chosen: {chosen}; {because(planned)}"
+    yield f"chosen: {chosen}; {because(planned.candidates, planned.budget)}"
     yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
     yield f"write: {' '.join(overrides_of(chosen))}"
 

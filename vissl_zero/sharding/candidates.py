@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.forecast import Forecast, Forecaster
 
+_GIB = 2**30
 Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
 
 
@@ -113,19 +114,19 @@ def sharding_plans(
     """
     folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
     formats = base.precision
-    optimizer_tiers = [OffloadPlan()]
-    if device_type == "cuda":
-        optimizer_tiers.append(OffloadPlan(device="cpu"))
-    if folder:
-        optimizer_tiers.append(OffloadPlan(device="nvme", nvme_path=folder))
+    devices = ["none", *(["cpu"] if device_type == "cuda" else []), *(["nvme"] if folder else [])]
+    optimizer_tiers, param_tiers = (
+        [replace(block, device=device, nvme_path=folder if device == "nvme" else None) for device in devices]
+        for block in (base.offload_optimizer, base.offload_params)
+    )
     is_recomputed = bool(base.checkpoint_every or any(base.stage_checkpoints))
     recomputations = [replace(base, checkpoint_every=0, stage_checkpoints=())] if can_recompute or is_recomputed else []
     recomputed = base if is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
     for recomputation in [*recomputations, recomputed]:
         # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
         for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
-            for optimizer in optimizer_tiers if level else [OffloadPlan()]:
-                for params in optimizer_tiers if level == 3 else [OffloadPlan()]:
+            for optimizer in optimizer_tiers if level else optimizer_tiers[:1]:
+                for params in param_tiers if level == 3 else param_tiers[:1]:
                     is_offloaded = {optimizer.device, params.device} != {"none"}
                     if world_size == 1 and level and not is_offloaded:
                         continue  # there is nobody to share with
@@ -161,11 +162,53 @@ def rank_candidates(found: Found, budget: Budget) -> list[Candidate]:
     return candidates
 
 
+def because(candidates: Sequence[Candidate], budget: Budget) -> str:
+    """Why the chosen one of ``rank_candidates`` was chosen, as one clause."""
+    index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
+    step = candidates[index].forecast.step
+    assert step is not None
+    text = f"the cheapest that fits, {_gib(step.peak_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
+    if not index:
+        return f"{text}."
+    last = candidates[index - 1]
+    if last.forecast.step is None:
+        return f"{text}; of {last} the memory is not known."
+    return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.peak_bytes)} GiB."
+
+
+def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
+    known = [candidate for candidate in candidates if candidate.forecast.step is not None]
+    return min(known, key=lambda c: (c.excess or 0, c.forecast.step.peak_bytes), default=None)  # type: ignore[union-attr]
+
+
+def rounded_up(num_bytes: int) -> float:
+    """GiB, to a thousandth and a bit: what to write as a budget."""
+    return (int(num_bytes / _GIB * 1000) + 1) / 1000
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g}"
+
+
 def forecast_all(
-    forecaster: Forecaster, base: ShardingPlan, world_size: int, device_type: str, micro_batches: int, batch: int
+    forecaster: Forecaster,
+    base: ShardingPlan,
+    world_size: int,
+    device_type: str,
+    micro_batches: int,
+    batch: int,
+    can_recompute: bool = True,
 ) -> Found:
-    """Forecasts of all plans at one number of micro-batches. Call it in ``FakeTensorMode``."""
-    plans = sharding_plans(base, world_size, device_type, forecaster.can_recompute)
+    """Forecasts of all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
+
+    Args:
+        forecaster: of the model.
+        base, world_size, device_type: as for ``sharding_plans``.
+        micro_batches, batch: per step, and images of one.
+        can_recompute: units may be run again in backward, where the model has any.
+    """
+    plans = sharding_plans(base, world_size, device_type, can_recompute and forecaster.can_recompute)
     return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
 
 

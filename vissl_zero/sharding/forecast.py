@@ -100,7 +100,7 @@ class Forecaster:
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         for module in filter(None, (subject.model, subject.teacher)):
-            convert_batch_norms(module, None, is_recomputed=True)
+            convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
             run_in_precision(module, plan.precision, torch.device("cpu"))
         subject.model.train()
 

@@ -65,7 +65,7 @@ def test_max_in_cpu_as_yaml_writes_it(tmp_path):
     ("zero", "sentence"),
     [
         ({"levl": 3}, "zero.levl: is not a key. Did you mean 'level'?"),
-        ({}, "zero.level: must be given: 0, 1, 2 or 3. Write zero=dict(level=3)."),
+        ({}, "zero.level: must be given: 0, 1, 2, 3 or 'fit'. Write zero=dict(level=3)."),
         ({"level": 4}, "zero.level: must be 0, 1, 2 or 3 (got 4)."),
         ({"level": "x"}, "zero.level: must be a whole number (got 'x')."),
         (

@@ -1,0 +1,196 @@
+"""``level="fit"`` for a loop of one's own: the cheapest plan within a budget that trains the same.
+
+The model is copied with fake tensors, which have shapes and no memory, and one forward and backward pass over a sample
+is recorded on the copy. Recomputation and micro-batches are the loop's own: levels and tiers are chosen here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from vissl_zero import collectives
+from vissl_zero.config.host import RESERVE, free_memory
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.own_loop.settings import ZeroSettings
+from vissl_zero.own_loop.user_optimizer import read_optimizer
+from vissl_zero.sharding.candidates import (
+    Budget,
+    Candidate,
+    because,
+    forecast_all,
+    rank_candidates,
+    rounded_up,
+    smallest,
+)
+from vissl_zero.sharding.forecast import Forecaster, Subject
+
+_GIB = 2**30
+
+
+def choose_plan(
+    model: nn.Module, optimizer: Any, base: ShardingPlan, settings: ZeroSettings, sample: Any, device: torch.device
+) -> tuple[ShardingPlan, str]:
+    """The cheapest plan that fits, and a sentence on why. Every rank must call it; rank 0's choice counts.
+
+    Args:
+        model: whole, on any device; left as it is.
+        optimizer: as for ``initialize``; left as it is.
+        base: number formats, shard groups, clipping; a folder on a disk, where state may rest there.
+        settings: with the budget.
+        sample: see ``initialize``.
+        device: where to train.
+    Raises:
+        ConfigError: nothing fits, with the smallest memory that would; or there is no forecast.
+    """
+    budget = _budget(settings, device)
+    outcome: tuple[ShardingPlan, str] | ConfigError
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = _candidates(model, optimizer, base, settings, sample, device, budget)
+        chosen = next((candidate for candidate in found if candidate.is_chosen), None)
+        if chosen is None:
+            raise ConfigError([_nothing_fits(found, budget)])
+        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
+    except ConfigError as error:
+        outcome = error
+    outcome = collectives.broadcast_object(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
+
+
+def _candidates(
+    model: nn.Module,
+    optimizer: Any,
+    base: ShardingPlan,
+    settings: ZeroSettings,
+    sample: Any,
+    device: torch.device,
+    budget: Budget,
+) -> list[Candidate]:
+    """All plans, cheapest first."""
+    if sample is None:
+        fix = "Give one micro-batch of a rank: initialize(..., sample=batch); tensors on the meta device will do."
+        raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fake = _fake_copy(model)
+        # Tensors of a function's own are not seen.
+        batch = None if callable(sample) else pytree.tree_map(_fake, sample)
+    groups, build_optimizer = read_optimizer(_shell(optimizer), model)
+    micro_batches = settings.gradient_accumulation_steps
+    inputs = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    subject = Subject(
+        model=fake,
+        groups=groups,
+        build_optimizer=build_optimizer,
+        world_size=collectives.world_size(),
+        num_nodes=max(1, collectives.world_size() // _local_ranks()),
+        device_type=device.type,
+        run_forward=lambda: _forward(fake, sample if callable(sample) else batch),
+        inputs=inputs,
+    )
+    with mode:
+        forecaster = Forecaster(subject, base)
+        found = forecast_all(forecaster, base, subject.world_size, device.type, micro_batches, 0, can_recompute=False)
+    return rank_candidates(found, budget)
+
+
+def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
+    """The same on every rank: what the one with the least may use."""
+    host, disk = (None if gib is None else int(gib * _GIB) for gib in (settings.host_memory_gb, settings.disk_gb))
+    if settings.memory_gb is not None:
+        return Budget(int(settings.memory_gb * _GIB), host, disk, "zero.memory_gb")
+    if device.type == "cuda":
+        memory, what = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        memory, what = free_memory() // _local_ranks(), f"what is free over {_local_ranks()} ranks"
+    least = min(collectives.all_gather_number(max(0, memory - RESERVE), device))
+    return Budget(least, host, disk, f"{what}, less {RESERVE / _GIB:g} GiB")
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
+
+
+def _nothing_fits(found: list[Candidate], budget: Budget) -> Problem:
+    least = smallest(found)
+    if least is None or least.forecast.step is None:
+        reason = next((candidate.forecast.unknown for candidate in found), "")
+        return Problem(
+            "zero.level", "'fit'", f"needs a forecast, and there is none ({reason})", "Write level=0, 1, 2 or 3."
+        )
+    need = least.forecast.step.peak_bytes
+    must = f"is too little for every plan that trains the same; the smallest takes {need / _GIB:.3g} GiB ({least})"
+    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in found)
+    disk = "" if has_disk else ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
+    fix = f"Write memory_gb={rounded_up(need):g}{disk}, add ranks, or give smaller micro-batches."
+    return Problem("zero.memory_gb", f"{budget.memory / _GIB:.3g}", must, fix)
+
+
+def _fake(leaf: Any) -> Any:
+    """A fake CPU tensor in the place of a tensor; in ``FakeTensorMode``."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fake
+
+
+def _fake_copy(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are fake, tied ones once; in ``FakeTensorMode``."""
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
+    except Exception as error:
+        must = f"must be one that copy.deepcopy can copy, to forecast it ({type(error).__name__}: {error})"
+        raise ConfigError([Problem("model", type(model).__name__, must, "Write level=0, 1, 2 or 3.")]) from error
+
+
+def _shell(optimizer: Any) -> Any:
+    """A ready optimizer's twin, over the parameter names it will be given: what it updates stays as it is."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, bound to the other one
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict, optimizer.state)
+    return twin
+
+
+def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
+    """The loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
+    if callable(sample):
+        loss = sample(model)
+        return loss, loss
+    args, kwargs = _arguments(model.forward, sample)
+    outputs = model(*args, **kwargs)
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    own = next((leaf for leaf in leaves if leaf.dim() == 0), None)
+    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if own is None else own, outputs
+
+
+def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a batch as a loader gives it, what the model takes: labels behind its arguments are the loss's."""
+    params = inspect.signature(forward).parameters.values()
+    if isinstance(sample, Mapping):
+        takes_all = any(param.kind is param.VAR_KEYWORD for param in params)
+        names = {param.name for param in params}
+        return (), {str(key): value for key, value in sample.items() if takes_all or key in names}
+    if not isinstance(sample, tuple | list):
+        return (sample,), {}
+    if any(param.kind is param.VAR_POSITIONAL for param in params):
+        return tuple(sample), {}
+    most = sum(param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD) for param in params)
+    return tuple(sample[:most]), {}
