@@ -307,7 +307,7 @@ HEADS = Registry(
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
         "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
         "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
-        "chain": (f"{_HEADS}.chain", "Heads one after another."),
+        "chain": (f"{_HEADS}.mlp", "Heads one after another."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods="heads",
@@ -320,7 +320,7 @@ OPTIMIZERS = Registry(
         "sgd": (f"{_OPTIM}.elementwise", "SGD with momentum, plain or Nesterov."),
         "adam": (f"{_OPTIM}.elementwise", "Adam, weight decay as an L2 term."),
         "adamw": (f"{_OPTIM}.elementwise", "Adam with decoupled weight decay."),
-        "lars": (f"{_OPTIM}.lars", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
+        "lars": (f"{_OPTIM}.elementwise", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
         "muon": (f"{_OPTIM}.whole_tensor", "Muon for matrices and convolutions, AdamW for the rest and for heads."),
         "lamb": (
             f"{_OPTIM}.whole_tensor",
@@ -356,7 +356,7 @@ DATA_SOURCES = Registry(
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",
         ),
         "digits": (f"{_DATA}.sources.digits", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
-        "synthetic": (f"{_DATA}.sources.synthetic", "Seeded images with a learnable class structure, made on the fly."),
+        "synthetic": (f"{_DATA}.sources.digits", "Seeded images with a learnable class structure, made on the fly."),
     },
 )
 TRANSFORMS = Registry(
@@ -372,14 +372,14 @@ TRANSFORMS = Registry(
         "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
         "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
-        "ImgPilGaussianBlur": (f"{_DATA}.transforms.blur", "Gaussian blur of a random radius, with a probability."),
+        "ImgPilGaussianBlur": (f"{_DATA}.transforms.color", "Gaussian blur of a random radius, with a probability."),
     },
 )
 HOOKS = Registry(
     "hook",
     "config.HOOKS.EXTRA",
     {
-        "extract_features": ("vissl_zero.evaluation.extraction", "Writes the trunk's features of all images to files."),
+        "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
         "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the whole weights after every step."),
     },
 )

@@ -20,9 +20,9 @@ from vissl_zero.data.eval_images import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, DataError
-from vissl_zero.evaluation import extraction
+from vissl_zero.evaluation import feature_files
 from vissl_zero.evaluation.accuracy import AccuracyHook
-from vissl_zero.evaluation.extraction import ExtractFeatures
+from vissl_zero.evaluation.feature_files import ExtractFeatures
 from vissl_zero.evaluation.feature_files import read_features
 from vissl_zero.evaluation.features import extract_features
 from vissl_zero.models.init import initialize_
@@ -44,7 +44,7 @@ def _probe(
     """Train a linear probe; whole weights at the end (on rank 0), results, features of TRAIN."""
     plan = make_plan(_config(weights), folder=folder, level=level, world_size=world_size, max_steps=6)
     plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, engine=engine))
-    extraction._ROWS_PER_SHARD = 16
+    feature_files._ROWS_PER_SHARD = 16
     run, schedules, frozen = build_run(plan, torch.device("cpu"), lambda model: load_first_weights(model, plan))
     train(run, schedules, frozen, [AccuracyHook(), ExtractFeatures()])
     images, _ = build_eval_images(plan.config["DATA"], plan.seed)

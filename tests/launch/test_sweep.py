@@ -17,7 +17,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.launch.side_by_side import divide
-from vissl_zero.launch.sweep_job import claim
+from vissl_zero.launch.sweep import claim
 from vissl_zero.reporting.sweep_note import JobNote
 
 SMALL = [

@@ -1,7 +1,8 @@
-"""``vissl-zero list <kind>``: recipes and components, a sentence each."""
+"""``vissl-zero list <kind>``: recipes and components, a sentence each; recipes' names for the shell's completion."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +10,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vissl_zero.config.recipes import list_recipes
+from vissl_zero.config.recipes import list_recipes, recipe_names
 from vissl_zero.errors import ConfigError, did_you_mean
 from vissl_zero.registry import REGISTRIES, load_plugins
+
+
+def completed_recipes(arguments: Sequence[str]) -> list[str]:
+    """What ``config=...`` at the cursor may become, for ``-sc query=<shell>``; empty where that is not asked.
+
+    The shell's script sets ``COMP_LINE``, the line up to the cursor.
+    """
+    if not any(word.startswith("query=") for word in arguments):
+        return []
+    word = os.environ.get("COMP_LINE", "").rpartition(" ")[2]
+    if not word.startswith("config="):
+        return []
+    return [f"config={name}" for name in recipe_names() if f"config={name}".startswith(word)]
+
 
 KINDS = ("recipes", *REGISTRIES)
 

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from vissl_zero.commands.completion import completed_recipes
+from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE
 from vissl_zero.config.recipes import recipe_names
@@ -137,7 +137,7 @@ def _run_job(cfg: DictConfig) -> int:
         return 2
     if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
         return _compose_and_run(cfg, recipe, folder)
-    from vissl_zero.launch.sweep_job import run_job_of_sweep
+    from vissl_zero.launch.sweep import run_job_of_sweep
 
     return run_job_of_sweep(
         folder,

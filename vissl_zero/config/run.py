@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vissl_zero.config.blocks.data import Data
-from vissl_zero.config.blocks.loss import default_loss
 from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
-from vissl_zero.config.blocks.model import Model
+from vissl_zero.config.blocks.model import Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor
 from vissl_zero.config.blocks.sharding import Zero

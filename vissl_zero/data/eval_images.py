@@ -11,8 +11,7 @@ from vissl_zero.data.batch import Batch
 from vissl_zero.data.dataset import MicroBatchDataset
 from vissl_zero.data.order import sequential
 from vissl_zero.data.source import Source, build_eval_sources
-from vissl_zero.data.transforms.evaluation import build_eval_pipeline
-from vissl_zero.data.transforms.pipeline import Pipeline
+from vissl_zero.data.transforms.pipeline import Pipeline, build_eval_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 

@@ -12,7 +12,7 @@ from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.config.taps import layer_names
 from vissl_zero.data.eval_images import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.evaluation.inference import evaluating, own_batches
+from vissl_zero.evaluation.features import evaluating, own_batches
 
 TOP_K = 5
 

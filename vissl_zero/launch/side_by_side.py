@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.config.host import Host, this_host
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem
-from vissl_zero.launch.sweep_job import claim
+from vissl_zero.launch.sweep import claim
 from vissl_zero.lifetime import SWEEP_VARIABLE
 from vissl_zero.reporting.sweep_note import JobNote
 

@@ -16,8 +16,7 @@ from vissl_zero.launch.run import prepare_folder
 from vissl_zero.launch.slurm_note import Submitted, note
 from vissl_zero.launch.slurm_script import code_folder, parameters, script, submission_folder
 from vissl_zero.launch.slurm_task import SlurmTask
-from vissl_zero.launch.snapshot import snapshot
-from vissl_zero.launch.submission import private_folder
+from vissl_zero.launch.submission import private_folder, snapshot
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:

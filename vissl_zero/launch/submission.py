@@ -1,4 +1,4 @@
-"""The folder that a job's code and arguments are read from: nobody else may ever be able to write there.
+"""What a submitted job is read from: a copy of the code, and a folder where nobody else may ever be able to write.
 
 submitit unpickles what it finds in the folder, so whoever can write into it, or replace it, runs code as the user.
 """
@@ -8,10 +8,37 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import shutil
 import stat
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from vissl_zero.errors import LaunchError
+
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
+
+
+def snapshot(code: Path, imports: Sequence[str]) -> None:
+    """Copy vissl_zero and the top-level modules of ``imports`` into the folder ``code``, which goes on PYTHONPATH.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    try:
+        shutil.rmtree(code, ignore_errors=True)
+        for name in dict.fromkeys(["vissl_zero", *(module.partition(".")[0] for module in imports)]):
+            spec = find_spec(name)
+            if spec is None:
+                continue  # said already where imports are checked
+            if spec.submodule_search_locations:
+                shutil.copytree(next(iter(spec.submodule_search_locations)), code / name, ignore=_LEFT_OUT)
+            elif spec.origin:
+                code.mkdir(parents=True, exist_ok=True)
+                shutil.copy(spec.origin, code / Path(spec.origin).name)
+    except OSError as error:
+        raise LaunchError(f"config.SLURM.SNAPSHOT_CODE: cannot copy the code to {code} ({error.strerror}).") from error
+
 
 _KEY = "config.SLURM.LOG_FOLDER"
 

@@ -18,8 +18,7 @@ from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
-from vissl_zero.optim.elementwise import sgd
-from vissl_zero.optim.lars import lars
+from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.whole_tensor import MuonAdamW
 from vissl_zero.sharding.strategy import OptimizerFactory

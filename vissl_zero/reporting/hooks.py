@@ -10,9 +10,9 @@ from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.collapse import CollapseWatch
 from vissl_zero.reporting.display import Display
+from vissl_zero.reporting.memory_kinds import PeakMemory
 from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.opening import Opening
-from vissl_zero.reporting.peak_memory import PeakMemory
 from vissl_zero.reporting.report_image import ReportImage
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.tensorboard import TensorBoard

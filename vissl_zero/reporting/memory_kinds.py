@@ -8,7 +8,21 @@ from dataclasses import asdict, fields
 import torch
 
 from vissl_zero.collectives import all_gather_rows
+from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.sharding.strategy import Bytes
+
+
+class PeakMemory(Hook):
+    """Adds ``bytes_per_rank`` and ``bytes`` (the largest rank's, kind by kind) to the results.
+
+    Cost: one all-gather of a few numbers at the end of the run.
+    """
+
+    def on_end(self, run: Run) -> None:
+        per_rank = gather(largest(record.bytes for record in run.records), run.device)
+        run.results["bytes"] = asdict(largest(per_rank))
+        run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]
+
 
 # What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured from
 # outside (resident memory on the CPU, allocated on CUDA) and holds code, data and caches too; ``params_step_peak`` is

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from vissl_zero.atomic import replacing
-from vissl_zero.reporting.curves import draw_figure, draw_loss, draw_memory, draw_top1
+from vissl_zero.reporting.curves import draw_figure, draw_loss, draw_memory, draw_top1, series
 from vissl_zero.reporting.image_sheets import crops_height, draw_crops, draw_neighbours, neighbours_height
 from vissl_zero.reporting.report_content import ReportContent
 from vissl_zero.reporting.report_page import (
@@ -24,7 +24,6 @@ from vissl_zero.reporting.report_page import (
     WIDTH,
     Page,
 )
-from vissl_zero.reporting.series import series
 
 _INNER = WIDTH - 2 * MARGIN
 _HEADER = 226

@@ -9,7 +9,7 @@ from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
-from vissl_zero.reporting.first_crops import first_crops, original
+from vissl_zero.reporting.image_sheets import first_crops, original
 from vissl_zero.reporting.memory_kinds import total
 from vissl_zero.reporting.quantity import bytes_text, figure_text
 from vissl_zero.reporting.report_content import NeighbourRow, ReportContent

@@ -1,4 +1,4 @@
-"""Number formats: what the parameters, the forward pass and the outputs of a model are in.
+"""Number formats: what parameters, forward pass and outputs are in, and dynamic loss scaling for float16.
 
 The training loop has no case for any of it: it gives images in the master precision and gets float32 (or float64) back.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,6 +16,41 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.config.resolved import Precision
+
+
+@dataclass
+class LossScale:
+    """The factor the loss is multiplied by. Halves after a step with an inf or NaN, doubles after many without.
+
+    The rule and its constants are those of https://arxiv.org/abs/1710.03740 and of torch.amp.GradScaler. Equal on all
+    ranks as long as all are told the same outcome of every step.
+
+    Attributes:
+        scale: the factor now.
+        growth_interval: steps without inf after which it doubles.
+        good_steps: steps without inf since it last changed.
+    """
+
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, found_inf: bool) -> None:
+        """Learn what the step that just ended, or was skipped, found in the gradients."""
+        if found_inf:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """For checkpoints."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -19,8 +19,8 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import element_keys
 from vissl_zero.sharding.average import WeightAverage
-from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.state import (
     check_names,

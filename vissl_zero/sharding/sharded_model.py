@@ -17,7 +17,6 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding import teacher as teaching
 from vissl_zero.sharding.average import WeightAverage
-from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.memory import (
     ActivationCounter,
     Storages,
@@ -27,6 +26,7 @@ from vissl_zero.sharding.memory import (
     peak_bytes,
 )
 from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.replica_check import StepCheck, digest_of

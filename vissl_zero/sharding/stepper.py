@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
-from vissl_zero.sharding.loss_scale import LossScale
 from vissl_zero.sharding.norms import dots, squared_norms, sum_over_ranks
+from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import StepResult
 

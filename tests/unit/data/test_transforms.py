@@ -13,8 +13,7 @@ from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
 from vissl_zero.data.transforms.color import ImgPilRandomSolarize, MNISTImgPil2RGB
-from vissl_zero.data.transforms.evaluation import build_eval_pipeline, derive_eval_transforms
-from vissl_zero.data.transforms.pipeline import build_pipeline
+from vissl_zero.data.transforms.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import TRANSFORMS
 

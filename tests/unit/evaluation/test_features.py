@@ -10,8 +10,7 @@ from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, 
 from vissl_zero.data.eval_images import build_eval_images
 from vissl_zero.data.transforms.pipeline import build_pipeline
 from vissl_zero.engine.build import build_run
-from vissl_zero.evaluation.features import extract_features, thumbnails
-from vissl_zero.evaluation.inference import evaluating
+from vissl_zero.evaluation.features import evaluating, extract_features, thumbnails
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.slurm_script import code_folder, script
-from vissl_zero.launch.snapshot import snapshot
-from vissl_zero.launch.submission import private_folder
+from vissl_zero.launch.submission import private_folder, snapshot
 
 RECIPE = "quickstart/swav_digits"
 

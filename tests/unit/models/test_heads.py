@@ -9,7 +9,7 @@ from torch import nn
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
 from vissl_zero.methods.dino.method import DINOHead
-from vissl_zero.models.heads.chain import Chain
+from vissl_zero.models.heads.mlp import Chain
 from vissl_zero.models.init import initialize_
 
 PROJECTION = ["mlp", {"dims": [64, 32], "use_relu": True, "skip_last_layer_relu_bn": False}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vissl_zero.sharding.offload.chunks import ALIGN, cut
+from vissl_zero.sharding.offload.layout import ALIGN, cut
 
 
 def test_every_element_once_and_in_order():

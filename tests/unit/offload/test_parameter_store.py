@@ -10,9 +10,9 @@ import torch
 
 from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.expected_order import ExpectedOrder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.offload.read_ahead import ExpectedOrder
 from vissl_zero.sharding.offload.run_folder import RunFolder
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))

@@ -11,8 +11,7 @@ from rich.console import Console
 from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.engine.hook import Run, StepRecord
-from vissl_zero.reporting.display import Display, can_redraw
-from vissl_zero.reporting.live_display import LiveDisplay
+from vissl_zero.reporting.display import Display, LiveDisplay, can_redraw
 from vissl_zero.reporting.opening import Opening
 
 

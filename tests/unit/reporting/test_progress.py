@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.engine.hook import Run
-from vissl_zero.reporting.glyphs import bar, sparkline
-from vissl_zero.reporting.progress import LossHistory, Progress
+from vissl_zero.reporting.display import LossHistory, Progress
+from vissl_zero.reporting.quantity import bar, sparkline
 
 
 def test_time_left_follows_the_speed(run: Run) -> None:

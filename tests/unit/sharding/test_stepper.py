@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vissl_zero.optim.adaptation import Larc
-from vissl_zero.sharding.loss_scale import LossScale
+from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper
 

@@ -43,15 +43,15 @@ def checkpoint(arguments: Sequence[str]) -> int:
 
         return inspect(rest)
     if word == "verify":
-        from vissl_zero.commands.checkpoint.verification import verify
+        from vissl_zero.commands.checkpoint.inspection import verify
 
         return verify(rest)
     if word == "diff":
-        from vissl_zero.commands.checkpoint.difference import diff
+        from vissl_zero.commands.checkpoint.inspection import diff
 
         return diff(rest)
     if word == "export":
-        from vissl_zero.commands.checkpoint.exporting import export
+        from vissl_zero.commands.checkpoint.importing import export
 
         return export(rest)
     from vissl_zero.commands.checkpoint.importing import import_

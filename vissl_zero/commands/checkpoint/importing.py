@@ -1,4 +1,4 @@
-"""``vissl-zero checkpoint import``: weights from elsewhere, read without running anything in them."""
+"""``vissl-zero checkpoint import | export``: weights from elsewhere and for elsewhere; nothing in a file is run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.checkpoint.export import NAMES, PARTS
+from vissl_zero.checkpoint.export import export as write_export
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.import_weights import write_imported
 from vissl_zero.checkpoint.matching import match, shapes_of
-from vissl_zero.checkpoint.weights import open_weights
-from vissl_zero.commands.checkpoint.terminal import Parser, say
+from vissl_zero.checkpoint.weights import open_weights, weights_of
+from vissl_zero.commands.checkpoint.terminal import Parser, opened, say
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.saved import as_data
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.reporting.quantity import bytes_text
 
-_DESCRIPTION = """\
+_EXPORT = """\
+Write the model of a checkpoint as one file, one tensor in memory at a time. Data are checked against their checksums
+first. The ending of FILE decides the format: .safetensors, or .pt, .pth, .torch for a plain torch state dict (which
+torch.load(FILE, weights_only=True) reads).
+
+Into torchvision's own model:
+  vissl-zero checkpoint export runs/mine --part trunk --names torchvision --to resnet50.pt
+  model = torchvision.models.resnet50(); model.fc = torch.nn.Identity()
+  model.load_state_dict(torch.load("resnet50.pt", weights_only=True), strict=True)
+A head that is one linear layer becomes the classifier (fc) with --part model.
+"""
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write the file and say what is in it; returns 0.
+
+    Raises:
+        ConfigError, CheckpointError: the arguments, or what they name, are wrong.
+    """
+    parser = Parser("export", _EXPORT)
+    parser.add_argument("path", help="run folder, checkpoint folder or safetensors file")
+    parser.add_argument("--to", required=True, metavar="FILE", help="file to write")
+    parser.add_argument("--part", choices=PARTS, default="model", help="trunk and heads (model), or one of them")
+    parser.add_argument("--names", choices=NAMES, default="own", help="whose names (own)")
+    parser.add_argument("--average", action="store_true", help="the running average of the weights (HOOKS.EMA_MODEL)")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    options = parser.parse_args(arguments)
+    with weights_of(opened(options.path), "average" if options.average else "student") as weights:
+        done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
+        say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
+    if done.left_out:
+        names = ", ".join(done.left_out[:5]) + (" ..." if len(done.left_out) > 5 else "")
+        say(f"Left out, since {options.names} has no name for them: {names}")
+    return 0
+
+
+_IMPORT = """\
 Read weights of VISSL (consolidated, or the file that lists shards or slices), a torch state dict or safetensors, under
 VISSL's, classy-vision's, torchvision's, timm's, torch hub's (DINO, DINOv2, iBOT, MAE), Hugging Face's (ViT, ViTMAE,
 DINOv2) or our names, and write them under ours. Nothing in a file is run: one that holds more than data is refused.
@@ -41,7 +79,7 @@ def import_(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
     """
-    parser = Parser("import", _DESCRIPTION)
+    parser = Parser("import", _IMPORT)
     parser.add_argument("source", help="file to read")
     parser.add_argument(
         "words", nargs="*", metavar="config=...", help="recipe and overrides of the model to compare with"

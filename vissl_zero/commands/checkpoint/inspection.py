@@ -1,19 +1,156 @@
-"""``vissl-zero checkpoint inspect``: what a checkpoint or a file of weights holds."""
+"""``vissl-zero checkpoint inspect | verify | diff``: what a checkpoint holds, whether it is whole, how two differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from vissl_zero.checkpoint.comparison import settings_that_differ
-from vissl_zero.checkpoint.manifest import TensorInfo
-from vissl_zero.checkpoint.reader import Checkpoint
-from vissl_zero.checkpoint.weights import WeightsFile, config_of
+from vissl_zero.checkpoint.comparison import TensorDifference, compare, facts_that_differ, settings_that_differ
+from vissl_zero.checkpoint.folder import find_checkpoints
+from vissl_zero.checkpoint.manifest import MANIFEST_NAME, TensorInfo
+from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store
 from vissl_zero.commands.checkpoint.terminal import Parser, opened, say, table
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.vissl import without_vissl_keys
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.reporting.quantity import bytes_text
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Read every byte against its checksum; 0 if all is complete and undamaged, 1 if not.
+
+    Raises:
+        CheckpointError: the path names nothing that could be verified.
+    """
+    parser = Parser(
+        "verify",
+        "Read everything against the checksums: of a run folder, all its checkpoints.\n"
+        "Exit codes: 0 complete, 1 incomplete or damaged, 2 your input.",
+    )
+    parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
+    options = parser.parse_args(arguments)
+    is_complete = [_verify(path) for text in options.path for path in _meant(Path(text).expanduser())]
+    return 0 if all(is_complete) else 1
+
+
+def _meant(path: Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first; else what the path is."""
+    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+        if path.is_dir() or path.suffix == ".safetensors":
+            return [path]
+        open_store(path).close()  # says what else is wrong
+        return [path]
+    if found := find_checkpoints(path)[::-1]:
+        return found
+    if path.name.startswith("step_") or any(path.glob("rank*.json")):
+        return [path]  # one that has lost its manifest
+    store = open_store(path)  # the weights of a run folder, or an error that says what to give
+    store.close()
+    return [store.path]
+
+
+def _verify(path: Path) -> bool:
+    try:
+        if path.is_dir():
+            with open_checkpoint(path) as checkpoint:
+                problems = list(checkpoint.verify())
+                num_bytes, what = sum(rank.num_bytes for rank in checkpoint.ranks.values()), "all checksums fit"
+        else:
+            file = WeightsFile(path)
+            try:
+                problems = list(file.verify())
+            finally:
+                file.close()
+            num_bytes = sum(info.num_bytes for info in file.tensors.values())
+            what = "all checksums fit" if file.has_checksums else "it carries no checksums; its length is right"
+    except CheckpointError as error:
+        problems = [str(error)]
+    for problem in problems:
+        say(problem)
+    if problems:
+        say(f"INCOMPLETE OR DAMAGED: {path}", style="bold red")
+    else:
+        say(f"complete: {path} ({bytes_text(num_bytes)}, {what})")
+    return not problems
+
+
+_MOST_ROWS = 40
+
+
+def diff(arguments: Sequence[str]) -> int:
+    """Print settings and tensors that differ; 0 if all tensors are equal, 1 if not.
+
+    Raises:
+        ConfigError, CheckpointError: the arguments, or what they name, are wrong.
+    """
+    parser = Parser(
+        "diff",
+        "Settings and tensors that differ; data are read in chunks.\nTwo checkpoints are compared as a whole, anything "
+        "else by its weights.\nExit codes: 0 the tensors are equal, 1 they are not, 2 your input.",
+    )
+    parser.add_argument("a", metavar="A", help="run folder, checkpoint folder or safetensors file")
+    parser.add_argument("b", metavar="B", help="likewise")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference that is none (0)")
+    parser.add_argument("--all", action="store_true", help=f"all rows, not only {_MOST_ROWS} of each table")
+    options = parser.parse_args(arguments)
+    if not options.tolerance >= 0:
+        raise ConfigError(f"{parser.prog}: --tolerance must be 0 or more (got {options.tolerance}).")
+    a, b = opened(options.a), opened(options.b)
+    most = None if options.all else _MOST_ROWS
+    try:
+        for store in (a, b):
+            if problems := list(store.verify()):
+                raise CheckpointError("\n".join(problems))
+        say(f"A {a.path}\nB {b.path}")
+        if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
+            _pairs("", facts_that_differ(a, b), most)
+        one, other = (config_of(store).get("config", {}) for store in (a, b))
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and one and other:
+            _pairs("config.", settings_that_differ(one, other), most)
+        found = [entry for entry in compare(a, b) if not _is_within(entry, options.tolerance)]
+    finally:
+        a.close()
+        b.close()
+    return _report(found, options.tolerance, most)
+
+
+def _is_within(entry: TensorDifference, tolerance: float) -> bool:
+    return entry.largest is not None and entry.largest <= tolerance
+
+
+def _pairs(prefix: str, pairs: Mapping[str, tuple[object, object]], most: int | None) -> None:
+    if pairs:
+        say("")
+        rows = [(prefix + key, one, other) for key, (one, other) in pairs.items()]
+        table(rows[:most], ("setting" if prefix else "", "A", "B"))
+        _rest(len(rows), most)
+
+
+def _report(found: list[TensorDifference], tolerance: float, most: int | None) -> int:
+    within = f" within {tolerance:g}" if tolerance else ""
+    if not found:
+        say(f"\nAll tensors are equal{within}.")
+        return 0
+    say("")
+    worst_first = sorted(found, key=lambda entry: (entry.largest is not None, -(entry.largest or 0.0), entry.name))
+    rows = [
+        (entry.name, entry.what, entry.text, "" if entry.largest is None else f"{entry.largest:.3g}")
+        for entry in worst_first
+    ]
+    table(rows[:most], ("tensor", "differs in", "", "largest difference"), right=(3,))
+    _rest(len(rows), most)
+    names = {entry.name for entry in found}
+    say(f"\n{len(names)} tensors differ{within}." if len(names) != 1 else f"\n1 tensor differs{within}.")
+    return 1
+
+
+def _rest(num_rows: int, most: int | None) -> None:
+    if most is not None and num_rows > most:
+        say(f"... and {num_rows - most} more; --all lists them.")
+
 
 _KINDS = {
     "model": "parameters",

@@ -12,7 +12,6 @@ from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules import (
     data,
-    loss,
     model,
     optimizer,
     placement,
@@ -28,7 +27,6 @@ Rule = Callable[[RunConfig, Host], Problem | list[Problem] | None]
 RULES: tuple[Rule, ...] = (
     *data.RULES,
     *model.RULES,
-    *loss.RULES,
     *optimizer.RULES,
     *sharding.RULES,
     *placement.RULES,

@@ -14,8 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from vissl_zero.config.components.trunks import ResNetConfig
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.trunks.staged_trunk import StagedTrunk
-from vissl_zero.models.trunks.standardized_conv import standardize_convolutions
+from vissl_zero.models.trunks.staged_trunk import StagedTrunk, standardize_convolutions
 from vissl_zero.models.unit import Unit
 from vissl_zero.registry import TRUNKS
 

@@ -1,4 +1,4 @@
-"""What RegNet and ResNet share: a stem, stages of blocks, and average pooling."""
+"""What RegNet and ResNet share: a stem, stages of blocks, average pooling, and weight standardisation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from torch import Tensor, nn
 
 from vissl_zero.models.taps import LayerTap
 from vissl_zero.models.unit import Unit
+
+_EPS = 1e-5
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution whose filters are brought to mean 0 and standard deviation 1 whenever it is applied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (b, C, H, W) -> (b, C', H', W')."""
+        centred = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        # The square root of the variance plus eps, not the deviation plus eps: differentiable for a constant filter.
+        scale = centred.square().mean(dim=(1, 2, 3), keepdim=True).add(_EPS**2).rsqrt()
+        return self._conv_forward(x, centred * scale, self.bias)
+
+
+def standardize_convolutions(module: nn.Module) -> None:
+    """Turn every convolution in ``module`` into a ``StandardizedConv2d``, in place; parameters and names stay."""
+    for layer in module.modules():
+        if type(layer) is nn.Conv2d:
+            layer.__class__ = StandardizedConv2d
 
 
 class StagedTrunk(nn.Module):

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from vissl_zero.sharding.offload.block_file import BlockFile
 from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.expected_order import ExpectedOrder
 from vissl_zero.sharding.offload.gradient_store import GradientStore
 from vissl_zero.sharding.offload.layout import Layout, StoredParam
 from vissl_zero.sharding.offload.pipeline import Pipeline
-from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, ReadAhead
+from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, ExpectedOrder, ReadAhead
 from vissl_zero.sharding.offload.run_folder import RunFolder
 from vissl_zero.sharding.offload.shard_file import ShardFile
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.chunks import Segment
-from vissl_zero.sharding.offload.layout import Layout
+from vissl_zero.sharding.offload.layout import Layout, Segment
 from vissl_zero.sharding.offload.pipeline import Cell, Pipeline, Tray
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.chunks import Chunk, Segment
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.kernel import Kernel
+from vissl_zero.sharding.offload.layout import Chunk, Segment
 from vissl_zero.sharding.offload.pipeline import Cell, Pipeline, Tray
 from vissl_zero.sharding.offload.run_folder import RunFolder
 

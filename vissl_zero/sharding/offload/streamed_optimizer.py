@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.chunks import ALIGN, Chunk, Segment, cut
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.kernel import Kernel, Piece
+from vissl_zero.sharding.offload.layout import ALIGN, Chunk, Segment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.pipeline import Cell, Item, Pipeline, Tray
 from vissl_zero.sharding.offload.run_folder import RunFolder

@@ -12,8 +12,8 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.heap import give_back_large_blocks
 from vissl_zero.sharding.offload.kernel import Kernel
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore

@@ -24,8 +24,7 @@ from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
 from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages
-from vissl_zero.sharding.torch_engine.message_plan import plan_messages
-from vissl_zero.sharding.torch_engine.parameter_messages import ParameterMessages
+from vissl_zero.sharding.torch_engine.message_plan import ParameterMessages, plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
