@@ -29,6 +29,9 @@ Into torchvision's own model:
   model = torchvision.models.resnet50(); model.fc = torch.nn.Identity()
   model.load_state_dict(torch.load("resnet50.pt", weights_only=True), strict=True)
 A head that is one linear layer becomes the classifier (fc) with --part model.
+
+Into a folder that transformers' Dinov2Model or ViTModel reads (with a config.json of the same sizes beside it):
+  vissl-zero checkpoint export runs/mine --part trunk --names hugging_face --to mine/model.safetensors
 """
 
 
