@@ -95,3 +95,19 @@ def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("chosen: level") == 2 and "digits/dino: 2 ranks" in printed
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_files_are_planned_side_by_side(tmp_path, capsys):
+    """One anywhere, as a run writes it, and one in a tree of recipes."""
+    user = compose(RECIPE, ["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=4"]).user_yaml()
+    (tmp_path / "config.user.yaml").write_text(user)
+    tree = tmp_path / "config" / "mine"
+    tree.mkdir(parents=True)
+    (tree / "larger.yaml").write_text(user.replace("BATCHSIZE_PER_REPLICA: 4", "BATCHSIZE_PER_REPLICA: 8"))
+    files = [str(tmp_path / "config.user.yaml"), str(tree / "larger.yaml")]
+    assert cli.main(["plan", *files, "--ranks", "2", "--memory-gb", "1", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["recipe"] for plan in plans] == files
+    assert [plan["candidates"][0]["batch_per_rank"] for plan in plans] == [4, 8]
+    assert cli.main(["plan", str(tmp_path / "missing.yaml")]) == 2
+    assert "must be a file that exists" in capsys.readouterr().err

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from vissl_zero.config.compose import compose
-from vissl_zero.errors import ConfigError, did_you_mean
+from vissl_zero.config.recipe_files import RecipeFile, recipe_file
+from vissl_zero.config.recipes import recipe_names
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 USAGE = """\
-vissl-zero plan config=<recipe> [config=<another> ...] [config.A.B=value ...]
+vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --ranks N            processes; more than 8 are machines of 8
   --gpus               plan for GPUs, though there are none here
   --memory-gb X        GiB a rank may use where it computes (config.ZERO.MEMORY_GB)
@@ -50,7 +54,12 @@ def plan(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     recipes, overrides, is_json, png = _parse(arguments)
-    composed = [compose(recipe, overrides) for recipe in recipes]
+    with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
+        files = [_recipe(name, Path(scratch)) for name in recipes]
+        composed = [
+            replace(compose(file.recipe, [*file.overrides, *overrides]), recipe=name)
+            for name, file in zip(recipes, files, strict=True)
+        ]
     from vissl_zero.engine.planning import plan_run
     from vissl_zero.reporting.plan_table import as_json, draw_plans, plan_lines, plan_table
 
@@ -92,13 +101,33 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
         elif word.startswith("-"):
             raise ConfigError(f"vissl-zero plan: {word} is not a flag.{did_you_mean(word, _FLAGS)}\n{USAGE}")
         elif word.startswith("config=") or ("=" not in word and not word.startswith(("+", "~"))):
-            recipes.append(word.removeprefix("config=").removesuffix(".yaml"))
+            recipes.append(word.removeprefix("config="))
         else:
             overrides.append(word)
     if not recipes:
         raise ConfigError(f"vissl-zero plan: must name a recipe. Write config=<recipe>.\n{USAGE}")
     drawn = None if (is_json and not is_given) or str(png) == "none" else png
     return recipes, overrides, is_json, drawn
+
+
+def _recipe(name: str, scratch: Path) -> RecipeFile:
+    """A recipe by its name; or a file, in a tree of recipes or anywhere (a run's config.user.yaml)."""
+    path = Path(name).expanduser()
+    if path.suffix != ".yaml" or not path.is_file():
+        if path.suffix == ".yaml" and name.removesuffix(".yaml") not in recipe_names():
+            raise ConfigError(
+                [Problem("vissl-zero plan", repr(name), "must be a file that exists", "Correct the path.")]
+            )
+        return RecipeFile(name.removesuffix(".yaml"))
+    if "config" in path.absolute().parent.parts:
+        return recipe_file(path)
+    # Hydra takes recipes from a folder called config alone.
+    folder = scratch / str(len([*scratch.iterdir()]))
+    copy = folder / "config" / f"{path.stem.replace('.', '_')}.yaml"
+    copy.parent.mkdir(parents=True)
+    text = path.read_text(encoding="utf-8")
+    copy.write_text(text if text.startswith("# @package") else f"# @package _global_\n{text}", encoding="utf-8")
+    return RecipeFile(copy.stem, folder=str(folder))
 
 
 def _value(flag: str, words: list[str]) -> str:
