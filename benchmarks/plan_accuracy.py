@@ -31,7 +31,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.rehearsal import rehearse
 
@@ -114,7 +114,7 @@ class _Begin(Hook):
     def __init__(self, tracker: LiveBytes):
         self.tracker = tracker
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if run.step == NUM_STEPS - 1:
             self.tracker.begin()
 

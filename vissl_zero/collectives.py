@@ -6,6 +6,7 @@ collective: all ranks must call it, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -34,6 +35,34 @@ def rank() -> int:
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum of ``tensor`` over all ranks, as a new tensor; same shape and dtype everywhere. Cost: one all-reduce."""
     return _all_reduce(tensor, "sum")
+
+
+def sum_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """As ``all_reduce_sum``, without waiting: call what it returns for the sum, on the CPU, when it is needed.
+
+    The sum, and its copy to the host, go on meanwhile. What it returns is not a collective. Cost: one all-reduce.
+    """
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(result, async_op=True) if world_size() > 1 else None
+    if not result.is_cuda:
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return result
+
+        return wait
+    if work is not None:
+        work.wait()  # on a GPU the stream waits, not the host
+    host = torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
+    is_there = torch.cuda.Event()
+    is_there.record()
+
+    def wait_for_copy() -> Tensor:
+        is_there.synchronize()
+        return host
+
+    return wait_for_copy
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.divergence import DivergedError
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.launch.checkpoints import with_checkpoints
@@ -85,7 +85,7 @@ class _FillDisk(Hook):
         self.is_async = is_async
         self._limit: Any = None
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if run.step == 3:
             # Training has not waited for the checkpoint of step 2: it is not complete before ranks agree on it.
             assert self.saver.latest_step == (None if self.is_async else 2)
@@ -251,7 +251,7 @@ class _Draws(Hook):
     def __init__(self) -> None:
         self.drawn: list[float] = []
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         self.drawn.append(float(torch.rand(())))
         run.results["largest"] = max(self.drawn)
 
@@ -293,7 +293,7 @@ class _SaveLate(Hook):
         self._saver = saver
         self.weights: dict[str, torch.Tensor] = {}
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if run.step == 2:
             is_free = threading.Event()
             self._saver._thread.submit(is_free.wait)
@@ -363,7 +363,7 @@ class _AskOnOneRank(Hook):
     def __init__(self, rank: int, step: int):
         self._rank, self._step = rank, step
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if (run.rank, run.step) == (self._rank, self._step):
             stopping.ask("a test")
 
@@ -378,10 +378,10 @@ def _stop(folder: Path) -> tuple[int, Any, list[int]]:
 
 def test_one_rank_that_is_asked_stops_all_after_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
     for step, stop, latest in run_on_ranks(2, _stop, tmp_path):
-        assert (step, stop, latest) == (3, stopping.Stop("a test", 75), [3])
-    assert newest_checkpoint(tmp_path).manifest.step == 3
+        assert (step, stop, latest) == (4, stopping.Stop("a test", 75), [4])  # asked in step 3
+    assert newest_checkpoint(tmp_path).manifest.step == 4
     first, lines, losses = run_on_ranks(2, _go_on, tmp_path)[0]
-    assert first == 3 and len(losses) == NUM_STEPS and "epoch 0" in lines[0]
+    assert first == 4 and len(losses) == NUM_STEPS and "epoch" in lines[0]
 
 
 # --- a loss that is never a number, under loss scaling ---------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_a_loss_that_is_never_a_number_is_not_skipped_for_ever(tmp_path: Path) -
 
 
 class _FlipBit(Hook):
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if (run.rank, run.step) == (1, 4):
             with torch.no_grad():
                 next(tensor for name, tensor in run.sharded.replicated().items() if "weight" in name).view(-1)[0] += 1e-9

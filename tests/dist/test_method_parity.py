@@ -27,7 +27,7 @@ from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, ResolvedRun
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.rehearsal import rehearse
 from vissl_zero.methods.method import build_method
@@ -193,9 +193,11 @@ class _Losses(Hook):
         self.losses: list[float] = []
         self.saver = saver
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         assert record.loss is not None
         self.losses.append(record.loss)
+
+    def on_step(self, run: Run, step: Step) -> None:
         if self.saver is not None:
             self.saver.save(run, [])
             self.saver.finish()

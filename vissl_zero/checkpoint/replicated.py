@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vissl_zero import collectives
 from vissl_zero.checkpoint.shard_file import bytes_of
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.state import Part
 
@@ -83,7 +83,7 @@ class RankCheck(Hook):
     def __init__(self, every: int):
         self._every = every
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         if run.step % self._every == 0:
             require_equal_ranks(run)
 

@@ -22,7 +22,7 @@ from vissl_zero.checkpoint.manifest import Manifest
 from vissl_zero.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
 from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.engine import stopping
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.strategy import Sharded
 
@@ -70,7 +70,11 @@ class Saver:
         """Begin a checkpoint of the run as it is (see ``take_snapshot``); waits for one that is still being written.
 
         Without ``is_async``, and where state streams from a disk, it is complete when this returns.
+
+        Raises:
+            DivergedError: the loss of the newest step is not finite; nothing is saved.
         """
+        run.settle()
         self.finish()
         if self.latest_step != run.step:
             self.store(take_snapshot(run, hooks, is_epoch_over), run.sharded)
@@ -196,7 +200,7 @@ class CheckpointHook(Hook):
         self._steps = steps
         self._console = console or rich.get_console()
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         self._saver.advance()
         is_last = run.step >= run.num_steps
         if run.is_asked_to_stop and not is_last:

@@ -23,7 +23,7 @@ class RunConfig:
     SEED_VALUE: int = number(0, least=0)
     """Seed of weights, order of images, augmentation and dropout."""
     LOG_FREQUENCY: int = number(10, least=1)
-    """Optimizer steps between lines of the plain display, and between measurements of memory by kind."""
+    """Optimizer steps between lines of the plain display, and between measurements of memory and of health."""
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
     DRY_RUN: bool = False

@@ -11,7 +11,8 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.errors import VisslZeroError
 
 if TYPE_CHECKING:
-    from vissl_zero.engine.hook import Run
+    from vissl_zero.engine.hook import Run, Step
+    from vissl_zero.sharding.strategy import StepResult
 
 FILE_NAME = "diverged.json"
 _MOST_NAMED = 3
@@ -21,24 +22,25 @@ class DivergedError(VisslZeroError):
     """The loss, or gradients at any scale, became NaN or infinite; raised on every rank at the same step."""
 
 
-def diverged(run: Run, loss: float, local_loss: Tensor, lr: float) -> DivergedError:
+def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: Tensor) -> DivergedError:
     """The error to raise; rank 0 writes ``diverged.json`` into the run folder.
 
     Args:
-        run: after the step that went wrong, its gradients' norms still known.
+        run: in progress, perhaps a step further.
+        step: that went wrong.
+        result: of its update.
         loss: of all ranks.
         local_loss: this rank's share of it, 0-d.
-        lr: of the step.
     Cost: collective; one all-gather of a number per rank.
     """
     shares = all_gather_rows(local_loss.reshape(1))
     ranks = (~shares.isfinite()).nonzero().flatten().tolist()
-    params = run.sharded.nonfinite_gradients()
+    params = result.nonfinite_gradients()
     if run.is_main:
         facts = {
-            "step": run.step,
-            "epoch": run.epoch,
-            "learning_rate": lr,
+            "step": step.step,
+            "epoch": step.epoch,
+            "learning_rate": step.lr,
             "loss": str(loss),
             "loss_by_rank": [str(share) for share in shares.tolist()],
             "ranks": ranks,
@@ -48,10 +50,11 @@ def diverged(run: Run, loss: float, local_loss: Tensor, lr: float) -> DivergedEr
         (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
     named = ", ".join(params[:_MOST_NAMED]) + (f" and {len(params) - _MOST_NAMED} more" * (len(params) > _MOST_NAMED))
     gradients = f"Gradients that are not finite: {named or 'none'}"
+    when = f"at step {step.step} (learning rate {step.lr:g})"
     if ranks:
-        what = f"The loss became {loss} at step {run.step} (learning rate {lr:g}) on rank {', '.join(map(str, ranks))}."
+        what = f"The loss became {loss} {when} on rank {', '.join(map(str, ranks))}."
     else:
-        what = f"The gradients overflow at step {run.step} (learning rate {lr:g}) at a loss scale of 1."
+        what = f"The gradients overflow {when} at a loss scale of 1."
     return DivergedError(
         f"{what} "
         f"{gradients}; {FILE_NAME} in the run folder has all. "

@@ -6,9 +6,10 @@ every rank (some of them call collectives); one that only writes files checks ``
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -21,33 +22,94 @@ if TYPE_CHECKING:
     from vissl_zero.methods.method import Method
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One finished optimizer step, equal on every rank but for ``bytes``.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is known of an optimizer step as soon as it was asked for; equal on every rank but for ``bytes``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
         epoch: of the step, from 0.
-        loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
         bytes: this rank's memory by kind, as it was last measured.
         skipped: the loss scaler skipped the update.
-        grad_norm: global L2 norm before clipping; None if the step was skipped.
         loss_scale: 1.0 without loss scaling.
-        watch: figures of the method on its own health (``Method.health``), possibly empty.
     """
 
     step: int
     epoch: int
-    loss: float | None
     lr: float
     images_per_s: float
     bytes: Bytes
     skipped: bool = False
-    grad_norm: float | None = None
     loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(Step):
+    """A step with its figures, which the device has computed and all ranks have summed meanwhile.
+
+    Attributes:
+        loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
+        grad_norm: global L2 norm before clipping; None if the step was skipped.
+        watch: figures of the method on its own health (``Method.health``); empty at steps that are not logged.
+    """
+
+    loss: float | None
+    grad_norm: float | None = None
     watch: dict[str, float] = field(default_factory=dict)
+
+
+class Records(Sequence[StepRecord]):
+    """The steps of a run in order, in bounded memory: all of a short run, every 2nd, 4th, ... of a long one.
+
+    The first ones (``HEAD``) and the newest are always there.
+    """
+
+    HEAD = 64
+    MOST = 4096
+
+    def __init__(self, records: Iterable[StepRecord] = ()):
+        self._kept: list[tuple[int, StepRecord]] = []  # with their place among all
+        self._newest: StepRecord | None = None  # where it is not kept
+        self._num_seen = 0
+        self._stride = 1
+        for record in records:
+            self.append(record)
+
+    def append(self, record: StepRecord) -> None:
+        """Add the next step."""
+        place, self._newest = self._num_seen, record
+        self._num_seen += 1
+        if self._is_kept(place):
+            self._kept.append((place, record))
+            self._newest = None
+        if len(self._kept) > self.MOST:
+            self._stride *= 2
+            self._newest = self._newest or record
+            self._kept = [row for row in self._kept if self._is_kept(row[0])]
+            if self._kept[-1][1] is record:
+                self._newest = None
+
+    def _is_kept(self, place: int) -> bool:
+        return place < self.HEAD or place % self._stride == 0
+
+    def __len__(self) -> int:
+        return len(self._kept) + (self._newest is not None)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        yield from (record for _, record in self._kept)
+        if self._newest is not None:
+            yield self._newest
 
 
 @dataclass
@@ -64,11 +126,13 @@ class Run:
         steps_per_epoch, num_steps: length of the schedule, and the step the run will end at (MAX_STEPS included).
         step, epoch, position: optimizer steps done, epoch in progress, source images consumed in all.
         epoch_samples: source images of that epoch consumed, over all ranks.
-        records: every step so far, those before a resume as ``metrics.jsonl`` has them.
+        records: steps so far, thinned out in a long run; on rank 0 also those before a resume, from ``metrics.jsonl``.
         first_step: optimizer steps done when this process began; not 0 where it goes on from a checkpoint.
-        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``) before the end of the last step;
-            alike on every rank.
+        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), as far as steps with a record
+            tell; alike on every rank.
         stop: set by a hook, alike on every rank: leave the loop after this step, without ``on_end``.
+        unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
+        bytes: this rank's memory by kind, as it was last measured.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 
@@ -88,8 +152,22 @@ class Run:
     first_step: int = 0
     is_asked_to_stop: bool = False
     stop: Stop | None = None
-    records: list[StepRecord] = field(default_factory=list)
+    unsettled: Callable[[], None] | None = None
+    records: Records = field(default_factory=Records)
+    bytes: Bytes = field(default_factory=Bytes)
     results: dict[str, Any] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Read the figures of the newest step now instead of a step later; every rank must. Waits for the device.
+
+        Before anything that must not be made of a step that went wrong (a checkpoint), or that needs its record.
+
+        Raises:
+            DivergedError: the loss of that step is not finite.
+        """
+        unsettled, self.unsettled = self.unsettled, None
+        if unsettled is not None:
+            unsettled()
 
     @property
     def is_resumed(self) -> bool:
@@ -123,8 +201,14 @@ class Hook:
     def on_epoch_start(self, run: Run) -> None:
         """Before the first step of ``run.epoch``, or before the next one where a resumed run is in the middle of it."""
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
-        """After every optimizer step."""
+    def on_step(self, run: Run, step: Step) -> None:
+        """After every optimizer step, for what must see the model as that step left it."""
+
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        """With the figures of every step, in order, after the step that follows or where an epoch or the run ends.
+
+        So the loop need not wait for the device. ``run.step`` may be one ahead of ``record.step``.
+        """
 
     def on_epoch_end(self, run: Run) -> None:
         """After the last step of ``run.epoch``."""

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.collectives import sum_later
 from vissl_zero.data.batch import Batch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.divergence import diverged
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.methods.method import Method
 from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random_key
 from vissl_zero.sharding.batch_norm import frozen_statistics
-from vissl_zero.sharding.strategy import Bytes, Sharded
+from vissl_zero.sharding.strategy import Sharded, StepResult
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -76,22 +78,25 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
         lr = schedules.apply(run.sharded, run.step)
         run.sharded.freeze(frozen.at(run.step))
-        record = _train_step(run, micro_batches, lr, started)
-        run.records.append(record)
+        step = _train_step(run, micro_batches, lr, started, hooks)
         for hook in hooks:
-            hook.on_step(run, record)
-        if run.stop is not None:
-            return
-        if run.step >= run.num_steps:
+            hook.on_step(run, step)
+        if run.stop is not None or run.step >= run.num_steps:
             break
         started = time.perf_counter()
+    run.settle()
+    if run.stop is not None:
+        return
     for hook in hooks:
         hook.on_epoch_end(run)
     run.epoch, run.epoch_samples = run.epoch + 1, 0
 
 
-def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float) -> StepRecord:
-    """One optimizer step over its micro-batches. ``started``: clock before the data was asked for."""
+def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float, hooks: Sequence[Hook]) -> Step:
+    """One optimizer step over its micro-batches. ``started``: clock before the data was asked for.
+
+    Its figures are on their way when this returns: ``run.settle``, which the next step calls, reads them.
+    """
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     dtype = getattr(torch, run.plan.sharding.precision.master)
@@ -99,34 +104,64 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     watch = _watched(run) if run.step == run.first_step else nullcontext()
     accumulate = accumulate_exactly if run.plan.exact_accumulation and len(micro_batches) > 1 else _accumulate
     loss_sum = accumulate(run, micro_batches, dtype, watch)
-    memory = _memory(run)  # before the step: gradients are still there
+    is_logged = _is_logged(run)
+    if is_logged:
+        run.bytes = sharded.ledger()  # before the step: gradients are still there
     result = sharded.step()
     sharded.zero_grad()
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
         sharded.follow(method.momentum(run.step), method.normalized_rows())
-    # All that ranks must agree on travels as one message.
+    # All that ranks must agree on travels as one message. The norm is equal on all of them, so one rank sends it.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)
-    totals = all_reduce_sum(torch.cat((torch.stack((loss_sum, asked)), method.health_sums().to(loss_sum))))
-    loss_value, num_asked = totals[:2].tolist()
-    run.is_asked_to_stop = num_asked > 0
+    norm = result.grad_norm.to(loss_sum) if run.is_main else torch.zeros_like(loss_sum)
+    parts = [torch.stack((loss_sum, asked, norm))]
+    if is_logged:
+        parts.append(method.health_sums().to(loss_sum))
+    totals = sum_later(torch.cat(parts))
     run.step += 1
     run.position += num_samples
     run.epoch_samples += num_samples
-    if result.is_stuck or (not result.skipped and not math.isfinite(loss_value)):
-        raise diverged(run, loss_value, loss_sum, lr)
-    return StepRecord(
+    step = Step(
         step=run.step,
         epoch=run.epoch,
-        loss=None if result.skipped else loss_value,
         lr=lr,
         images_per_s=num_samples / (time.perf_counter() - started),
-        bytes=memory,
+        bytes=run.bytes,
         skipped=result.skipped,
-        grad_norm=None if result.skipped else float(result.grad_norm),
         loss_scale=result.loss_scale,
-        watch=method.health(totals[2:]),
     )
+    run.settle()  # the figures of the step before
+    run.unsettled = partial(_settle, run, hooks, step, result, loss_sum, totals, is_logged)
+    if result.is_stuck:
+        run.settle()
+    return step
+
+
+def _settle(
+    run: Run,
+    hooks: Sequence[Hook],
+    step: Step,
+    result: StepResult,
+    local_loss: Tensor,
+    totals: Callable[[], Tensor],
+    is_logged: bool,
+) -> None:
+    """Read the figures of ``step`` and tell the hooks: the one place where the loop waits for the device."""
+    figures = totals()
+    loss, num_asked, grad_norm = figures[:3].tolist()
+    run.is_asked_to_stop = num_asked > 0
+    if result.is_stuck or (not result.skipped and not math.isfinite(loss)):
+        raise diverged(run, step, result, loss, local_loss)
+    record = StepRecord(
+        **{item.name: getattr(step, item.name) for item in fields(step)},
+        loss=None if result.skipped else loss,
+        grad_norm=None if result.skipped else grad_norm,
+        watch=run.method.health(figures[3:]) if is_logged else {},
+    )
+    run.records.append(record)
+    for hook in hooks:
+        hook.on_record(run, record)
 
 
 @contextmanager
@@ -163,13 +198,12 @@ def _taught(sharded: Sharded, method: Method, batch: Batch) -> list[Any] | None:
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
-def _memory(run: Run) -> Bytes:
-    """Measured in the first two steps (the optimizer has its state in the second), every LOG_FREQUENCY-th and the last.
+def _is_logged(run: Run) -> bool:
+    """Whether the coming step's memory and health are measured: the first two, every LOG_FREQUENCY-th, the last.
 
-    It changes at few steps, and walking over all tensors takes as long as a tenth of a small model's step.
+    The optimizer has its state in the second. Walking over all tensors takes as long as a tenth of a small model's
+    step, and figures of health may need the eigenvalues of a matrix.
     """
     step = run.step + 1
     is_new = step - run.first_step <= 2
-    if is_new or step % run.plan.config["LOG_FREQUENCY"] == 0 or step >= run.num_steps:
-        return run.sharded.ledger()
-    return run.records[-1].bytes
+    return is_new or step % run.plan.config["LOG_FREQUENCY"] == 0 or step >= run.num_steps

@@ -1,6 +1,6 @@
 """Save and stop: how a run is asked to end early, and how it says that it has.
 
-A run that is asked to stop finishes its optimizer step, agrees with all ranks on that step, saves a checkpoint, closes
+A run that is asked to stop finishes its optimizer step and the next, in which all ranks learn of it, saves, closes
 its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command goes on from there, on the same number
 of ranks or another. One rank that is asked is enough. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Whoever
 starts runs (the local launcher, a batch system) needs this file and nothing else::
@@ -54,7 +54,7 @@ _end_at: float | None = None
 
 
 def ask(reason: str, exit_code: int = STOPPED) -> None:
-    """Have this rank's run save and stop after the step in progress, or after the next. The first call counts."""
+    """Have this rank's run save and stop after the step that follows the one in progress. The first call counts."""
     global _asked
     if _asked is None:
         _asked = Stop(reason, exit_code)

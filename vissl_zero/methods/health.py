@@ -104,13 +104,55 @@ class CollapseRule(ABC):
         """Take in one step (loss None: skipped); the sentence to warn with, or None."""
 
 
+class RecentFigures:
+    """Means over what was measured in the last ``WINDOW`` steps, and over ``FEWEST`` measurements at least.
+
+    Figures are measured every LOG_FREQUENCY-th step.
+    """
+
+    WINDOW = 20
+    FEWEST = 5
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, tuple[float, ...]]] = deque()
+        self._first_step: int | None = None
+
+    def means(self, step: int, figures: tuple[float, ...]) -> tuple[float, ...] | None:
+        """Take in the finite figures of a step; None while there are too few for a mean."""
+        if self._first_step is None:
+            self._first_step = step
+        self._recent.append((step, figures))
+        while len(self._recent) > self.FEWEST and self._recent[0][0] <= step - self.WINDOW:
+            self._recent.popleft()
+        if len(self._recent) < self.FEWEST or step - self._first_step + 1 < self.WINDOW:
+            return None
+        columns = zip(*(row for _, row in self._recent), strict=True)
+        return tuple(sum(column) / len(self._recent) for column in columns)
+
+
+class Since:
+    """For how many steps on end something has been so."""
+
+    def __init__(self) -> None:
+        self._begin: int | None = None
+
+    def num_steps(self, step: int, is_so: bool) -> int:
+        """Take in a step; 0 if it is not so."""
+        if not is_so:
+            self._begin = None
+            return 0
+        if self._begin is None:
+            self._begin = step
+        return step - self._begin + 1
+
+
 class ClusteringCollapse(CollapseRule):
     """Decides from the figures of ``clustering_health`` whether a clustering method collapses.
 
     A collapsed model gives every image the same embedding: the effective rank of the embeddings goes to 1, every
     assignment becomes uniform (entropy 1 as a share of its maximum), and the loss stays at that of guessing. None of
     them is enough alone: an untrained model may have all three, and a model that learns few clusters loses rank too.
-    So there are two ways to a warning, both on means over the last ``WINDOW`` steps:
+    So there are two ways to a warning, both on means (``RecentFigures``):
 
     - *falling*: the entropy is at least ``UNIFORM`` and the rank at most half of the highest such mean so far;
     - *stuck*: the entropy is at least ``UNIFORM`` and the loss within 1 % of guessing, for ``patience`` steps on end.
@@ -126,16 +168,15 @@ class ClusteringCollapse(CollapseRule):
         advice: what helps, as the end of a sentence.
     """
 
-    WINDOW = 20
     UNIFORM = 0.97
 
     def __init__(self, guessing: float, patience: int, advice: str):
         self._guessing = guessing
         self._advice = advice
         self._patience = patience
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=self.WINDOW)
+        self._recent = RecentFigures()
         self._highest_rank = 0.0
-        self._num_stuck = 0
+        self._stuck = Since()
 
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
         """See ``CollapseRule``."""
@@ -145,18 +186,18 @@ class ClusteringCollapse(CollapseRule):
         figures = (loss, entropy, rank)
         if not all(math.isfinite(figure) for figure in figures):
             return None
-        self._recent.append(figures)
-        if len(self._recent) < self.WINDOW:
+        means = self._recent.means(step, figures)
+        if means is None:
             return None
-        loss, entropy, rank = (sum(figure) / self.WINDOW for figure in zip(*self._recent, strict=True))
+        loss, entropy, rank = means
         self._highest_rank = max(self._highest_rank, rank)
         is_uniform = entropy >= self.UNIFORM
         is_guessing = abs(loss - self._guessing) <= 0.01 * self._guessing
-        self._num_stuck = self._num_stuck + 1 if is_uniform and is_guessing else 0
+        num_stuck = self._stuck.num_steps(step, is_uniform and is_guessing)
         if is_uniform and rank <= 0.5 * self._highest_rank:
             sign = f"the effective rank of its embeddings fell from {self._highest_rank:.1f} to {rank:.1f}"
-        elif self._num_stuck >= self._patience:
-            sign = f"it has not learned anything in {self._num_stuck} steps"
+        elif num_stuck >= self._patience:
+            sign = f"it has not learned anything in {num_stuck} steps"
         else:
             return None
         return (
@@ -172,7 +213,7 @@ def trivial_loss(num_prototypes: Sequence[int]) -> float:
 
 
 class RankCollapse(CollapseRule):
-    """All images get nearly the same embedding: the effective rank, a mean over the last 20 steps, goes to 1.
+    """All images get nearly the same embedding: the effective rank, a mean (``RecentFigures``), goes to 1.
 
     Either it falls below ``LEAST`` from at least twice that, or it stays below for ``patience`` steps on end.
 
@@ -180,28 +221,27 @@ class RankCollapse(CollapseRule):
         patience: steps without any progress before *stuck* is said.
     """
 
-    WINDOW = 20
     LEAST = 1.5
 
     def __init__(self, patience: int):
         self._patience = patience
-        self._recent: deque[float] = deque(maxlen=self.WINDOW)
+        self._recent = RecentFigures()
         self._highest = 0.0
-        self._num_stuck = 0
+        self._stuck = Since()
 
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
         """See ``CollapseRule``."""
         newest = watch.get("effective_rank", math.nan)
         if loss is None or not math.isfinite(newest):
             return None
-        self._recent.append(newest)
-        if len(self._recent) < self.WINDOW:
+        means = self._recent.means(step, (newest,))
+        if means is None:
             return None
-        rank = sum(self._recent) / self.WINDOW
+        (rank,) = means
         self._highest = max(self._highest, rank)
         is_low = rank < self.LEAST
-        self._num_stuck = self._num_stuck + 1 if is_low else 0
-        if not is_low or not (self._highest >= 2 * self.LEAST or self._num_stuck >= self._patience):
+        num_stuck = self._stuck.num_steps(step, is_low)
+        if not is_low or not (self._highest >= 2 * self.LEAST or num_stuck >= self._patience):
             return None
         return (
             f"the model collapses (step {step}): all images get nearly the same embedding, of effective rank "

@@ -89,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._num_micro_batches = 0
         self._open_micro_batch()
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
-            names = ", ".join(self._sharded.nonfinite_gradients()[:3])
+            names = ", ".join(self.last_step.nonfinite_gradients()[:3])
             raise VisslZeroError(
                 f"Gradients hold an inf or NaN at a loss scale of 1 too ({names}): every step would be skipped. "
                 "Look at the loss and the data; lower the learning rate, or compute in bf16."

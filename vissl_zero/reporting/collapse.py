@@ -21,7 +21,7 @@ class CollapseWatch(Hook):
         if self._rule and any(self._update(self._rule, record) for record in run.records):  # those before a resume
             self._rule = None
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         if self._rule is None:
             return
         warning = self._update(self._rule, record)

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import rich
 from rich.console import Console, Group, RenderableType
@@ -24,7 +25,7 @@ _SPARKLINE_WIDTH = 32
 
 
 class LiveDisplay(Hook):
-    """Redraws from within ``on_step``: a thread of its own would take time from the step and has nothing new to show.
+    """Redraws from within ``on_record``: a thread of its own would take time from the step and has nothing new to show.
 
     Args:
         console: a terminal that can show UTF-8.
@@ -34,6 +35,7 @@ class LiveDisplay(Hook):
         self._console = console
         self._live: Live | None = None
         self._drawn_at = 0.0
+        self._watch: dict[str, float] = {}  # as measured last
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run)
@@ -47,12 +49,13 @@ class LiveDisplay(Hook):
         if self._live is not None and not run.records:
             self._live.update(Text("the first step ...", style="dim"), refresh=True)
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
+        self._watch = record.watch or self._watch
         now = time.monotonic()
         is_due = now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or record.step == run.num_steps
         if self._live is not None and is_due:
-            self._live.update(frame(run, record, self._progress), refresh=True)
+            self._live.update(frame(run, replace(record, watch=self._watch), self._progress), refresh=True)
             self._drawn_at = now
 
     def on_end(self, run: Run) -> None:
@@ -173,7 +176,7 @@ class PlainLines(Hook):
         if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
             self._say(f"after epoch {run.epoch}: {said}")
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
         if record.loss is not None:
             self._epoch_losses.append(record.loss)
@@ -310,8 +313,8 @@ class Display(Hook):
     def on_epoch_start(self, run: Run) -> None:
         self._display.on_epoch_start(run)
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
-        self._display.on_step(run, record)
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        self._display.on_record(run, record)
 
     def on_epoch_end(self, run: Run) -> None:
         self._display.on_epoch_end(run)

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 import torch
 
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.sharding.strategy import Bytes
 
 
@@ -18,8 +18,17 @@ class PeakMemory(Hook):
     Cost: one all-gather of a few numbers at the end of the run.
     """
 
+    def __init__(self) -> None:
+        self._largest = self._newest = Bytes()
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.bytes is not self._newest:  # measured anew
+            self._newest = step.bytes
+            self._largest = largest((self._largest, step.bytes))
+
     def on_end(self, run: Run) -> None:
-        per_rank = gather(largest(record.bytes for record in run.records), run.device)
+        recorded = (record.bytes for record in run.records)  # those before a resume, too; not all of a long run
+        per_rank = gather(largest((self._largest, *recorded)), run.device)
         run.results["bytes"] = asdict(largest(per_rank))
         run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +63,7 @@ class ReportContent:
     title: str
     subtitle: str
     headlines: list[tuple[str, str]] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
+    records: Sequence[StepRecord] = field(default_factory=list)
     trivial_loss: float | None = None
     knn: list[tuple[int, float]] = field(default_factory=list)
     knn_raw_pixels: float | None = None

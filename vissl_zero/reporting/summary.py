@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import rich
@@ -61,7 +62,7 @@ def summarise(run: Run) -> dict[str, Any]:
     }
 
 
-def images_per_s(records: list[StepRecord]) -> float | None:
+def images_per_s(records: Sequence[StepRecord]) -> float | None:
     """Speed over the run: steps have equal numbers of images, so the harmonic mean of theirs.
 
     The first step is left out when there are others: it measures activations and warms caches.

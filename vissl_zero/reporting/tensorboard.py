@@ -35,7 +35,7 @@ class TensorBoard(Hook):
         self._writer = SummaryWriter(str(run.folder / FOLDER_NAME), purge_step=purge_step, flush_secs=_FLUSH_S)
         self._write_results(run)
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         self._write(scalars(record), record.step)
 
     def on_epoch_start(self, run: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.reporting.weights_file import save_weights
 
 FILE_NAME = "weights_ema.safetensors"
@@ -25,13 +25,13 @@ class WeightAverageHook(Hook):
         self._options = options
         self._has_begun = False
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         """Update the average every UPDATE_ITER steps."""
-        if record.skipped or record.step % self._options.UPDATE_ITER:
+        if step.skipped or step.step % self._options.UPDATE_ITER:
             return
         self._has_begun = True
         length = run.steps_per_epoch * run.plan.num_epochs
-        is_warm = (record.step - 1) / length >= self._options.WARMUP
+        is_warm = (step.step - 1) / length >= self._options.WARMUP
         run.sharded.average(self._options.DECAY if is_warm else 0.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.weights_file import save_weights
 
@@ -17,9 +17,9 @@ class WeightTrace(Hook):
         """Save what training starts from, as step 0. Collective."""
         self._save(run, 0)
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
         """Save what the step left. Collective."""
-        self._save(run, record.step)
+        self._save(run, step.step)
 
     def _save(self, run: Run, step: int) -> None:
         state = run.sharded.full_state()

@@ -184,10 +184,6 @@ class ShardedModel(Sharded):
                 shard.publish()
         return result
 
-    def nonfinite_gradients(self) -> list[str]:
-        """See ``Sharded``."""
-        return self._stepper.nonfinite_gradients()
-
     def zero_grad(self) -> None:
         """See ``Sharded``."""
         for shard in self._shards.values():

@@ -45,8 +45,7 @@ class Stepper:
         self._clip_grad = clip_grad
         self._loss_scale = loss_scale
         self._group = group
-        self._is_agreed = False
-        self._looked_at: tuple[list[str], Tensor] = ([], torch.empty(0))  # names, squared norms of their gradients
+        self._constants: dict[str, tuple[object, Tensor]] = {}
         places = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
 
@@ -58,7 +57,7 @@ class Stepper:
         Args:
             frozen: full names; the same on every rank.
         Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
-            outcome decides what to do: under loss scaling, and in the first step.
+            outcome decides what to do: under loss scaling, and where this rank lacks a gradient that others may have.
         """
         for shard in self._shards:
             if shard.name in frozen:
@@ -68,22 +67,17 @@ class Stepper:
         if scale != 1.0:
             _multiply(shards, 1.0 / scale)
         norms = self._norms(shards)
-        self._looked_at = [shard.name for shard in shards], norms.grad_sq
+        names = [shard.name for shard in shards]
         grad_norm = norms.grad_sq.sum().sqrt()
         if self._loss_scale is not None:
             found_inf = not bool(torch.isfinite(grad_norm))
             self._loss_scale.update(found_inf)
             if found_inf:
-                return StepResult(grad_norm, skipped=True, loss_scale=scale)
+                return StepResult(grad_norm, True, scale, names, norms.grad_sq)
         self._rescale(shards, norms, grad_norm)
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
-        return StepResult(grad_norm, skipped=False, loss_scale=scale)
-
-    def nonfinite_gradients(self) -> list[str]:
-        """See ``Sharded``."""
-        names, grad_sq = self._looked_at
-        return [name for name, is_finite in zip(names, grad_sq.isfinite().tolist(), strict=True) if not is_finite]
+        return StepResult(grad_norm, False, scale, names, norms.grad_sq)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Norms of the whole tensors; a gradient that no rank has counts as zero."""
@@ -101,7 +95,8 @@ class Stepper:
         params = [shard.values() if shard.is_counted and self._adaptation is not None else nothing for shard in shards]
         grads = [shard.grad() if shard.is_counted and shard.local.grad is not None else nothing for shard in shards]
         grad_sq = squared_norms(grads)
-        rows = [grad_sq, grad_sq.new_tensor([shard.local.grad is not None for shard in shards])]
+        present = [float(shard.local.grad is not None) for shard in shards]
+        rows = [grad_sq, self._constant("present", present, grad_sq)]
         if self._adaptation is not None:
             partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
             rows += [squared_norms(params), dots(partners, grads)]
@@ -117,15 +112,23 @@ class Stepper:
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
         """A gradient that only some ranks have is zero on the others: all of them must take the same step.
 
-        Reading ``num_present`` waits for the device. Which parameters a model uses does not change from step to step,
-        so on a GPU it is read in the first step, and where loss scaling waits anyway.
+        Reading ``num_present`` waits for the device, so only a rank that lacks a gradient does it.
         """
-        if self._group is None or (num_present.is_cuda and self._is_agreed and self._loss_scale is None):
+        if self._group is None or all(shard.local.grad is not None for shard in shards):
             return
         for shard, number in zip(shards, num_present.tolist(), strict=True):
             if number and shard.local.grad is None:
                 shard.set_zero_grad()
-        self._is_agreed = True
+
+    def _constant(self, what: str, values: Sequence[float], like: Tensor) -> Tensor:
+        """``values`` as a tensor beside ``like``, made anew only where they differ from those of the last step."""
+        key = (tuple(values), like.dtype, like.device)
+        known, tensor = self._constants.get(what, (None, like))
+        if known != key:
+            host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+            tensor = host.to(like.device, non_blocking=True)
+            self._constants[what] = key, tensor
+        return tensor
 
     def _rescale(self, shards: Sequence[Shard], norms: TensorNorms, grad_norm: Tensor) -> None:
         """Clip, then adapt: ``scale * (clip * grad + decay * param)``, without waiting for the device."""
@@ -141,9 +144,9 @@ class Stepper:
         groups = [self._optimizer.param_groups[self._group_of[shard.name]] for shard in shards]
         scale, decay = self._adaptation.coefficients(
             norms,
-            lr=norms.grad_sq.new_tensor([group["lr"] for group in groups]),
-            weight_decay=norms.grad_sq.new_tensor([group["weight_decay"] for group in groups]),
-            num_dims=torch.tensor([len(shard.full_shape) for shard in shards], device=norms.grad_sq.device),
+            lr=self._constant("lr", [group["lr"] for group in groups], norms.grad_sq),
+            weight_decay=self._constant("decay", [group["weight_decay"] for group in groups], norms.grad_sq),
+            num_dims=self._constant("num_dims", [len(shard.full_shape) for shard in shards], norms.grad_sq),
         )
         of_grad = scale if clip is None else scale * clip
         of_param = scale * decay

@@ -38,14 +38,23 @@ class StepResult:
 
     Attributes:
         grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
-            synchronises; the loop reads it only when it logs).
+            synchronises).
         skipped: the gradients held an inf or NaN under dynamic loss scaling, so nothing was updated.
         loss_scale: the scale that was used, 1.0 without loss scaling.
+        names: full names of the parameters that took part, in the order of the optimizer's groups.
+        grad_sq: (len(names),) squared norms of their gradients, on the device.
     """
 
     grad_norm: Tensor
     skipped: bool
     loss_scale: float
+    names: Sequence[str]
+    grad_sq: Tensor
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Full names of the parameters whose gradient held an inf or NaN on any rank. Waits for the device."""
+        finite = self.grad_sq.isfinite().tolist()
+        return [name for name, is_finite in zip(self.names, finite, strict=True) if not is_finite]
 
     @property
     def is_stuck(self) -> bool:
@@ -112,13 +121,6 @@ class Sharded(ABC):
     @abstractmethod
     def step(self) -> StepResult:
         """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms."""
-
-    @abstractmethod
-    def nonfinite_gradients(self) -> list[str]:
-        """Full names of the parameters whose gradient held an inf or NaN on any rank in the last ``step``.
-
-        In the order of the optimizer's groups. Not a collective; waits for the device.
-        """
 
     @abstractmethod
     def zero_grad(self) -> None:

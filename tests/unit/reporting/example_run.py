@@ -86,8 +86,9 @@ def play(run: Run, hook: Hook, records: list[StepRecord]) -> None:
             run.epoch = record.epoch
             hook.on_epoch_start(run)
         run.step = record.step
-        run.records.append(record)
         hook.on_step(run, record)
+        run.records.append(record)
+        hook.on_record(run, record)
         if record.step % run.steps_per_epoch == 0:
             hook.on_epoch_end(run)
     hook.on_end(run)

@@ -88,9 +88,9 @@ def test_what_others_print_stands_above_the_frame(run: Run, monkeypatch: pytest.
     hook = LiveDisplay(console)
     before = sys.stderr
     hook.on_start(run)
-    hook.on_step(run, make_record(1))
+    hook.on_record(run, make_record(1))
     print("a warning from elsewhere", file=sys.stderr)
-    hook.on_step(run, make_record(20))
+    hook.on_record(run, make_record(20))
     hook.close(run)
     written = text_of(console)
     assert written.index("a warning from elsewhere") < written.rindex("epoch 2/2")
@@ -102,7 +102,7 @@ def test_close_gives_the_terminal_back_and_may_be_called_again(run: Run) -> None
     before = sys.stdout
     hook = LiveDisplay(console)
     hook.on_start(run)
-    hook.on_step(run, make_record(1))
+    hook.on_record(run, make_record(1))
     hook.close(run)
     hook.close(run)
     assert sys.stdout is before

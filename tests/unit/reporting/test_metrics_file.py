@@ -54,7 +54,7 @@ def test_nan_and_infinity_stay_valid_json(run: Run) -> None:
 def test_a_line_is_on_disk_as_soon_as_its_step_is_done(run: Run) -> None:
     hook = MetricsFile()
     hook.on_start(run)
-    hook.on_step(run, make_record(1))
+    hook.on_record(run, make_record(1))
     assert [entry["step"] for entry in read(run)] == [1]
     hook.close(run)
 
