@@ -34,6 +34,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "fairscale>=0.4.13",
         "timm>=1.0.20",
+        "schedulefree>=1.4.1,<2",
         "classy-vision>=0.7.0",
         "submitit>=1.5",
         "hydra-submitit-launcher>=1.2",

@@ -320,6 +320,11 @@ OPTIMIZERS = Registry(
         "sgd": (f"{_OPTIM}.elementwise", "SGD with momentum, plain or Nesterov."),
         "adam": (f"{_OPTIM}.elementwise", "Adam, weight decay as an L2 term."),
         "adamw": (f"{_OPTIM}.elementwise", "Adam with decoupled weight decay."),
+        "lion": (f"{_OPTIM}.elementwise", "Lion of timm: the sign of a running mean."),
+        "adamw_schedule_free": (
+            f"{_OPTIM}.elementwise",
+            "AdamW that needs no schedule: an average of its weights is what is evaluated and exported.",
+        ),
         "lars": (f"{_OPTIM}.elementwise", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
         "muon": (f"{_OPTIM}.whole_tensor", "Muon for matrices and convolutions, AdamW for the rest and for heads."),
         "lamb": (
@@ -327,6 +332,12 @@ OPTIMIZERS = Registry(
             "LAMB of timm, without its own clipping by the norm of all gradients (that is ``ZERO.clip_grad``).",
         ),
         "adafactor": (f"{_OPTIM}.whole_tensor", "Adafactor of torch: second moments by row and column."),
+        "normuon": (
+            f"{_OPTIM}.whole_tensor",
+            "Muon whose updates are normalised row by row, AdamW for the rest and for heads.",
+        ),
+        "shampoo": (f"{_OPTIM}.shampoo", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
+        "adamw_8bit": (f"{_OPTIM}.eight_bit", "AdamW with state of 8 bits an element, by blocks of the whole tensor."),
     },
 )
 SCHEDULERS = Registry(

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
-from vissl_zero.optim.whole_tensor import MuonAdamW
+from vissl_zero.optim.eight_bit import AdamW8bit
+from vissl_zero.optim.shampoo import Shampoo
+from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW
 
 TOLERANCE = 1e-10
 BATCH = 12
@@ -49,12 +51,13 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-WHOLE_TENSOR = ["muon", "lamb", "adafactor", "adamp"]
+WHOLE_TENSOR = ["muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor", "adamp"]
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, so that tensors of one group lie on several ranks and those of a rank in several groups."""
     import timm.optim  # after vissl_zero, which lets torchvision be imported
+    from schedulefree import AdamWScheduleFree
 
     matrices = {"params": [p for p in trained(model) if p.dim() > 1], "weight_decay": 0.1}
     others = {"params": [p for p in trained(model) if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
@@ -62,12 +65,20 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
         "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
         "nadam": partial(torch.optim.NAdam, eps=1e-3),
         "asgd": torch.optim.ASGD,
+        "lion": timm.optim.Lion,
+        "schedule_free": partial(AdamWScheduleFree, eps=1e-3),
         "muon": MuonAdamW,
+        "normuon": partial(NorMuonAdamW, ns_dtype="float64"),
+        "shampoo": partial(Shampoo, eps=1e-3, matrix_eps=1e-3, frequency=2, block_size=16),
+        "adamw_8bit": partial(AdamW8bit, eps=1e-3, block_size=32, min_elements=50),
         "lamb": partial(timm.optim.Lamb, max_grad_norm=None, eps=1e-3),
         "adafactor": torch.optim.Adafactor,
         "adamp": partial(timm.optim.AdamP, delta=0.5, eps=1e-3),
     }[name]
-    return build([matrices, others], lr=0.01)
+    optimizer = build([matrices, others], lr=0.01)
+    if name == "schedule_free":
+        optimizer.train()
+    return optimizer
 
 
 def loss_of(model: nn.Module, step: int, part: slice = slice(None)) -> Tensor:
@@ -131,7 +142,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["adagrad", "nadam", "asgd"])
+@pytest.mark.parametrize("name", ["adagrad", "nadam", "asgd", "lion", "schedule_free"])
 def test_state_that_is_a_number_or_there_from_the_start_goes_through_all_levels(name: str, tmp_path: Path) -> None:
     """Of a scalar parameter too, whose values and counters look alike."""
     expected, _ = train_plainly(name, 8, is_frozen=False)
@@ -215,3 +226,46 @@ def _same_state(level: int) -> float:
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_state_of_whole_tensors_of_a_rank_resumes(level: int) -> None:
     assert max(run_on_ranks(2, _same_state, level)) < TOLERANCE
+
+
+def _evaluated(level: int) -> tuple[float, float, bool]:
+    """Of a schedule-free optimizer: distances of the weights to use and of those after another step; are both in place?"""
+    from schedulefree import AdamWScheduleFree
+
+    options = {"lr": 0.05, "eps": 1e-3}
+    plain, images = net(), torch.ones(2, 1, 4, 4).double()
+    reference = AdamWScheduleFree(trained(plain), **options)
+    reference.train()
+    model, optimizer = vissl_zero.initialize(net(), {"type": "ScheduleFreeAdamW", **options}, {"level": level})
+
+    def step_both(step: int) -> None:
+        loss_of(plain, step).backward()
+        reference.step()
+        reference.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values() -> dict[str, Tensor]:
+        with optimizer.full_parameters() as params:
+            return {name: param.clone() for name, param in params.items()}
+
+    for step in range(3):
+        step_both(step)
+    before = values()
+    reference.eval()
+    with optimizer.evaluated():
+        of_average = distance(values(), dict(plain.named_parameters()))
+        is_used = bool((model(images) - plain(images)).abs().max() < TOLERANCE)
+    reference.train()
+    is_restored = all(torch.equal(before[name], param) for name, param in values().items())
+    step_both(3)
+    return of_average, distance(values(), dict(plain.named_parameters())), is_used and is_restored
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_weights_to_use_of_a_schedule_free_optimizer(level: int) -> None:
+    for of_average, after, is_right in run_on_ranks(2, _evaluated, level):
+        assert max(of_average, after) < TOLERANCE
+        assert is_right

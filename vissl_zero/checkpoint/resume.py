@@ -148,6 +148,11 @@ class StoredState:
         info = self._checkpoint.tensors.get(name)
         return None if info is None else info.shape
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See ``SavedState``."""
+        info = self._checkpoint.tensors.get(name)
+        return None if info is None else info.dtype
+
     def names(self, prefix: str) -> list[str]:
         """See ``SavedState``."""
         if prefix.startswith("optimizer/") and not self._with_optimizer:

@@ -119,7 +119,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     num_heads = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"])
     counts = torch.zeros(2 * num_heads + 1, dtype=torch.int64, device=run.device)  # right by head, top-k by head, all
     widths = [0] * num_heads
-    with evaluating(run.sharded.model):
+    with run.sharded.evaluated(), evaluating(run.sharded.model):
         for batch, num_own in own_batches(run, images):
             outputs = run.sharded.model(batch.images)
             widths = [logits.shape[1] for logits in outputs]

@@ -53,7 +53,7 @@ class ExtractFeatures(Hook):
         """Collective."""
         writer = ShardWriter(run.folder / FOLDER, split, run.rank, _ROWS_PER_SHARD)
         feature_dim = 0
-        with evaluating(run.sharded.model):
+        with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, eval_images(source, run.plan.config["DATA"], run.plan.seed)):
                 (features,) = run.sharded.model(batch.images, features_only=True)
                 feature_dim = features.shape[1]

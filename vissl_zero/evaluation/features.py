@@ -96,7 +96,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
     Cost: a forward pass over the images, shared among ranks; each rank then holds the features of all of them.
     """
     rows, pixels, ids, labels = [], [], [], []
-    with evaluating(run.sharded.model):
+    with run.sharded.evaluated(), evaluating(run.sharded.model):
         for batch, num_own in own_batches(run, images):
             (features,) = run.sharded.model(batch.images, features_only=True)
             rows.append(features[:num_own].to(torch.promote_types(features.dtype, torch.float32)))

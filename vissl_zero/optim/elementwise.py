@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW from torch, in their fused kernels on CPU and CUDA alike; and LARS, which is SGD.
+"""SGD, Adam and AdamW from torch, in their fused kernels on CPU and CUDA alike; LARS, Lion and schedule-free AdamW.
 
 One kernel reads and writes each element once and needs no temporaries: with 20 M float32 parameters on one CPU core,
 18 ms for SGD and 23 ms for AdamW against 66 and 146 ms (foreach) or 59 and 76 ms (one tensor at a time). Cutting a
@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from vissl_zero.config.components.optimizers import AdamConfig, AdamWConfig, LARSConfig, SGDConfig
+from vissl_zero.config.components.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LARSConfig,
+    LionConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+)
 from vissl_zero.optim.adaptation import Lars
 from vissl_zero.registry import OPTIMIZERS
 
@@ -70,3 +77,24 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay."""
     return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, amsgrad=amsgrad, fused=True)
+
+
+@OPTIMIZERS.register("lion", config=LionConfig)
+def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Optimizer:
+    """Lion of timm: the sign of a running mean."""
+    from timm.optim import Lion
+
+    built = Lion(groups, betas=(betas[0], betas[1]))
+    assert isinstance(built, torch.optim.Optimizer)
+    return built
+
+
+@OPTIMIZERS.register("adamw_schedule_free", config=ScheduleFreeConfig)
+def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), **options: Any) -> torch.optim.Optimizer:
+    """AdamW that needs no schedule: an average of its weights is what is evaluated and exported."""
+    from schedulefree import AdamWScheduleFree
+
+    built = AdamWScheduleFree(groups, betas=(betas[0], betas[1]), **options)
+    built.train()
+    assert isinstance(built, torch.optim.Optimizer)
+    return built

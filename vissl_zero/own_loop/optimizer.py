@@ -176,6 +176,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._sharded.full_parameters(), torch.no_grad():
             yield dict(self._sharded.named_parameters())
 
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Around an evaluation or ``full_state()``: weights to use. Of schedule-free optimizers they are an average.
+
+        Every rank must enter and leave it; with another optimizer it does nothing.
+        """
+        with self._sharded.evaluated():
+            yield
+
     def full_state(self) -> dict[str, Tensor]:
         """Whole parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks."""
         return self._sharded.full_state()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +18,11 @@ from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
+from vissl_zero.optim.eight_bit import AdamW8bit
 from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.optim.whole_tensor import MuonAdamW
+from vissl_zero.optim.shampoo import Shampoo
+from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW
 from vissl_zero.sharding.strategy import OptimizerFactory
 
 Groups = list[dict[str, Any]]
@@ -53,7 +55,7 @@ class _LARSOptions(LARSConfig):
 _OWN = {"SGD": _SGDOptions, "LARC": _LARCOptions, "LARS": _LARSOptions}
 _TORCH = ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 _FUSED = ("Adam", "AdamW")
-_WHOLE_TENSOR = ("Muon", "LAMB", "Adafactor")
+_ELSEWHERE = ("Lion", "ScheduleFreeAdamW", "Muon", "NorMuon", "LAMB", "Adafactor", "Shampoo", "AdamW8bit")
 _LARC_KEYS = ("trust_coefficient", "clip", "eps")
 # Given to a group by the strategy, where the optimizer's own defaults are meant.
 _STRATEGY_KEYS = ("lr", "weight_decay")
@@ -189,7 +191,7 @@ def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
     assert isinstance(plain, dict)
     options = {str(key): value for key, value in plain.items()}
     name = options.pop("type", None)
-    known = (*_TORCH, "LARC", "LARS", *_WHOLE_TENSOR)
+    known = (*_TORCH, "LARC", "LARS", *_ELSEWHERE)
     if name not in known:
         must = "must be given" if name is None else "is not an optimizer that can run on shards"
         fix = did_you_mean(str(name), known).strip() or f"Known: {', '.join(known)}."
@@ -225,8 +227,11 @@ def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
     is_fused = (
         name in _FUSED and not has_tensor and not {"foreach", "fused", "capturable", "differentiable"} & set(options)
     )
-    if name in _WHOLE_TENSOR:
-        return _whole_tensor_class(name)(groups, **options), None
+    if name in _ELSEWHERE:
+        optimizer = _class_from_elsewhere(name)(groups, **options)
+        if name == "ScheduleFreeAdamW":
+            optimizer.train()  # type: ignore[attr-defined]
+        return optimizer, None
     built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)
     assert isinstance(built, torch.optim.Optimizer)
     return built, None
@@ -235,16 +240,25 @@ def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
 def _option_names(name: str) -> tuple[str, ...]:
     if name != "SGD" and name in _OWN:
         return _names(_OWN[name])
-    cls = _whole_tensor_class(name) if name in _WHOLE_TENSOR else getattr(torch.optim, name)
-    return tuple(key for key in inspect.signature(cls).parameters if key not in ("params", "max_grad_norm"))
+    cls = _class_from_elsewhere(name) if name in _ELSEWHERE else getattr(torch.optim, name)
+    hidden = ("params", "max_grad_norm", "options")
+    keys = tuple(key for key in inspect.signature(cls).parameters if key not in hidden)
+    return tuple(dict.fromkeys([*keys, *_option_names("Muon")])) if name == "NorMuon" else keys
 
 
-def _whole_tensor_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    if name == "LAMB":  # its own clipping looks at all gradients; clip_grad does that
-        from timm.optim import Lamb
+def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Where optimizers that torch.optim does not have come from; and those with another name there."""
+    if name in ("LAMB", "Lion"):
+        from timm.optim import Lamb, Lion
 
-        return functools.partial(Lamb, max_grad_norm=None)
-    return MuonAdamW if name == "Muon" else torch.optim.Adafactor
+        # LAMB's own clipping looks at all gradients; clip_grad does that.
+        return Lion if name == "Lion" else functools.partial(Lamb, max_grad_norm=None)
+    if name == "ScheduleFreeAdamW":
+        from schedulefree import AdamWScheduleFree
+
+        return cast(Callable[..., torch.optim.Optimizer], AdamWScheduleFree)
+    own = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
+    return own.get(name, torch.optim.Adafactor)
 
 
 def _names(schema: type) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ class BestWeights(Hook):
 def _write(run: Run, name: str, which: str = "student") -> None:
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
     # A collective: every rank.
-    state = run.sharded.full_state() if which == "student" else run.sharded.full_teacher_state()
+    with run.sharded.evaluated():
+        state = run.sharded.full_state() if which == "student" else run.sharded.full_teacher_state()
     if not run.is_main:
         return
     metadata = {"format": "pt", "recipe": run.plan.recipe, "step": str(run.step)}

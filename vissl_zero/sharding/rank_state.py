@@ -142,7 +142,8 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
 def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
     """A copy of this rank's elements of ``whole``, which has the shape of the parameter."""
     run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
-    return run.view(shard.local.shape).to(shard.local.device, shard.local.dtype, copy=True)
+    dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
+    return run.view(shard.local.shape).to(shard.local.device, dtype, copy=True)
 
 
 def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:

@@ -244,6 +244,29 @@ class ShardedModel(Sharded):
         average.swap()
         self._after_shards_change()
 
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """See ``Sharded``. Costs a copy of this rank's trained shards meanwhile."""
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # fairscale's has the one that runs inside
+        if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
+            yield
+            return
+        self._wait_for_readers()
+        self._before_shards_change()
+        trained = [shard.values().clone() for shard in self._trained]
+        optimizer.eval()
+        for shard in self._trained:
+            shard.publish()
+        self._after_shards_change()
+        try:
+            yield
+        finally:
+            self._before_shards_change()
+            optimizer.train()
+            for shard, values in zip(self._trained, trained, strict=True):
+                shard.assign(values)
+            self._after_shards_change()
+
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
         """See ``Sharded``."""

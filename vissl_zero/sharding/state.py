@@ -54,6 +54,9 @@ class SavedState(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a whole tensor; None if there is none of that name."""
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Number format of a tensor; None if there is none of that name."""
+
     def names(self, prefix: str) -> list[str]:
         """Names of tensors that begin with ``prefix``."""
 
@@ -233,7 +236,10 @@ def restore_state(
             is_whole = shard.local.shape == shard.full_shape  # then state may have a shape of its own
             shape = saved.shape(stored) if is_whole else shard.local.shape
             assert shape is not None
-            state[key] = torch.empty(shape, dtype=shard.local.dtype, device=device)
+            dtype = saved.dtype(stored)
+            if dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
+                dtype = shard.local.dtype
+            state[key] = torch.empty(shape, dtype=dtype, device=device)
             _read(saved, stored, shard, state[key])
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):

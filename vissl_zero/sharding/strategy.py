@@ -177,6 +177,13 @@ class Sharded(ABC):
         """
 
     @abstractmethod
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the weights to evaluate and export; afterwards those to train, bit for bit.
+
+        They differ where the optimizer has ``eval`` and ``train`` (schedule-free ones); elsewhere this does nothing.
+        """
+
+    @abstractmethod
     def consolidate_buffers(self) -> None:
         """Make buffers equal on all ranks: floating-point ones become the mean over ranks, others rank 0's."""
 

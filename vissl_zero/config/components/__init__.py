@@ -14,11 +14,16 @@ from vissl_zero.config.components.heads import (
 from vissl_zero.config.components.optimizers import (
     AdafactorConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LARSConfig,
+    LionConfig,
     MuonConfig,
+    NorMuonConfig,
+    ScheduleFreeConfig,
     SGDConfig,
+    ShampooConfig,
 )
 from vissl_zero.config.components.trunks import (
     BeitConfig,
@@ -51,10 +56,15 @@ BUILTIN: dict[str, dict[str, type]] = {
         "sgd": SGDConfig,
         "adam": AdamConfig,
         "adamw": AdamWConfig,
+        "lion": LionConfig,
+        "adamw_schedule_free": ScheduleFreeConfig,
         "lars": LARSConfig,
         "muon": MuonConfig,
         "lamb": LambConfig,
         "adafactor": AdafactorConfig,
+        "normuon": NorMuonConfig,
+        "shampoo": ShampooConfig,
+        "adamw_8bit": AdamW8bitConfig,
     },
 }
 _TABLES = {"loss": "losses", "head": "heads"}  # of a MethodSpec

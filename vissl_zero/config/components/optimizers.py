@@ -59,7 +59,9 @@ class MuonConfig:
     nesterov: bool = True
     """Nesterov's momentum in Muon."""
     ns_steps: int = 5
-    """Newton-Schulz iterations that orthogonalise an update, in bfloat16."""
+    """Newton-Schulz iterations that orthogonalise an update."""
+    ns_dtype: str = "bfloat16"
+    """Number format of these iterations: bfloat16, float32 or float64."""
     adjust_lr_fn: str = "match_rms_adamw"
     """match_rms_adamw: Muon's updates are as large as AdamW's, for one learning rate; original: the authors' scale."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -68,6 +70,68 @@ class MuonConfig:
     """Added to the root of AdamW's running square."""
     use_muon_on_heads: bool = False
     """Muon updates the matrices of heads too, not AdamW."""
+
+
+@dataclass
+class NorMuonConfig(MuonConfig):
+    """``normuon``: https://arxiv.org/abs/2510.05491; AdamW runs on what is no matrix, and on heads."""
+
+    row_beta: float = number(0.95, least=0, below=1)
+    """Weight of the past in the running mean square of each row of the updates."""
+
+
+@dataclass
+class ShampooConfig:
+    """``shampoo``: https://arxiv.org/abs/2309.06497, at the step sizes of Adam; Adam runs on what is no matrix."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Weights of the past in the running mean, and in the running squares of elements, rows and columns."""
+    eps: float = number(1e-8, above=0)
+    """Added to the root of the running square of an element."""
+    matrix_eps: float = number(1e-6, above=0)
+    """Added to the matrices of rows and columns before their roots, as a share of their largest eigenvalue."""
+    frequency: int = number(10, least=1)
+    """Steps between roots."""
+    block_size: int = number(1024, least=1)
+    """Rows and columns of the blocks that a larger matrix is cut into."""
+
+
+@dataclass
+class AdamW8bitConfig:
+    """``adamw_8bit``: https://arxiv.org/abs/2110.02861 with the update of AdamW."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Weights of the past in the running mean and the running square of the gradient."""
+    eps: float = number(1e-8, above=0)
+    """Added to the root of the running square."""
+    block_size: int = number(256, least=1)
+    """Successive elements of a tensor that share a scale."""
+    min_elements: int = number(4096, least=0)
+    """Tensors with fewer elements keep their state in full."""
+
+
+@dataclass
+class LionConfig:
+    """``lion``: https://arxiv.org/abs/2302.06675, as timm has it."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    """Weights of the past in the update, and in the running mean that is kept."""
+
+
+@dataclass
+class ScheduleFreeConfig:
+    """``adamw_schedule_free``: https://arxiv.org/abs/2405.15682, as its authors have it; use a constant lr."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Share of the average in the weights that gradients are taken at, and weight of the past in the running square."""
+    eps: float = number(1e-8, above=0)
+    """Added to the root of the running square."""
+    warmup_steps: int = number(0, least=0)
+    """Steps over which the learning rate grows from 0."""
+    r: float = 0.0
+    """Power of the step's number by which it counts in the average."""
+    weight_lr_power: float = 2.0
+    """Power of the largest learning rate so far by which a step counts in the average."""
 
 
 @dataclass
