@@ -93,6 +93,11 @@ class Written:
     digests: dict[str, str]
 
 
+def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The order in which ``write_shard_file`` reads them: wide elements first, which keeps every tensor aligned."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
 def write_shard_file(
     path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, with_checksums: bool = False
 ) -> Written:
@@ -107,7 +112,7 @@ def write_shard_file(
     Raises:
         OSError: no room, or the disk failed; or the file exists.
     """
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # keeps every tensor aligned
+    ordered = in_file_order(entries)
     texts = dict(metadata or {})
     if with_checksums:
         texts[WRITER] = __version__
@@ -124,6 +129,7 @@ def write_shard_file(
                 part = data[start : start + SLICE_BYTES]
                 digest.update(part)
                 _write_all(file.fileno(), part)
+            part = data = memoryview(b"")  # gone before the next one is gathered
             digests[entry.key] = digest.hexdigest()
         if with_checksums:
             texts[CHECKSUMS] = _checksums(_header_digest(json.loads(header[8:])), digests)

@@ -7,7 +7,7 @@ from typing import Any
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.engine.hook import Hook, Run, Step
-from vissl_zero.reporting.weights_file import save_weights
+from vissl_zero.reporting.weights_file import stream_weights
 
 FILE_NAME = "weights_ema.safetensors"
 
@@ -48,7 +48,5 @@ class WeightAverageHook(Hook):
             return
         with run.sharded.averaged():
             run.sharded.consolidate_buffers()  # as in weights.safetensors
-            state = run.sharded.full_state()
-        if run.is_main:
             metadata = {"vissl_zero": vissl_zero.__version__, "recipe": run.plan.recipe, "step": str(run.step)}
-            save_weights(state, run.folder / FILE_NAME, metadata)
+            stream_weights(run.sharded.whole_tensors(), run.folder / FILE_NAME, metadata, run.is_main)

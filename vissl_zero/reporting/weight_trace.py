@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.registry import HOOKS
-from vissl_zero.reporting.weights_file import save_weights
+from vissl_zero.reporting.weights_file import stream_weights
 
 FOLDER = "weight_trace"
 
@@ -22,8 +22,8 @@ class WeightTrace(Hook):
         self._save(run, step.step)
 
     def _save(self, run: Run, step: int) -> None:
-        state = run.sharded.full_state()
+        folder = run.folder / FOLDER
         if run.is_main:
-            folder = run.folder / FOLDER
             folder.mkdir(exist_ok=True)
-            save_weights(state, folder / f"{step:06d}.safetensors", {"step": str(step)})
+        path = folder / f"{step:06d}.safetensors"
+        stream_weights(run.sharded.whole_tensors(), path, {"step": str(step)}, run.is_main)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from vissl_zero.atomic import replacing
-from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
+from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
 from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError
+from vissl_zero.sharding.strategy import WholeTensor
 
 FILE_NAME = "weights.safetensors"
 BEST_FILE_NAME = "weights_best.safetensors"
@@ -20,7 +22,7 @@ BEST_FILE_NAME = "weights_best.safetensors"
 class WeightsFile(Hook):
     """Gathers the whole model at the end of the run and writes it on rank 0.
 
-    Cost: the model is gathered tensor by tensor (rank 0 holds all of it in CPU memory), then written once.
+    Cost: the model is gathered and written tensor by tensor; rank 0 holds one whole at a time.
     """
 
     def on_end(self, run: Run) -> None:
@@ -63,14 +65,12 @@ class BestWeights(Hook):
 
 def _write(run: Run, name: str, which: str = "student") -> None:
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
-    # A collective: every rank.
-    with run.sharded.evaluated():
-        state = run.sharded.full_state() if which == "student" else run.sharded.full_teacher_state()
-    if not run.is_main:
-        return
     metadata = {"format": "pt", "recipe": run.plan.recipe, "step": str(run.step)}
+    sharded = run.sharded
     try:
-        save_weights(state, run.folder / name, metadata)
+        with sharded.evaluated():
+            tensors = sharded.whole_tensors() if which == "student" else sharded.whole_teacher_tensors()
+            stream_weights(tensors, run.folder / name, metadata, run.is_main)
     except OSError as error:
         raise CheckpointError(
             f"{run.folder / name} cannot be written ({error}). Make room; the same command goes on from the last "
@@ -78,14 +78,25 @@ def _write(run: Run, name: str, which: str = "student") -> None:
         ) from error
 
 
-def save_weights(state: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write tensors as one safetensors file with checksums, complete or not at all.
+def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[str, str], is_writer: bool) -> None:
+    """Gather tensors one by one and write each as it comes, as one safetensors file with checksums.
+
+    Collective. The file is complete or not there; one tensor at a time is in memory.
 
     Args:
-        state: CPU tensors by full name; tied ones (one storage, several names) are written under each name.
+        tensors: alike on every rank.
         path: where to; an older file is replaced.
         metadata: strings for the file's header.
+        is_writer: this is the rank that writes; the others take part in the gathering.
+    Raises:
+        OSError: on the writer, after every tensor was gathered: other ranks do not wait.
     """
-    entries = [Entry.of(name, tensor) for name, tensor in state.items()]
-    with replacing(path) as temporary:
-        write_shard_file(temporary, entries, metadata, with_checksums=True)
+    queue = deque(in_file_order(Entry(t.name, t.dtype, t.shape, t.read) for t in tensors))
+    try:
+        if is_writer:
+            entries = [replace(entry, read=lambda: queue.popleft().read()) for entry in queue]
+            with replacing(path) as temporary:
+                write_shard_file(temporary, entries, metadata, with_checksums=True)
+    finally:
+        while queue:  # all of them on other ranks; on the writer those that a full disk left over
+            queue.popleft().read()

@@ -45,7 +45,7 @@ from vissl_zero.sharding.state import (
     teacher_parts,
 )
 from vissl_zero.sharding.stepper import Stepper
-from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult
+from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult, WholeTensor
 from vissl_zero.sharding.watch import Watch
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
@@ -309,14 +309,31 @@ class ShardedModel(Sharded):
         Tied parameters appear once, under the first of their names; buffers that are not saved are left out.
         """
         state = {}
-        for name, shard in self._shards.items():
-            whole = shard.whole()
+        for tensor in self.whole_tensors():
+            whole = tensor.read()
             if collectives.rank() == 0:
-                # clone: the file is written later, and training may go on meanwhile
-                state[name] = whole.to("cpu", copy=True)
-        if collectives.rank() == 0:
-            state |= {name: buffer.to("cpu", copy=True) for name, buffer in self._saved_buffers()}
+                # copy: the file is written later, and training may go on meanwhile
+                state[tensor.name] = whole.to("cpu", copy=True)
         return state
+
+    def whole_tensors(self) -> list[WholeTensor]:
+        """See ``Sharded``."""
+        params = [
+            WholeTensor(name, shard.local.dtype, tuple(shard.full_shape), shard.whole)
+            for name, shard in self._shards.items()
+        ]
+        buffers = [
+            WholeTensor(name, buffer.dtype, tuple(buffer.shape), buffer.detach)
+            for name, buffer in self._saved_buffers()
+        ]
+        return [*params, *buffers]
+
+    def whole_teacher_tensors(self) -> list[WholeTensor]:
+        """See ``Sharded``."""
+        if self._teacher is None:
+            return []
+        self._teacher.consolidate_buffers()
+        return self._teacher.whole_tensors()
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Sharded``. Tensors are not copied."""

@@ -88,6 +88,22 @@ class Bytes:
     teacher: int = 0
 
 
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter or buffer that can be had whole, one at a time.
+
+    Attributes:
+        name: full name.
+        dtype, shape: of the whole tensor.
+        read: gives it; what rank 0 gets counts. A collective: every rank reads the same ones in the same order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
 class Sharded(ABC):
     """A model and its optimizer under one ZeRO level of one engine.
 
@@ -194,6 +210,14 @@ class Sharded(ABC):
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full names (no wrapper prefix) and this rank's shard, or the whole tensors inside ``full_parameters``."""
+
+    @abstractmethod
+    def whole_tensors(self) -> list[WholeTensor]:
+        """Parameters and saved buffers, alike on every rank, to be gathered one by one. Not a collective itself."""
+
+    @abstractmethod
+    def whole_teacher_tensors(self) -> list[WholeTensor]:
+        """As ``whole_tensors``, of the teacher, buffers made equal on all ranks first; empty without one."""
 
     @abstractmethod
     def full_state(self) -> dict[str, Tensor]:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 import vissl_zero
 from tests.unit.reporting.example_run import make_run
-from vissl_zero.reporting.weights_file import WeightsFile, save_weights
+from vissl_zero.reporting.weights_file import WeightsFile, stream_weights
+from vissl_zero.sharding.strategy import WholeTensor
 
 
 class WholeState:
@@ -18,12 +24,20 @@ class WholeState:
         self.state, self.is_consolidated = state, False
 
     def consolidate_buffers(self) -> None:
-        """Must come before ``full_state``: the file has the mean of the ranks' running statistics."""
+        """Must come before ``whole_tensors``: the file has the mean of the ranks' running statistics."""
         self.is_consolidated = True
 
-    def full_state(self) -> dict[str, Tensor]:
+    def evaluated(self) -> AbstractContextManager[None]:
+        """These weights are the ones to use."""
+        return nullcontext()
+
+    def whole_tensors(self) -> list[WholeTensor]:
         assert self.is_consolidated
-        return self.state
+        return entries(self.state)
+
+
+def entries(state: dict[str, Tensor]) -> list[WholeTensor]:
+    return [WholeTensor(name, value.dtype, tuple(value.shape), value.detach) for name, value in state.items()]
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -52,7 +66,8 @@ def test_weights_come_back_bit_for_bit_with_their_origin(tmp_path: Path) -> None
 
 def test_tied_and_strided_weights_are_written_under_each_name(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(3, 4)
-    save_weights({"a": whole, "b": whole, "c": whole.T, "d": whole[:, :2]}, tmp_path / "w.safetensors", {})
+    state = {"a": whole, "b": whole, "c": whole.T, "d": whole[:, :2]}
+    stream_weights(entries(state), tmp_path / "w.safetensors", {}, is_writer=True)
     weights, _ = read(tmp_path / "w.safetensors")
     assert torch.equal(weights["a"], weights["b"])
     assert torch.equal(weights["c"], whole.T) and torch.equal(weights["d"], whole[:, :2])
@@ -63,3 +78,42 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     run.sharded = WholeState({})  # type: ignore[assignment]
     WeightsFile().on_end(run)
     assert list(tmp_path.iterdir()) == []
+
+
+class Gathered:
+    """Tensors that are made when they are read; notes the order, and that none of those before is still held."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.newest: weakref.ref[np.ndarray] | None = None
+
+    def tensors(self) -> list[WholeTensor]:
+        kinds = {"half": torch.float16, "wide": torch.float64, "single": torch.float32, "last": torch.float64}
+        return [WholeTensor(name, dtype, (3,), partial(self.read, name, dtype)) for name, dtype in kinds.items()]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        assert self.newest is None or self.newest() is None, "two whole tensors at once"
+        self.order.append(name)
+        memory = np.full(3, len(self.order), dtype={2: "f2", 4: "f4", 8: "f8"}[dtype.itemsize])
+        self.newest = weakref.ref(memory)
+        return torch.from_numpy(memory)  # keeps it as long as anything looks at it
+
+
+def test_one_whole_tensor_at_a_time_is_held_and_all_ranks_gather_in_one_order(tmp_path: Path) -> None:
+    writer, other = Gathered(), Gathered()
+    stream_weights(writer.tensors(), tmp_path / "w.safetensors", {}, is_writer=True)
+    stream_weights(other.tensors(), tmp_path / "w.safetensors", {}, is_writer=False)
+    assert writer.order == other.order == ["wide", "last", "single", "half"]
+    assert {name: float(value[0]) for name, value in read(tmp_path / "w.safetensors")[0].items()} == {
+        "wide": 1.0,
+        "last": 2.0,
+        "single": 3.0,
+        "half": 4.0,
+    }
+
+
+def test_a_disk_that_takes_no_file_does_not_leave_other_ranks_waiting(tmp_path: Path) -> None:
+    writer = Gathered()
+    with pytest.raises(OSError, match="No such file"):
+        stream_weights(writer.tensors(), tmp_path / "none" / "w.safetensors", {}, is_writer=True)
+    assert len(writer.order) == 4
