@@ -98,6 +98,7 @@ class Forecaster:
     def __init__(self, subject: Subject, plan: ShardingPlan):
         self._subject, self._plan = subject, plan
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
+        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         for module in filter(None, (subject.model, subject.teacher)):
             convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
@@ -111,8 +112,7 @@ class Forecaster:
             ConfigError: what asks for the impossible of this model.
         """
         subject = self._subject
-        with unset_fake_temporarily():
-            rule = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+        rule = self._rule(plan)
         num_ranks = self._num_ranks(plan)
         wrap_plan = plan_wrap(subject.model, plan, num_ranks)
         units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
@@ -156,6 +156,16 @@ class Forecaster:
         if checkpointed not in self._traces:
             self._traces[checkpointed] = self._record(plan, checkpointed)
         return self._traces[checkpointed]
+
+    def _rule(self, plan: ShardingPlan) -> UpdateRule:
+        """How far the optimizer looks: tried out once for all plans that may be refused for the same reasons."""
+        is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
+        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
+        if key not in self._rules:
+            subject = self._subject
+            with unset_fake_temporarily():
+                self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+        return self._rules[key]
 
     def _num_ranks(self, plan: ShardingPlan) -> int:
         if not plan.level:

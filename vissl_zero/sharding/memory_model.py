@@ -7,6 +7,7 @@ does at these moments: which units are gathered, when gradients leave, what comm
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -453,40 +454,37 @@ class _Step:
             series[kind] += extra[kind]
         total = torch.stack([*series.values()]).sum(0)
         peak = int(total.argmax())
-        phases, units = self.phases(length)
-        host, disk = self.elsewhere()
         drawn = _drawn(total)
+        (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
+        host, disk = self.elsewhere()
         return StepMemory(
             peak_bytes=int(total[peak]),
             by_kind={kind: int(values[peak]) for kind, values in series.items()},
-            phase=phases[peak],
-            unit=units[peak],
+            phase=phase,
+            unit=unit,
             host_bytes=host,
             disk_bytes=disk,
             timeline={kind: values[drawn].tolist() for kind, values in series.items()},
-            phases=[phases[index] for index in drawn],
+            phases=[name for name, _ in phases],
         )
 
-    def phases(self, length: int) -> tuple[list[str], list[str]]:
-        """Of each place: the phase, and the unit entered last."""
-        phases, units = [], []
-        phase, unit, marks = "forward", "", iter(enumerate(self.trace.marks))
-        index, mark = next(marks, (0, None))
-        for place in range(length):
-            while mark is not None and mark.place + index <= place:
-                if mark.moment == Moment.TEACHER_IN:
-                    phase, unit = "teacher", mark.name
-                elif mark.moment == Moment.FORWARD_IN and phase != "backward":
-                    phase, unit = "forward", mark.name
-                elif mark.moment == Moment.LOSS:
-                    phase, unit = "backward", ""
-                elif mark.moment in (Moment.BACKWARD_IN, Moment.FORWARD_IN):
-                    unit = mark.name
-                index, mark = next(marks, (0, None))
-            phases.append(phase)
-            units.append(unit)
-        phases[-1], units[-1] = "update", ""
-        return phases, units
+    def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
+        """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""
+        begins, entered = [0], [("forward", "")]
+        for index, mark in enumerate(self.trace.marks):
+            phase, unit = entered[-1]
+            if mark.moment == Moment.TEACHER_IN:
+                phase, unit = "teacher", mark.name
+            elif mark.moment == Moment.FORWARD_IN and phase != "backward":
+                phase, unit = "forward", mark.name
+            elif mark.moment == Moment.LOSS:
+                phase, unit = "backward", ""
+            elif mark.moment in (Moment.BACKWARD_IN, Moment.FORWARD_IN):
+                unit = mark.name
+            begins.append(mark.place + index)
+            entered.append((phase, unit))
+        found = [entered[bisect_right(begins, place) - 1] for place in places]
+        return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
 
     def elsewhere(self) -> tuple[int, int]:
         """Bytes in host memory beside the device, and on a disk."""
