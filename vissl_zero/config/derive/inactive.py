@@ -166,6 +166,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: one_rate(cfg.OPTIMIZER),
         "parameters are grouped otherwise (construct_single_param_group_only, param_group_constructor)",
     ),
+    Inactive(("OPTIMIZER.use_zero",), lambda cfg: cfg.OPTIMIZER.use_zero is False, "only True asks for sharded state"),
     Inactive(
         ("OPTIMIZER.param_group_constructor",),
         lambda cfg: cfg.OPTIMIZER.construct_single_param_group_only,
