@@ -126,6 +126,17 @@ def _load(config: dict[str, Any]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+def test_weights_of_an_older_checkpoint_are_said_to_be_that(pretrained, tmp_path, capsys):
+    shutil.copytree(pretrained[0], tmp_path / "run")
+    (older,) = (tmp_path / "run/checkpoints").iterdir()
+    newer = older.with_name("step_000000099")
+    shutil.copytree(older, newer)
+    (newer / "rank00000.safetensors").unlink()
+    _load(_config(str(tmp_path / "run")))
+    text = capsys.readouterr().out
+    assert "passed over: " in text and "step_000000099" in text
+
+
 def test_what_is_taken_and_what_must_fit(pretrained, capsys):
     folder, trained = pretrained
     swav = [["swav_head", {"dims": [32, 8], "num_clusters": [5]}]]

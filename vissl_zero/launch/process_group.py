@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from vissl_zero.launch.key_value_client import (
     Client,
 )
 from vissl_zero.launch.network_store import NetworkStore
+from vissl_zero.launch.own_peers import LISTEN, connections, own_connections, own_peers_only
 
 
 @contextmanager
@@ -47,46 +47,43 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         _choose_interface(world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-    require_own_peers()
-    yield
-    dist.barrier()  # nobody closes connections that a slower rank still uses
-    dist.destroy_process_group()
+    with own_peers_only() as is_guarded:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        if not is_guarded:
+            require_own_peers()
+        yield
+        dist.barrier()  # nobody closes connections that a slower rank still uses
+        dist.destroy_process_group()
 
 
 def require_own_peers() -> None:
-    """See that nobody else has connected to this rank on this machine (Linux, IPv4 loopback).
+    """See that nobody else has connected to this rank on this machine, whichever interface gloo listens on (Linux).
 
-    gloo listens on a port and takes whoever comes first with a small number for the peer it waits for. Another user of
-    the machine can do that, and the ranks would then wait for him, or take his numbers for gradients. The kernel lists
-    both ends of a connection with their owners.
+    Over loopback ``own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
+    this one.
 
     Raises:
         ProcessLostError: somebody has; a crash, after which a run may start again.
     """
-    try:
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        files = list(Path("/proc/self/fd").iterdir())
-    except OSError:  # not Linux
-        return
-    own = set()
-    for file in files:
-        with suppress(OSError):  # closed meanwhile
-            own.add(str(file.readlink()))
-    ends = {(row[1], row[2]): row for row in rows}
-    for local, remote in [(row[1], row[2]) for row in rows if f"socket:[{row[9]}]" in own]:
-        peer = ends.get((remote, local))
-        if peer is not None and int(peer[7]) not in (os.getuid(), 0):
+    rows, own = connections(), own_connections()
+    listening = {row.local for row in rows if row.inode in own and row.state == LISTEN}
+    ends = {(row.local, row.remote): row for row in rows}
+    for row in rows:
+        if row.inode not in own or row.local not in listening:
+            continue
+        other = ends.get((row.remote, row.local))
+        if other is not None and other.inode != "0" and not other.is_own:  # one that is closed fails by itself
             raise ProcessLostError(
-                f"Another user of this machine (uid {peer[7]}) has connected to this rank while it was starting. Start "
-                "again, or where nobody else can connect: unshare -rn sh -c 'ip link set lo up; exec vissl-zero ...'"
+                f"Another user of this machine (uid {other.uid}) has connected to this rank while it was starting. "
+                "Start again, or where nobody else can connect: unshare -rn sh -c 'ip link set lo up; exec vissl-zero "
+                "...'"
             )
 
 

@@ -182,6 +182,18 @@ def test_a_hostile_configuration(folder, old, new, says):
         vissl_zero.load_trunk(folder)
 
 
+def test_a_folder_cannot_have_the_environment_printed(folder, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    file = folder / "config.resolved.yaml"
+    text = file.read_text()
+    for place in ("depth: 3", "NAME: regnet", "stem_type: RES_STEM_CIFAR"):
+        assert place in text
+        file.write_text(text.replace(place, place.split(":")[0] + ": ${oc.env:A_SECRET}"))
+        with pytest.raises(CheckpointError) as caught:
+            vissl_zero.load_trunk(folder)
+        assert "hunter2" not in str(caught.getrepr(style="long")), place
+
+
 def test_a_value_that_another_key_gave(folder):
     file = folder / "config.resolved.yaml"
     text = file.read_text()
