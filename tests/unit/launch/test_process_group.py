@@ -18,7 +18,7 @@ from vissl_zero.launch.process_group import process_group
 
 if os.environ["RANK"] == "1":
     time.sleep(2.0)  # time for a stranger
-with process_group("gloo", torch.device("cpu"), 20.0):
+with process_group("gloo", torch.device("cpu"), 60.0):
     for _ in range(5):
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group())
@@ -76,9 +76,12 @@ def ranks_beside(folder: Path, interface: str, stranger: str, user: int | None) 
     network = f"ip link set lo name {interface}; ip link set {interface} up;"
     other = f'ulimit -n 20000; exec setpriv --reuid {user} --clear-groups {theirs} -c "$(cat stranger.py)"'
     other = f"({other} {stranger} count) & other=$!;" if user else ""
-    ranks = "ulimit -Sn 200; RANK=0 $PY rank.py & one=$!; RANK=1 $PY rank.py; two=$?; wait $one; code=$((two + $?))"
+    ranks = (
+        "ulimit -Sn 200; RANK=0 $PY rank.py & one=$!; RANK=1 $PY rank.py & two=$!; "
+        "wait -n $one $two; code=$?; [ $code = 0 ] || kill -9 $one $two; wait $one && wait $two || code=1"
+    )
     done = subprocess.run(
-        ["unshare", "-n", "sh", "-c", f"{network} {other} {ranks}; {'kill $other;' if user else ''} exit $code"],
+        ["unshare", "-n", "bash", "-c", f"{network} {other} {ranks}; {'kill $other;' if user else ''} exit $code"],
         capture_output=True,
         text=True,
         check=False,
