@@ -234,6 +234,7 @@ def test_two_thousand_mutations() -> None:
         ("DISTRIBUTED.TIMEOUT_S", float("inf"), "must be a finite number"),
         ("CHECKPOINT.DIR", "a\0b", "must name a folder"),
         ("ZERO", "${oc.env:HOME}", "config.ZERO: must be a block of keys"),
+        ("OPTIMIZER.base_optimizer.PARAMS", "${oc.env:HOME}", "PARAMS: must be a block of keys"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(key: str, value: Any, text: str) -> None:

@@ -134,6 +134,8 @@ def one_or_many(block: Any, path: str = "config") -> list[Problem]:
             problems += one_or_many(value, key)
         elif isinstance(item.default_factory, type) and is_dataclass(item.default_factory):
             problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}.<key>=<value>."))
+        elif str(item.type).startswith("dict[") and not isinstance(value, dict):
+            problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}={{a: 1}}."))
         elif "texts" in item.metadata:
             values = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(text, (str, int, float)) for text in values):
