@@ -2,6 +2,7 @@
 
     python benchmarks/step_cost.py --model mlp --optimizer sgd --ranks 2 --levels 1 2 3
     python benchmarks/step_cost.py --levels offload --optimizer adamw --nvme <folder>
+    python benchmarks/step_cost.py --levels muon --optimizer adamw
     python benchmarks/step_cost.py --quick
 
 Every way of training has processes of its own. They take turns: in each round each trains a few steps while the others
@@ -38,6 +39,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "3": ("DDP", "fully_shard", "DeepSpeed ZeRO-3", "vissl_zero level 3"),
     # No peer: a step with LARC beside one with plain SGD.
     "larc": ("DDP", "vissl_zero level 1", "vissl_zero level 1, LARC", "vissl_zero level 3", "vissl_zero level 3, LARC"),
+    # A step with Muon beside one with AdamW at the same level, and beside torch's Muon.
+    "muon": (
+        "DDP",
+        "DDP, Muon",
+        "fully_shard, Muon",
+        *(f"vissl_zero level {level}{what}" for level in (1, 2, 3) for what in ("", ", Muon")),
+    ),
     # What rests elsewhere; DeepSpeed has it with AdamW alone.
     "offload": (
         "DDP",
@@ -53,7 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vissl_zero level 3, both on NVMe",
     ),
 }
-ALLOCATOR_LEVELS = {"larc": 1, "offload": 3}  # of the groups that are none
+ALLOCATOR_LEVELS = {"larc": 1, "muon": 1, "offload": 3}  # of the groups that are none
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     "eager": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},

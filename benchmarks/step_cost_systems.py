@@ -183,11 +183,47 @@ class FullyShardNoReshard(FullyShard):
     reshard = False
 
 
+class Pair(torch.optim.Optimizer):
+    """torch's Muon on matrices and torch's AdamW on the rest; on DTensors as well as on whole tensors."""
+
+    def __init__(self, params: Iterable[nn.Parameter]):
+        params = list(params)
+        self.both = [
+            torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-4, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-4, foreach=True),
+        ]
+        super().__init__(params, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Both."""
+        for optimizer in self.both:
+            optimizer.step()
+            self.state |= optimizer.state
+
+
+class DDPMuon(BucketViews):
+    """Every rank orthogonalises all matrices."""
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        self.model = self.wrapped(model)
+        self.optimizer = Pair(self.model.parameters())
+
+
+class FullyShardMuon(FullyShard):
+    """DTensors gather themselves in each product."""
+
+    def build(self, model: nn.Module, optimizer: str) -> None:
+        """See ``System``."""
+        super().build(model, optimizer)
+        self.optimizer = Pair(self.model.parameters())
+
+
 class Ours(System):
     """vissl_zero.initialize."""
 
     level = 0
-    has_larc = False
+    variant = ""  # in the place of the optimizer asked for
     tiers: ClassVar[dict[str, str]] = {}  # where the optimizer and the parameters rest
 
     def build(self, model: nn.Module, optimizer: str) -> None:
@@ -196,7 +232,8 @@ class Ours(System):
             "sgd": {"type": "SGD", "lr": 1e-3, "momentum": 0.9},
             "larc": {"type": "LARC", "lr": 1e-3, "momentum": 0.9},
             "adamw": {"type": "AdamW", "lr": 1e-4},
-        }["larc" if self.has_larc else optimizer]
+            "muon": {"type": "Muon", "lr": 1e-4},
+        }[self.variant or optimizer]
         blocks = {f"offload_{what}_config": _tier(device) for what, device in self.tiers.items()}
         zero = {"level": self.level, **blocks}
         self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero=zero)
@@ -213,7 +250,7 @@ class Ours(System):
     def exchanged_bytes(self) -> int:
         """See ``System``."""
         exchange = getattr(self.optimizer._sharded, "exchange", None)
-        return sum(exchange.sent_bytes.values()) if exchange else 0
+        return sum(exchange.sent_bytes.values()) if exchange else 0  # what Muon adds crosses the network
 
 
 def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
@@ -223,8 +260,8 @@ def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
     return model_units(model)
 
 
-def _ours(level: int, has_larc: bool = False, **tiers: str) -> type[Ours]:
-    return type(f"Level{level}", (Ours,), {"level": level, "has_larc": has_larc, "tiers": tiers})
+def _ours(level: int, variant: str = "", **tiers: str) -> type[Ours]:
+    return type(f"Level{level}", (Ours,), {"level": level, "variant": variant, "tiers": tiers})
 
 
 def _tier(device: str) -> dict[str, str]:
@@ -240,7 +277,10 @@ SYSTEMS: dict[str, type[System]] = {
     "fully_shard, no reshard": FullyShardNoReshard,
     "fully_shard": FullyShard,
     **{f"vissl_zero level {level}": _ours(level) for level in range(4)},
-    **{f"vissl_zero level {level}, LARC": _ours(level, True) for level in range(4)},
+    **{f"vissl_zero level {level}, LARC": _ours(level, "larc") for level in range(4)},
+    "DDP, Muon": DDPMuon,
+    "fully_shard, Muon": FullyShardMuon,
+    **{f"vissl_zero level {level}, Muon": _ours(level, "muon") for level in range(4)},
     "vissl_zero level 2, optimizer on NVMe": _ours(2, optimizer="nvme"),
     "vissl_zero level 3, optimizer on CPU": _ours(3, optimizer="cpu"),
     "vissl_zero level 3, optimizer on NVMe": _ours(3, optimizer="nvme"),
