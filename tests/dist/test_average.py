@@ -81,6 +81,9 @@ class _Stored:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self.tensors[name].shape) if name in self.tensors else None
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self.tensors[name].dtype if name in self.tensors else None
+
     def names(self, prefix: str) -> list[str]:
         return [name for name in self.tensors if name.startswith(prefix)]
 

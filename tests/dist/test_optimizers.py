@@ -186,6 +186,25 @@ def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Pat
     assert distance(got, expected) < TOLERANCE
 
 
+def _sent(level: int) -> float:
+    """What a rank sends for whole tensors in a step, over what it sends in an all-reduce of all gradients."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).double()
+    model, optimizer = vissl_zero.initialize(model, {"type": "Muon", "lr": 0.1}, {"level": level})
+    base = optimizer._sharded.optimizer
+    before = base.num_sent
+    optimizer.backward(model(torch.ones(2, 64, dtype=torch.float64)).sum())
+    optimizer.step()
+    return (base.num_sent - before) / (2 * (4 * 64 * 64 * 8) / 2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("level", "most"), [(1, 1 / 2), (2, 1 / 2), (3, 3 / 4)])
+def test_traffic_of_whole_tensors_beside_ddp(level: int, most: float) -> None:
+    """One Nth of what DDP moves, on N ranks, or 3/2 of it. One percent: flags of absent gradients, and padding."""
+    shares = run_on_ranks(2, _sent, level)
+    assert 0.9 * most < sum(shares) / 2 < 1.01 * most
+
+
 def _state_bytes(level: int) -> tuple[int, int]:
     """Of this rank: optimizer state, and memory of whole tensors between steps."""
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)]).double()

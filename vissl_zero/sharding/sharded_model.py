@@ -98,8 +98,7 @@ class ShardedModel(Sharded):
             for parameter_group in groups
         ]
         adaptation: Adaptation | None
-        if plan.needs_whole_tensors and build_optimizer is not None:
-            assert group is not None
+        if plan.needs_whole_tensors and build_optimizer is not None and group is not None:
             self.optimizer = WholeTensorOptimizer(build_optimizer, optimizer_groups, self._trained, group)
             adaptation = self.optimizer.adaptation
         else:

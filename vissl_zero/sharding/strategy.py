@@ -393,7 +393,7 @@ def update_rule_of(
     if rule is UpdateRule.PER_TENSOR:
         reasons = {
             "the fairscale engine": plan.engine == "fairscale",
-            "offload": {plan.offload_optimizer.device, plan.offload_params.device} != {"none"},
+            "state or parameters on NVMe": "nvme" in (plan.offload_optimizer.device, plan.offload_params.device),
             "TRAINER.DETERMINISTIC": plan.deterministic,
         }
         name, must = type(optimizer).__name__, "updates whole tensors, which cannot go with "

@@ -3,6 +3,7 @@
 A step gathers every gradient, and the parameter, from the ranks that hold its rows to the rank that owns it, runs the
 optimizer there on whole tensors, and sends the updated rows back: the update does not know that anything is sharded, so
 it is the same at every level and on any number of ranks. Optimizer state lives with the owner, 1/N of it on each rank.
+Where every rank holds parameters whole (levels 1 and 2 on the CPU), they are not sent to the owner.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.sharding.shard import Shard
@@ -48,13 +50,17 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         inner: the optimizer.
         adaptation: that ``build`` returned.
         owned: by full name, the whole tensors of this rank; without memory between steps.
-    Cost: a step moves (N-1)/N of all gradients and of all parameters twice, and holds 1/N of both whole meanwhile.
+    Cost: a step moves (N-1)/N of all gradients to owners, of all parameters where ranks hold rows only, and of all
+    parameters back; a rank holds 1/N of both whole meanwhile. ``num_sent``: bytes that this rank sent to others so far.
     """
 
     def __init__(
         self, build: OptimizerFactory, groups: list[dict[str, Any]], shards: Sequence[Shard], group: dist.ProcessGroup
     ):
         self._shards, self._group = list(shards), group
+        # Whole on every rank, beside the rows that the optimizer updates: the owner has the values already.
+        self._is_held = [s.source is not s.local and not isinstance(s.source, DTensor) for s in self._shards]
+        self.num_sent = 0
         rank, num_ranks = group.rank(), group.size()
         self._owners = deal([shard.full_shape.numel() for shard in shards], num_ranks)
         spans: list[Any] = [None] * num_ranks
@@ -122,9 +128,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             _packed(
                 [
                     part
-                    for shard, owner in zip(self._shards, self._owners, strict=True)
+                    for shard, owner, is_held in zip(self._shards, self._owners, self._is_held, strict=True)
                     if owner == rank
-                    for part in _value_and_gradient(shard)
+                    for part in _value_and_gradient(shard)[is_held:]
                 ]
             )
             for rank in range(self._group.size())
@@ -134,15 +140,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             whole = self._wholes[index]
             assert whole is not None
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        sizes = [
-            _padded(sum((2 * spans[index][1]) * self._shards[index].local.itemsize for index in mine) + len(mine))
+            if self._is_held[index]:
+                whole.copy_(self._shards[index].source)
+        flags_at = [
+            sum((2 - self._is_held[index]) * spans[index][1] * self._shards[index].local.itemsize for index in mine)
             for spans in self._spans
         ]
-        incoming = self._exchange(outgoing, sizes)
-        flags_at = {
-            rank: sum((2 * self._spans[rank][index][1]) * self._shards[index].local.itemsize for index in mine)
-            for rank in range(self._group.size())
-        }
+        incoming = self._exchange(outgoing, [_padded(num_bytes + len(mine)) for num_bytes in flags_at])
         has_grad = [
             any(int(incoming[rank][flags_at[rank] + place]) for rank in range(self._group.size()))
             for place in range(len(mine))
@@ -158,8 +162,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 assert whole is not None
                 run = slice(first, first + numel)
                 grad = None if whole.grad is None else whole.grad.view(-1)[run]
-                targets += [(whole.detach().view(-1)[run], numel), (grad, numel)]
-            _unpack(message, targets, [self._shards[index].local.dtype for index in mine for _ in range(2)])
+                targets += [(whole.detach().view(-1)[run], numel), (grad, numel)][self._is_held[index] :]
+            dtypes = [self._shards[index].local.dtype for index in mine for _ in range(2 - self._is_held[index])]
+            _unpack(message, targets, dtypes)
 
     @torch.no_grad()
     def _scatter(self) -> None:
@@ -185,8 +190,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
         """Send each rank its message; what came from each of them."""
         device = self._shards[0].local.device if self._shards else torch.device("cpu")
+        if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in the host's memory
+            device = torch.device("cuda", torch.cuda.current_device())
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        sent = torch.cat(list(outgoing)) if self._shards else received
+        sent = torch.cat(list(outgoing)).to(device) if self._shards else received
+        self.num_sent += sum(len(message) for rank, message in enumerate(outgoing) if rank != self._group.rank())
         dist.all_to_all_single(received, sent, list(sizes), [len(message) for message in outgoing], group=self._group)
         return received.split(list(sizes))
 

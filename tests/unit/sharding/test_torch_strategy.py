@@ -77,7 +77,7 @@ def _normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer
     [
         ({"level": 1, "engine": "fairscale"}, "the fairscale engine"),
         ({"level": 2, "deterministic": True}, "TRAINER.DETERMINISTIC"),
-        ({"level": 3, "offload_params": OffloadPlan("cpu")}, "offload"),
+        ({"level": 3, "offload_params": OffloadPlan("nvme", nvme_path="/tmp")}, "state or parameters on NVMe"),
     ],
 )
 def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched(
