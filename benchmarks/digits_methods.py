@@ -33,7 +33,7 @@ def main() -> None:
         figures = _train(METHODS.get(method).build().recipe, args.processes)
         found: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
         command = f"python benchmarks/digits_methods.py --processes {args.processes} {method}"
-        found[method] = figures | {"date": f"{datetime.now(UTC):%Y-%m-%d}", "command": command}
+        found[method] = found.get(method, {}) | figures | {"date": f"{datetime.now(UTC):%Y-%m-%d}", "command": command}
         FIGURES.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
         print(method, figures, flush=True)
     PAGE.write_text(with_table(PAGE.read_text()))

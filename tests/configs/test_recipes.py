@@ -62,8 +62,8 @@ def test_recipe_says_in_a_sentence_what_it_is(recipe):
 def test_quickstart_keeps_its_promises():
     plan = resolved("quickstart/swav_digits")
     written = compose("quickstart/swav_digits").run
-    assert (plan.sharding.level, plan.world_size, plan.global_batch) == (3, 2, 32)
-    assert plan.config["LOSS"]["swav_loss"]["queue"]["queue_length"] >= 32
+    assert (plan.sharding.level, plan.world_size, plan.global_batch) == (3, 2, 64)
+    assert plan.config["LOSS"]["swav_loss"]["queue"]["queue_length"] >= 64
     assert plan.sharding.precision == Precision()
     assert plan.config["DATA"]["TRAIN"]["DROP_LAST"] is True
     assert written.OPTIMIZER.use_zero is None

@@ -69,7 +69,7 @@ def test_the_command_prints_the_plan_and_leaves_nothing(tmp_path, monkeypatch, c
     for text in (
         "nothing was started",
         "ZeRO level 3, torch engine, 2 processes on cpu",
-        "steps, 44 an epoch",
+        "steps, 22 an epoch",
         "(after scaling)",
         f"{tmp_path}/runs/mine",
         "all state sharded",

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-NUM_PROTOTYPES = 30
+NUM_PROTOTYPES = 60
 
 
 @pytest.mark.slow
@@ -24,4 +24,4 @@ def test_quickstart_learns(seed, tmp_path):
     print(f"seed {seed}: {summary}")
     assert summary["level"] == 3 and summary["world_size"] == 2
     assert summary["loss_last"] < 0.9 * math.log(NUM_PROTOTYPES)
-    assert summary["knn_top1_after"] >= summary["knn_top1_before"] + 0.03
+    assert summary["knn_top1_after"] > summary["knn_top1_raw_pixels"]

@@ -18,8 +18,13 @@ from safetensors.torch import load_file
 
 NUM_STEPS = 8
 TOLERANCE = 1e-10
+CROPS = (
+    "[{name: ImgPilToMultiCrop, total_num_crops: 4, size_crops: [32, 24], num_crops: [2, 2], "
+    "crop_scales: [[0.6, 1.0], [0.4, 0.8]]}, {name: ToTensor}]"
+)
 RECIPE = [
     "config=quickstart/swav_digits",
+    f"config.DATA.TRAIN.TRANSFORMS={CROPS}",
     "config.TRAINER.DTYPE=float64",
     f"config.TRAINER.MAX_STEPS={NUM_STEPS}",
     "config.TRAINER.THREADS_PER_RANK=1",

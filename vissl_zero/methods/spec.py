@@ -1,6 +1,6 @@
 """What the rest of the program may ask a method without importing torch.
 
-``python -m vissl_zero.methods.spec`` writes the table of ``docs/methods.md``.
+``python -m vissl_zero.methods.spec`` writes the tables of ``docs/methods.md``.
 """
 
 from __future__ import annotations
@@ -152,9 +152,10 @@ def share(key: str, value: float) -> list[Problem]:
 
 
 PAGE = Path("docs/methods.md")
-# By method, with command and date; written by benchmarks/digits_methods.py.
+# By method, with command and date; written by benchmarks/digits_methods.py and benchmarks/cifar_methods.py.
 FIGURES = Path(__file__).with_name("figures.json")
 _MARKS = "<!-- table: written by python -m vissl_zero.methods.spec -->", "<!-- end of the table -->"
+_CIFAR_MARKS = "<!-- CIFAR-10: written by python -m vissl_zero.methods.spec -->", "<!-- end of CIFAR-10 -->"
 
 
 def table() -> str:
@@ -166,19 +167,38 @@ def table() -> str:
         losses = ", ".join(f"`{loss}`" for loss in spec.losses)
         cells = (f"`{name}`", title, losses, spec.views, spec.teacher, spec.couples, f"`{spec.recipe}`", _reached(name))
         rows.append(f"| {' | '.join(cells)} |")
-    titles = ("name", "method", "`LOSS.name`", "views", "teacher", "what couples samples", "recipe", "kNN top-1")
+    figures = "kNN top-1: untrained -> trained (raw pixels)"
+    titles = ("name", "method", "`LOSS.name`", "views", "teacher", "what couples samples", "recipe", figures)
     return "\n".join([f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}", *rows])
 
 
 def _reached(method: str) -> str:
     figures = json.loads(FIGURES.read_text()).get(method) if FIGURES.exists() else None
-    return f"{figures['untrained']} -> {figures['trained']} %" if figures else "not measured"
+    if not figures or "trained" not in figures:
+        return "not measured"
+    return f"{figures['untrained']} -> {figures['trained']} % ({figures['raw_pixels']} %)"
+
+
+def cifar_table() -> str:
+    """What was reached on CIFAR-10's images, a row for each run, in Markdown."""
+    lines = ["| method | seed | kNN top-1: untrained -> trained (raw pixels) | linear top-1, likewise | min, date |"]
+    lines.append(f"|{' --- |' * 5}")
+    for name, figures in json.loads(FIGURES.read_text()).items():
+        for seed, run in figures.get("cifar10", {}).items():
+            kinds = (
+                f"{run[f'untrained_{kind}']} -> {run[f'trained_{kind}']} % ({run[f'raw_pixels_{kind}']} %)"
+                for kind in ("knn", "linear")
+            )
+            lines.append(f"| `{name}` | {seed} | {' | '.join(kinds)} | {run['minutes']}, {run['date']} |")
+    return "\n".join(lines)
 
 
 def with_table(page: str) -> str:
-    """``docs/methods.md`` with a new table."""
-    begin, end = page.index(_MARKS[0]) + len(_MARKS[0]), page.index(_MARKS[1])
-    return f"{page[:begin]}\n{table()}\n{page[end:]}"
+    """``docs/methods.md`` with new tables."""
+    for (first, last), text in ((_MARKS, table()), (_CIFAR_MARKS, cifar_table())):
+        begin, end = page.index(first) + len(first), page.index(last)
+        page = f"{page[:begin]}\n{text}\n{page[end:]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_no_data_is_refused_rather_than_digits(tmp_path: Path, monkeypatch: pyte
 
 
 def test_peak_learning_rate_keeps_the_shape() -> None:
-    before, after = (plan(QUICKSTART, *words).optimizer.lr for words in ([], ["config.OPTIMIZER.lr=0.15"]))
+    before, after = (plan(QUICKSTART, *words).optimizer.lr for words in ([], ["config.OPTIMIZER.lr=0.2"]))
     for part, old in zip(after["schedulers"], before["schedulers"], strict=True):
         assert part["start_value"] == pytest.approx(100 * old["start_value"])
         assert part["end_value"] == pytest.approx(100 * old["end_value"])
@@ -110,9 +110,13 @@ def test_a_rate_that_nothing_can_be_scaled_to_is_refused() -> None:
 
 
 def test_image_size_scales_every_size() -> None:
-    data = plan(QUICKSTART, "config.DATA.IMG_SIZE=64").config["DATA"]
-    resize, crops = data["TRAIN"]["TRANSFORMS"][:2]
-    assert (resize["size"], crops["size_crops"]) == ([64, 64], [64, 48])
+    crops = "{name: ImgPilToMultiCrop, total_num_crops: 2, size_crops: [32, 24], num_crops: [1, 1], "
+    crops += "crop_scales: [[0.5, 1], [0.5, 1]]}"
+    train = f"config.DATA.TRAIN.TRANSFORMS=[{{name: Resize, size: [32, 32]}}, {crops}, {{name: ToTensor}}]"
+    test = "config.DATA.TEST.TRANSFORMS=[{name: Resize, size: [32, 32]}, {name: ToTensor}]"
+    data = plan(QUICKSTART, train, test, "config.DATA.IMG_SIZE=64").config["DATA"]
+    resize, cut = data["TRAIN"]["TRANSFORMS"][:2]
+    assert (resize["size"], cut["size_crops"]) == ([64, 64], [64, 48])
     assert data["TEST"]["TRANSFORMS"][0]["size"] == [64, 64]
     folder = plan("benchmark/linear", "+config/benchmark/data=folder", *PROBE).config["DATA"]
     assert [entry.get("size") for entry in folder["TEST"]["TRANSFORMS"][:2]] == [128, 112]

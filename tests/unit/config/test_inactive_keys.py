@@ -55,7 +55,7 @@ def test_recipes_of_ours_set_nothing_in_vain(recipe):
         ("DATA.TRAIN.DEFAULT_GRAY_IMG_SIZE=64", "only images that a source makes have this size"),
         ("DATA.TEST.BATCHSIZE_PER_REPLICA=3", "evaluation takes every image once"),
         ("DATA.ON_BROKEN_IMAGE=skip", "no image is read from a file"),
-        ("LOSS.swav_loss.queue.start_epoch=20", "the run ends before the queue begins"),
+        ("LOSS.swav_loss.queue.start_epoch=60", "the run ends before the queue begins"),
         ("MODEL.FEATURE_EVAL_SETTINGS.ASSERT_HEAD_LAYER_SHAPE_INIT=false", "no weights are loaded"),
         ("MODEL.TRUNK.REGNET.se_ratio=0.5", "use_se is off"),
         ("OPTIMIZER.regularize_bn=true", "weight decay is 0"),

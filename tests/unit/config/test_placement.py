@@ -90,7 +90,7 @@ LOCAL_2 = {"LOCAL_WORLD_SIZE": "2"}
 
 
 def test_global_batch_counts_accumulation():
-    assert global_batch(config(ZERO__gradient_accumulation_steps=3), CPU_HOST) == 16 * 2 * 3
+    assert global_batch(config(ZERO__gradient_accumulation_steps=3), CPU_HOST) == 32 * 2 * 3
 
 
 def test_this_host_has_a_core():

@@ -122,7 +122,7 @@ REFUSALS = {
         {"DISTRIBUTED__NUM_PROC_PER_NODE": 1500},
         "config.DISTRIBUTED.NUM_PROC_PER_NODE: must be at most the number of images, 1437 (got 1500 processes)",
     ),
-    "too few images for a step": ({"DATA__TRAIN__DATA_LIMIT": 20}, "the 20 there are make less than one step of 32"),
+    "too few images for a step": ({"DATA__TRAIN__DATA_LIMIT": 20}, "the 20 there are make less than one step of 64"),
     "no source": ({"DATA__TRAIN__DATA_SOURCES": []}, "config.DATA.TRAIN.DATA_SOURCES: must name a data source"),
     "unknown source": ({"DATA__TRAIN__DATA_SOURCES": ["disk_floder"]}, "Did you mean 'disk_folder'"),
     "no path": ({"DATA__TRAIN__DATA_SOURCES": ["disk_folder"]}, "config.DATA.TRAIN.DATA_PATHS: must name a folder"),
@@ -151,11 +151,11 @@ REFUSALS = {
     ),
     "queue": (
         {"LOSS__swav_loss__queue__queue_length": 16},
-        "queue_length: must be 0 (no queue) or at least the batch over all processes, 32 images (got 16)",
+        "queue_length: must be 0 (no queue) or at least the batch over all processes, 64 images (got 16)",
     ),
     "swav without its head": ({"MODEL__HEAD__PARAMS": [["mlp", {"dims": [64, 10]}]]}, "must be one swav_head"),
     "swav without crops": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTensor"}]}, "must make two or more crops"),
-    "assigned crops": ({"LOSS__swav_loss__crops_for_assign": [0, 4]}, "must list crops from 0 to 3 (got [0, 4])"),
+    "assigned crops": ({"LOSS__swav_loss__crops_for_assign": [0, 4]}, "must list crops from 0 to 1 (got [0, 4])"),
     "temperature": (
         {"LOSS__swav_loss__temperature": 0.0},
         "LOSS.swav_loss.temperature: must be at least 0.0001",

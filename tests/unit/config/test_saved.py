@@ -84,7 +84,7 @@ def test_the_chosen_components_blocks_are_complete_and_alone(tmp_path):
     assert plan.config["MODEL"]["TRUNK"].keys() == {"NAME", "REGNET"}
     assert plan.config["LOSS"].keys() == {"name", "swav_loss"}
     swav = plan.config["LOSS"]["swav_loss"]
-    assert (swav["num_crops"], swav["num_prototypes"]) == (4, [30])
+    assert (swav["num_crops"], swav["num_prototypes"]) == (2, [60])
     head, options = plan.config["MODEL"]["HEAD"]["PARAMS"][0]
     assert swav["embedding_dim"] == options["dims"][-1]
     assert options["normalize_feats"] is True
@@ -95,8 +95,8 @@ def test_the_chosen_components_blocks_are_complete_and_alone(tmp_path):
 def test_inferred_keys_that_differ_are_said():
     plan = planned("config.LOSS.swav_loss.num_crops=8", "config.LOSS.swav_loss.num_prototypes=[3000]")
     assert plan.notes == (
-        "config.LOSS.swav_loss.num_crops: 4 is used, taken from the transforms, not 8.",
-        "config.LOSS.swav_loss.num_prototypes: [30] is used, taken from the head, not [3000].",
+        "config.LOSS.swav_loss.num_crops: 2 is used, taken from the transforms, not 8.",
+        "config.LOSS.swav_loss.num_prototypes: [60] is used, taken from the head, not [3000].",
     )
 
 
