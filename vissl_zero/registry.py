@@ -293,7 +293,7 @@ TRUNKS = Registry(
     "config.MODEL.TRUNK.NAME",
     {
         "regnet": (f"{_TRUNKS}.regnet", "RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width."),
-        "resnet": (f"{_TRUNKS}.resnet", "ResNet 18 to 152, by depth and width multiplier."),
+        "resnet": (f"{_TRUNKS}.resnet", "ResNet 18 to 200, by depth and width multiplier."),
         "vision_transformer": (f"{_TRUNKS}.vision_transformer", "ViT by width, depth, heads and patch size."),
         "beit": (f"{_TRUNKS}.timm_by_keys", "BEiT by width, depth, heads and patch size."),
         "xcit": (f"{_TRUNKS}.timm_by_keys", "XCiT by width, depth, heads and patch size."),

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.patches import PatchView, SeePatches, Tokens, grid_of
 from vissl_zero.models.taps import Taps, build_taps, require_width
@@ -184,6 +185,9 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
             if taps is None:
                 _check_width(head_name, options, trunk)
             heads.append(HEADS.get(head_name).build(**options))
+            for module in heads[-1].modules():
+                if isinstance(module, MLP):
+                    module.first_scale = float(head_config.get("PARAMS_MULTIPLIER", 1.0))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))

@@ -34,10 +34,9 @@ from vissl_zero.methods.simmim.method import simmim_loss
 from vissl_zero.methods.simsiam.method import simsiam_loss
 from vissl_zero.methods.supervised.method import (
     binary_cross_entropy,
-    mix_targets,
-    smooth_targets,
     soft_cross_entropy,
 )
+from vissl_zero.methods.supervised.mixing import mix_targets, smooth_targets
 from vissl_zero.methods.vicreg.method import vicreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 

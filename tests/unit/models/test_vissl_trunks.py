@@ -11,7 +11,9 @@ from vissl_zero.config.derive.sharding import sharding_plan
 from vissl_zero.config.host import Host
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.trunks.regnet import RegNet
+from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.timm_by_keys import BeitTrunk, XcitTrunk
+from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 
 BEIT = {
     "IMAGE_SIZE": 16,
@@ -122,3 +124,22 @@ def test_xcit_takes_images_of_any_size_and_names_its_class_token():
 def test_sizes_that_make_no_transformer_are_refused(build):
     with pytest.raises(ConfigError, match=r"HIDDEN_DIM: must be a multiple of NUM_HEADS, 3"):
         build(HIDDEN_DIM=16, NUM_HEADS=3)
+
+
+def test_without_a_class_token_the_feature_is_the_mean_of_the_patches():
+    keys = {"IMAGE_SIZE": 16, "PATCH_SIZE": 8, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 8, "MLP_DIM": 16}
+    trunk = VisionTransformer(**keys, USE_CLASS_TOKEN=False).double()
+    assert not any(name.endswith("cls_token") for name, _ in trunk.named_parameters())
+    images = [torch.rand(3, 3, 16, 16, dtype=torch.float64)]
+    (tokens,) = trunk(images, return_tokens=True)
+    (features,) = trunk(images)
+    assert tokens.shape == (3, 4, 8)
+    assert torch.allclose(features, tokens.mean(dim=1), atol=1e-12)
+
+
+def test_resnet_200_has_its_published_size():
+    with torch.device("meta"):
+        trunk = ResNet(DEPTH=200)
+    num_convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in trunk.modules())
+    assert num_convolutions == 1 + 3 * (3 + 24 + 36 + 3) + 4  # stem, blocks, and a projection in each stage
+    assert sum(p.numel() for p in trunk.parameters()) == pytest.approx(62.62e6, rel=1e-3)  # timm's resnet200 without fc

@@ -15,6 +15,9 @@ else:
 
 
 TEXTS: dict[str, Any] = {"texts": True}  # metadata of such a field
+# Names under which crops are collated by resolution, and the one that mixes images.
+COLLATORS = ("default_collate", "multicrop_collator", "simclr_collator", "moco_collator")
+MIXING_COLLATOR = "cutmixup_collator"
 
 
 @dataclass
@@ -62,6 +65,12 @@ class Split:
     """Use this many images, drawn once; -1: all."""
     DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
     """Which images DATA_LIMIT takes."""
+    COLLATE_FUNCTION: str = choice("default_collate", *COLLATORS, MIXING_COLLATOR)
+    """Crops are collated by resolution under every name; cutmixup_collator also mixes images and labels (mixup,
+    CutMix), for supervised losses."""
+    COLLATE_FUNCTION_PARAMS: dict[str, Any] = field(default_factory=dict)
+    """Keys of cutmixup_collator: mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, correct_lam,
+    label_smoothing, num_classes."""
     TRANSFORMS: list[Any] = field(default_factory=list)
     """From an image to its crops: a list of {name: ..., <argument>: ...}, our own transforms or torchvision's."""
 

@@ -119,6 +119,8 @@ class Head:
 
     PARAMS: list[Any] = field(default_factory=list)
     """Heads, each ["name", {key: value}]."""
+    PARAMS_MULTIPLIER: float = number(1.0, above=0, most=1e6)
+    """Multiplies the first weights and biases of the layers of mlp and eval_mlp."""
     BATCHNORM_EPS: float = number(1e-5, least=0, most=1)
     """Added to the variance in the heads' batch norms."""
     BATCHNORM_MOMENTUM: float = number(0.1, least=0, most=1, fix="Write 0.1, the usual value.")

@@ -65,8 +65,8 @@ class RegNetConfig:
 class ResNetConfig:
     """``MODEL.TRUNK.RESNETS``: ResNet of https://arxiv.org/abs/1512.03385 (stride in the 3x3 convolution)."""
 
-    DEPTH: int = choice(50, 18, 34, 50, 101, 152)
-    """Layers: 18, 34, 50, 101 or 152."""
+    DEPTH: int = choice(50, 18, 34, 50, 101, 152, 200)
+    """Layers: 18, 34, 50, 101, 152 or 200."""
     WIDTH_MULTIPLIER: int = number(1, least=1, most=1024)
     """Channels of every layer over those of the published network."""
     NORM: str = choice("BatchNorm", "BatchNorm", "GroupNorm")
@@ -110,6 +110,8 @@ class VisionTransformerConfig:
     """Dropout of attention weights; takes torch's fused attention away."""
     CLASSIFIER: str = choice("token", "token", "gap")
     """What becomes the feature of an image: token (the class token) or gap (the mean of the patches)."""
+    USE_CLASS_TOKEN: bool = True
+    """A class token; without one the feature of an image is the mean of its patches, whatever CLASSIFIER says."""
     DROP_PATH_RATE: float = number(0.0, least=0, below=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     QKV_BIAS: bool = False

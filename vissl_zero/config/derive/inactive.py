@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
@@ -65,6 +66,10 @@ def _without_limit(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).DATA_LIMIT == -1
 
 
+def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
+    return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
+
+
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
 _BUILT_IN = (["digits"], ["synthetic"])
@@ -95,6 +100,10 @@ _CONDITIONS: tuple[Inactive, ...] = (
             _without_limit(split),
             "DATA_LIMIT is -1: all images are used",
         )
+        for split in ("TRAIN", "TEST")
+    ),
+    *(
+        Inactive((f"DATA.{split}.COLLATE_FUNCTION_PARAMS",), _does_not_mix(split), "only cutmixup_collator has keys")
         for split in ("TRAIN", "TEST")
     ),
     Inactive(

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from vissl_zero.config.blocks.data import Split
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, Split
 from vissl_zero.config.catalogue import missing
 from vissl_zero.config.derive.data import largest_crop
 from vissl_zero.config.derive.placement import micro_batch, ranks
@@ -266,4 +266,18 @@ def enough(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
-RULES = (sources, datasets, same_origin, image_size, labels, transforms, paths, enough)
+def mixing(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Images are mixed for supervised losses, in training."""
+    found, key = [], "COLLATE_FUNCTION"
+    if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
+        fix = "Write default_collate."
+        found.append(Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix what is evaluated", fix))
+    if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS.get("name") not in _MIXABLE:
+        must = f"must not mix images: the loss {cfg.LOSS.get('name')} has no labels to mix"
+        fix = f"Write multicrop_collator, or a loss with labels: {', '.join(_MIXABLE)}."
+        found.append(Problem(f"config.DATA.TRAIN.{key}", MIXING_COLLATOR, must, fix))
+    return found
+
+
+_MIXABLE = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
+RULES = (mixing, sources, datasets, same_origin, image_size, labels, transforms, paths, enough)

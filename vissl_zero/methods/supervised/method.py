@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32
 from vissl_zero.methods.method import Batch, Method
-from vissl_zero.methods.supervised.keys import CrossEntropyConfig
+from vissl_zero.methods.supervised.keys import PARAMS_KEY, CrossEntropyConfig, MixingConfig
+from vissl_zero.methods.supervised.mixing import Mixing
 from vissl_zero.registry import LOSSES
-
-
-def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """One-hot targets of which ``smoothing`` is spread evenly over all classes (https://arxiv.org/abs/1512.00567).
-
-    Args:
-        labels: (n,) int64.
-    Returns:
-        (n, num_classes) float32, rows sum to 1.
-    """
-    return F.one_hot(labels, num_classes).float() * (1 - smoothing) + smoothing / num_classes
-
-
-def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
-    """Targets of images mixed by mixup or CutMix (https://arxiv.org/abs/1710.09412, 1905.04899).
-
-    Args:
-        targets, partners: (n, C) of each image and of the one mixed into it.
-        shares: (n,) share of the image itself; for CutMix, of its area.
-    Returns:
-        (n, C).
-    """
-    return torch.lerp(partners, targets, shares[:, None].to(targets.dtype))
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -85,6 +63,7 @@ class CrossEntropy(Method):
         ignore_index: int = -1,
         normalize_output: bool = False,
         temperature: float = 1.0,
+        mixing: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         if temperature <= 0:
@@ -95,7 +74,18 @@ class CrossEntropy(Method):
         self.couples_samples = weight is not None or ignore_index >= 0  # the mean weight of a micro-batch divides
         self.normalize_output = normalize_output
         self.temperature = temperature
+        self.mixing = None if mixing is None else Mixing(MixingConfig(**mixing))
         self._last: tuple[list[Tensor], Tensor] | None = None
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The model's outputs; where images are mixed, the mixed labels (rows, num_classes) come after them."""
+        if self.mixing is None:
+            return super().run_student(model, batch)
+        targets_of(batch)
+        assert batch.targets is not None
+        mixed, labels = self.mixing(batch.images, batch.targets)
+        outputs: list[Any] = model(mixed, self.probe())
+        return [*outputs, labels]
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Sum over heads of the mean over counted crops.
@@ -107,6 +97,8 @@ class CrossEntropy(Method):
             ConfigError: the images have no labels, or a head has fewer outputs than there are classes.
         Cost: one all-reduce of one number per head.
         """
+        if self.mixing is not None:
+            return self._mixed(outputs[:-1], outputs[-1])
         targets = targets_of(batch)
         if targets.is_cuda and self._last is None:  # later, looking would wait for the GPU
             _require_outputs(outputs, targets)
@@ -134,12 +126,23 @@ class CrossEntropy(Method):
         counted, *right = sums.tolist()
         return {"top1": max(right) / max(counted, 1)}
 
+    def _mixed(self, outputs: list[Any], labels: Tensor) -> Tensor:
+        """Sum over heads of the mean over this rank's crops; ``top1`` is of the label with the larger share."""
+        for logits in outputs:
+            if logits.shape[1] != labels.shape[1]:
+                got, must = f"{labels.shape[1]} classes", f"must be the {logits.shape[1]} outputs of the head"
+                raise ConfigError([Problem(f"{PARAMS_KEY}.num_classes", got, must, "Correct one of the two.")])
+        self._last = ([logits.detach() for logits in outputs], labels.argmax(dim=1))
+        return torch.stack([soft_cross_entropy(self._scaled(logits), labels) for logits in outputs]).sum()
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        logits = at_least_float32(logits)
+        return (F.normalize(logits, dim=1) if self.normalize_output else logits) / self.temperature
+
     def _one_head(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.normalize_output:
-            logits = F.normalize(logits, dim=1)
+        logits = self._scaled(logits)
         weights = self.class_weights if self.class_weights is None else self.class_weights.to(logits.dtype)
-        log_probabilities = F.log_softmax(logits / self.temperature, dim=1)
+        log_probabilities = F.log_softmax(logits, dim=1)
         loss_sum = F.nll_loss(log_probabilities, targets, weights, ignore_index=self.ignored_label, reduction="sum")
         share = all_reduce_sum(self._total_weight(targets, logits.dtype, weights)) / max(batch.num_global, 1)
         # share is the mean weight of a sample; without weights and ignored images it is the number of crops.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vissl_zero.config.components.heads import ChainConfig, EvalMLPConfig, MLPConfig
@@ -76,6 +77,14 @@ class MLP(nn.Module):
             if use_dropout:
                 layers.append(nn.Dropout(dropout_rate))
         self.clf = nn.Sequential(*layers)
+        self.first_scale = 1.0
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """First weights of the layers, already drawn, times ``MODEL.HEAD.PARAMS_MULTIPLIER``."""
+        for layer in self.clf:
+            if isinstance(layer, nn.Linear):
+                for parameter in layer.parameters():
+                    parameter.mul_(self.first_scale)
 
     def forward(self, features: Tensor) -> Tensor:
         """Features (n, F), or maps (n, F, 1, 1) -> outputs (n, dims[-1])."""

@@ -25,6 +25,7 @@ _BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
     50: (Bottleneck, (3, 4, 6, 3)),
     101: (Bottleneck, (3, 4, 23, 3)),
     152: (Bottleneck, (3, 8, 36, 3)),
+    200: (Bottleneck, (3, 24, 36, 3)),
 }
 _NORMS = ("BatchNorm", "GroupNorm")
 _STEMS = ("RES_STEM_IN", "RES_STEM_CIFAR")
@@ -32,7 +33,7 @@ _STEMS = ("RES_STEM_IN", "RES_STEM_CIFAR")
 
 @TRUNKS.register("resnet", config=ResNetConfig)
 class ResNet(StagedTrunk):
-    """ResNet 18 to 152, by depth and width multiplier.
+    """ResNet 18 to 200, by depth and width multiplier.
 
     Args:
         options: fields of ``ResNetConfig``.

@@ -1,0 +1,133 @@
+"""Mixup and CutMix: two images in one, with a label of both (https://arxiv.org/abs/1710.09412, 1905.04899).
+
+An image's partner is the one at the other end of its process's micro-batch, as in timm and VISSL. Draws are keyed by
+(seed, step, image), so that they are the same at any level and after a resume.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vissl_zero.methods.supervised.keys import MixingConfig
+from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits, resolution_scope
+
+_TRIES = 64  # of the rejection that draws a Beta: at alpha 2, one in 100,000 fails, and takes the last
+_SHARES = 6  # whether to mix, which of the two, where, how large
+
+
+def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """One-hot targets of which ``smoothing`` is spread evenly over all classes (https://arxiv.org/abs/1512.00567).
+
+    Args:
+        labels: (n,) int64.
+    Returns:
+        (n, num_classes) float32, rows sum to 1.
+    """
+    return F.one_hot(labels, num_classes).float() * (1 - smoothing) + smoothing / num_classes
+
+
+def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
+    """Targets of images mixed by mixup or CutMix (https://arxiv.org/abs/1710.09412, 1905.04899).
+
+    Args:
+        targets, partners: (n, C) of each image and of the one mixed into it.
+        shares: (n,) share of the image itself; for CutMix, of its area.
+    Returns:
+        (n, C).
+    """
+    return torch.lerp(partners, targets, shares[:, None].to(targets.dtype))
+
+
+def beta_from(uniforms: Tensor, alpha: float) -> Tensor:
+    """Beta(alpha, alpha) by Johnk's method (https://doi.org/10.1007/BF02613800), whose tries are all made at once.
+
+    Args:
+        uniforms: (n, tries, 2) in [0, 1).
+        alpha: above 0; the larger, the more tries are rejected.
+    Returns:
+        (n,) in [0, 1].
+    """
+    logs = torch.log(uniforms.clamp(min=torch.finfo(uniforms.dtype).tiny)) / alpha
+    total = torch.logsumexp(logs, dim=2)
+    first = (total <= 0).to(torch.int8).argmax(dim=1)  # argmax takes the first of the largest; 0 if none is accepted
+    ratios = torch.exp(logs[:, :, 0] - total)
+    return ratios.gather(1, first[:, None])[:, 0]
+
+
+class Mixing:
+    """Mixes micro-batches of one process.
+
+    Args:
+        config: as a recipe has it.
+    """
+
+    def __init__(self, config: MixingConfig):
+        self.config = config
+
+    def __call__(self, images: list[Tensor], targets: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Mix each crop with the same crop of its partner. No communication.
+
+        Args:
+            images: R tensors (V_r * B, 3, H_r, W_r), crop-major.
+            targets: (B,) int64.
+        Returns:
+            Images of the same shapes; (rows, num_classes) labels in the dtype of the images, at least float32.
+        """
+        dtype = torch.promote_types(images[0].dtype, torch.float32)
+        labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
+        mixed, mixed_labels = [], []
+        for index, crops in enumerate(images):
+            views = len(crops) // max(len(targets), 1)
+            with resolution_scope(index, len(crops)):
+                draws = keyed_bits(len(crops), 4 * _TRIES + _SHARES, "mixing", crops.device)
+            uniforms = self._shared((draws.double() / 2**NUM_BITS).unflatten(0, (views, len(targets)))).flatten(0, 1)
+            partners = crops.unflatten(0, (views, len(targets))).flip(1).flatten(0, 1)
+            rows, others = labels.repeat(views, 1), labels.flip(0).repeat(views, 1)
+            images_of_both, shares = self._mix(crops, partners, uniforms)
+            mixed.append(images_of_both)
+            mixed_labels.append(mix_targets(rows, others, shares))
+        return mixed, torch.cat(mixed_labels)
+
+    def _shared(self, uniforms: Tensor) -> Tensor:
+        """(V, B, m) draws, alike where ``mode`` says that images share them."""
+        if self.config.mode == "elem":
+            return uniforms
+        if self.config.mode == "batch":
+            return uniforms[:1, :1].expand_as(uniforms)
+        place = torch.arange(uniforms.shape[1], device=uniforms.device)
+        return uniforms[:, torch.minimum(place, place.flip(0))]
+
+    def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Images of both, and (rows,) the share of each that is its own."""
+        keys, (height, width) = self.config, images.shape[2:]
+        tries, (is_off, is_cut, *box) = uniforms[:, :-_SHARES], uniforms[:, -_SHARES:].unbind(1)
+        first, second = tries.unflatten(1, (2, _TRIES, 2)).unbind(1)
+        has_cut, has_mixup = bool(keys.cutmix_alpha or keys.cutmix_minmax), bool(keys.mixup_alpha)
+        cuts = (is_cut < keys.switch_prob) if has_cut and has_mixup else torch.full_like(is_cut, has_cut).bool()
+        mixes = is_off < keys.prob
+        shares = beta_from(first, keys.mixup_alpha) if has_mixup else torch.ones_like(is_cut)
+        areas = beta_from(second, 1.0 if keys.cutmix_minmax else keys.cutmix_alpha) if has_cut else shares
+        tall = self._interval(box[0], box[1], areas, height)
+        wide = self._interval(box[2], box[3], areas, width)
+        if keys.correct_lam or keys.cutmix_minmax:
+            areas = 1 - tall.sum(dim=1) * wide.sum(dim=1) / (height * width)
+        shares = torch.where(mixes, torch.where(cuts, areas, shares), 1.0)
+        is_pasted = (tall[:, :, None] & wide[:, None, :] & (cuts & mixes)[:, None, None])[:, None]
+        weights = torch.where(cuts, 1.0, shares).to(images.dtype)[:, None, None, None]
+        return torch.where(is_pasted, partners, torch.lerp(partners, images, weights)), shares
+
+    def _interval(self, place: Tensor, size: Tensor, areas: Tensor, side: int) -> Tensor:
+        """(rows, side) bool: where the box lies along one side."""
+        if self.config.cutmix_minmax:
+            least, most = (int(side * share) for share in self.config.cutmix_minmax)
+            length = least + (size * max(most - least, 1)).long()
+            begin = (place * (side - length)).long()
+            end = begin + length
+        else:
+            length = (side * (1 - areas).clamp(min=0).sqrt()).long()
+            centre = (place * side).long()
+            begin, end = centre - length // 2, centre + length // 2
+        cells = torch.arange(side, device=place.device)
+        return (cells >= begin[:, None]) & (cells < end[:, None])
