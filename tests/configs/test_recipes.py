@@ -18,15 +18,17 @@ RECIPES = [recipe for recipe in list_recipes() if not recipe.is_part]
 PARTS = [recipe for recipe in list_recipes() if recipe.is_part]
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that a recipe for images on disk accepts: files are counted, not opened."""
-    for part in ("train", "test"):
-        for index in range(300):
-            path = tmp_path / part / f"class{index % 2}" / f"{index}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path_factory.mktemp("images")
+    for part, number in (("train", 8200), ("test", 300)):  # the largest batch of a paper's is 8,192
+        for index in range(number):
+            path = folder / part / f"class{index % 2}" / f"{index}.jpg"
+            if index < 2:
+                path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-    return tmp_path
+    return folder
 
 
 def resolved(recipe: str, *overrides: str) -> ResolvedRun:

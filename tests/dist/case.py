@@ -31,6 +31,8 @@ class Case:
     Attributes:
         optimizer: "sgd", "nesterov", "larc", "larc_clip", "lars", "adam" or "adamw".
         clip: largest gradient norm, or None.
+        clip_per: of what: "model", "part" (trunk and head apart) or "tensor".
+        rates: learning rates by block and by name, weight decay by name.
         num_micro_batches: per step.
         num_steps: optimizer steps.
         batch_sizes: source samples of each micro-batch over all ranks, taken in turn.
@@ -58,6 +60,8 @@ class Case:
 
     optimizer: str = "sgd"
     clip: float | None = None
+    clip_per: str = "model"
+    rates: bool = False
     num_micro_batches: int = 1
     num_steps: int = 4
     batch_sizes: tuple[int, ...] = (12,)
@@ -212,6 +216,12 @@ TRUNKS: dict[str, Callable[[Case], nn.Module]] = {
 }
 
 
+RULES = (
+    {"match": "heads.", "max_dims": 2, "lr_factor": 0.25, "wd_factor": 3.0, "constant_lr": False},
+    {"match": "", "max_dims": 1, "lr_factor": 2.0, "wd_factor": 0.0, "constant_lr": False},
+)
+
+
 def build(case: Case) -> nn.Module:
     """The model with its initial weights; the same on every rank."""
     torch.manual_seed(7)
@@ -235,13 +245,15 @@ def groups_of(model: nn.Module, case: Case) -> list[ParamGroup]:
             head_weight_decay=WEIGHT_DECAY * case.head_rate,
             regularize_bn=decays,
             regularize_bias=decays,
+            layer_decay=0.5 if case.rates else 1.0,
+            param_rules=RULES if case.rates else (),
         ),
     )
 
 
 def schedule(case: Case, step: int, group: ParamGroup) -> tuple[float, float]:
     """Learning rate and weight decay of a group in a step."""
-    lr = case.lr / (1 + step) * (case.head_rate if group.is_head else 1.0)
+    lr = case.lr / (1 + step) * (case.head_rate if group.is_head else 1.0) * group.lr_factor
     return lr, group.weight_decay * (1 + 2 * step if case.decay_schedule else 1)
 
 

@@ -63,6 +63,7 @@ def _offload(optimizer: str = "none", params: str = "none", **keys: Any) -> dict
 
 _EVERYTHING: dict[str, Any] = {
     "clip": 0.05,
+    "clip_per": "part",
     "num_micro_batches": 2,
     "num_steps": 2,
     "batch_sizes": (11, 8, 9),
@@ -78,6 +79,7 @@ _EVERYTHING: dict[str, Any] = {
 FEATURES: dict[str, Feature] = {
     "plain": Feature(),
     "clip": Feature({"clip": 0.05}),
+    "rates_by_name_clip_per_tensor": Feature({"rates": True, "clip": 0.02, "clip_per": "tensor"}),
     "accumulation": Feature({"num_micro_batches": 3, "num_steps": 2}),
     "accumulation_clip": Feature({"num_micro_batches": 3, "num_steps": 2, "clip": 0.05}),
     "recompute_blocks": Feature(plan={"checkpoint_every": 1}),

@@ -75,8 +75,8 @@ def train_plainly(case: Case, reverse_rows: bool = False, num_ranks: int = 1) ->
         moving = [param for param in params.values() if param.grad is not None]
         outcome.losses.append(total if moving else 0.0)
         outcome.grad_norms.append(torch.stack([p.grad.norm() for p in moving]).norm().item() if moving else 0.0)
-        if case.clip is not None and moving:
-            nn.utils.clip_grad_norm_(moving, case.clip)
+        for together in _clipped_together(params, case.clip_per) if case.clip is not None else ():
+            nn.utils.clip_grad_norm_(together, case.clip)
         for group, settings in zip(groups, optimizer.param_groups, strict=True):
             settings["lr"], settings["weight_decay"] = schedule(case, step, group)
         if moving:
@@ -91,6 +91,13 @@ def train_plainly(case: Case, reverse_rows: bool = False, num_ranks: int = 1) ->
     outcome.state = _copied(params.items()) | _mean(buffers)
     outcome.state |= {f"ema:{name}": tensor for name, tensor in average.items()}
     return outcome
+
+
+def _clipped_together(params: dict[str, nn.Parameter], per: str) -> list[list[nn.Parameter]]:
+    """Parameters whose gradients are clipped by one norm."""
+    key = {"model": lambda name: "", "part": lambda name: name.startswith("trunk."), "tensor": lambda name: name}[per]
+    moving = {name: param for name, param in params.items() if param.grad is not None}
+    return [[p for n, p in moving.items() if key(n) == wanted] for wanted in sorted({key(name) for name in moving})]
 
 
 def _unscale(grads: list[Tensor], scale: float) -> float:

@@ -54,6 +54,8 @@ class OptimizerPlan:
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
         head_lr_factors: of the learning rate, one per head; empty: 1 for all.
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
+        layer_decay: of the learning rate from one block of a transformer to the one before.
+        param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
     """
 
     name: str
@@ -70,6 +72,8 @@ class OptimizerPlan:
     non_regularized: tuple[str, ...] = ()
     head_lr_factors: tuple[float, ...] = ()
     grouping: str = "default"
+    layer_decay: float = 1.0
+    param_rules: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class ShardingPlan:
         engine: a name of the STRATEGIES registry.
         shard_group_size: ranks that share one copy of the state; the world size unless HSDP.
         wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
-        clip_grad: largest global L2 norm of the gradients, None: off.
+        clip_grad: largest L2 norm of the gradients, None: off.
+        clip_grad_per: of what: model (all together), part (trunk and each head apart) or tensor (each by itself).
         sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronised.
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
@@ -128,6 +133,7 @@ class ShardingPlan:
     shard_group_size: int = 1
     wrap_threshold: int = 0
     clip_grad: float | None = None
+    clip_grad_per: str = "model"
     sync_bn_group: int = 0
     sync_bn_only_marked: bool = False
     checkpoint_every: int = 0

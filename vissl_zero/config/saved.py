@@ -225,7 +225,7 @@ def load_resolved(path: Path) -> ResolvedRun:
         sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
-    for key in ("non_regularized", "head_lr_factors"):
+    for key in ("non_regularized", "head_lr_factors", "param_rules"):
         optimizer[key] = tuple(optimizer[key])
     data["notes"] = tuple(data["notes"])
     return ResolvedRun(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.param_groups import ParamGroup
@@ -34,6 +35,9 @@ class Schedules:
         self._lr = lr
         self._groups = {group.name: group for group in groups}
         self._lr_of = {g.name: (lr_head or lr) if g.is_head else lr for g in groups}
+        for group in groups:
+            if group.has_constant_lr:
+                self._lr_of[group.name] = _constant(peak(optimizer.lr_head if group.is_head else optimizer.lr))
         self._wd_of = {g.name: wd_head if g.is_head else wd for g in groups if g.is_decayed}
 
     def lr(self, step: int) -> float:
@@ -47,8 +51,12 @@ class Schedules:
             group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor
             schedule = self._wd_of.get(name)
             if schedule is not None:
-                group["weight_decay"] = schedule(step)
+                group["weight_decay"] = schedule(step) * self._groups[name].wd_factor
         return self._lr(step)
+
+
+def _constant(value: float) -> Schedule:
+    return lambda step: value
 
 
 class Frozen:

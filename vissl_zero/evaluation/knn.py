@@ -5,6 +5,8 @@ Source: the weighted vote of https://arxiv.org/abs/1805.01978, as DINO and VISSL
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,24 +80,38 @@ def knn_top1(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> float | None:
-    """Share of queries whose neighbours vote for their class. Collective: each rank looks up its share of the queries.
+    """``knn_top1s`` of one number of neighbours and one temperature."""
+    found = knn_top1s(queries, index, [(num_neighbours, sigma)], is_cosine, excluded)
+    return None if found is None else found[0]
+
+
+def knn_top1s(
+    queries: Features,
+    index: Features,
+    votes: Sequence[tuple[int, float]],
+    is_cosine: bool = True,
+    excluded: Tensor | None = None,
+) -> list[float] | None:
+    """Shares of queries whose neighbours vote for their class. Collective: each rank looks up its share of the queries.
 
     Args:
         queries: Q images, equal on every rank, as are all others.
         index: N images.
-        num_neighbours: neighbours that vote.
-        sigma: temperature of the vote.
+        votes: of each vote, how many neighbours take part and its temperature.
         is_cosine: compare directions; else dot products.
         excluded: as for ``nearest``.
     Returns:
-        0 to 1, equal on every rank; None if queries or index have no labels.
-    Cost: Q * N * F / ranks multiplications and two all-gathers.
+        0 to 1 for each vote, equal on every rank; None if queries or index have no labels.
+    Cost: Q * N * F / ranks multiplications, and an all-gather for each vote.
     """
     if queries.labels is None or index.labels is None:
         return None
     own = rank_slice(len(queries.rows), rank(), world_size())
     without = None if excluded is None else excluded[own]
-    similarities, places = nearest(queries.rows[own], index.rows, num_neighbours, is_cosine, without)
+    similarities, places = nearest(queries.rows[own], index.rows, max(k for k, _ in votes), is_cosine, without)
     num_classes = int(max(index.labels.max(), queries.labels.max())) + 1
-    predicted = all_gather_rows(vote(similarities, index.labels[places], sigma, num_classes))
-    return float((predicted == queries.labels).double().mean())
+    shares = []
+    for k, sigma in votes:
+        predicted = all_gather_rows(vote(similarities[:, :k], index.labels[places[:, :k]], sigma, num_classes))
+        shares.append(float((predicted == queries.labels).double().mean()))
+    return shares

@@ -13,8 +13,9 @@ from vissl_zero.data.eval_images import eval_images
 from vissl_zero.data.source import Source, Subset, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.features import Features, extract_features
-from vissl_zero.evaluation.knn import knn_top1
+from vissl_zero.evaluation.knn import knn_top1, knn_top1s
 from vissl_zero.evaluation.neighbours import Neighbours, find_neighbours, middles
+from vissl_zero.evaluation.spread import lidar, rankme, view_features
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class KnnHook(Hook):
     ``knn_top1_raw_pixels`` (0 to 1; None without labels) to the run's results, and, with
     NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, ``knn_top1_latest`` while it trains and ``knn_top1_by_step`` ([step, top-1] each)
     at the end. Neighbours are found without labels too.
+
+    ``rankme_before`` and ``rankme_after`` are RankMe of the features of TRAIN's images; ``lidar`` is LiDAR of views
+    that training makes, at the end (LIDAR_IMAGES); ``knn_top1_by_vote`` is top-1 at the end by "k=20 T=0.07"
+    (ALSO_TOPK, ALSO_SIGMA).
 
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
@@ -72,6 +77,7 @@ class KnnHook(Hook):
         run.results["knn_top1_after"] = None
         pixels = Measured(measured.index.of_pixels(), measured.queries.of_pixels(), measured.excluded)
         run.results["knn_top1_raw_pixels"] = self._top1(pixels)
+        run.results["rankme_before"] = rankme(measured.index.rows)
         self.neighbours_before = self._neighbours(measured)
 
     def on_epoch_end(self, run: Run) -> None:
@@ -90,12 +96,40 @@ class KnnHook(Hook):
             # The features are what they were: no need to measure again.
             run.results["knn_top1_after"] = run.results["knn_top1_before"]
             self.neighbours_after = self.neighbours_before
+            if "rankme_before" in run.results:
+                run.results["rankme_after"] = run.results["rankme_before"]
+            if self._has_more:
+                self._look_closer(run, self._measure(run))
             return
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
+        run.results["rankme_after"] = rankme(measured.index.rows)
+        self._look_closer(run, measured)
         self.neighbours_after = self._neighbours(measured)
         if run.results.pop("knn_top1_latest", None) is not None:
             run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._options["ALSO_TOPK"] or self._options["ALSO_SIGMA"] or self._options["LIDAR_IMAGES"])
+
+    def _look_closer(self, run: Run, measured: Measured) -> None:
+        """What is measured at the end alone, if asked for. Collective."""
+        options = self._options
+        votes = [
+            (k, sigma)
+            for k in dict.fromkeys([options["TOPK"], *options["ALSO_TOPK"]])
+            for sigma in dict.fromkeys([options["SIGMA"], *options["ALSO_SIGMA"]])
+        ]
+        if len(votes) > 1:
+            shares = knn_top1s(measured.queries, measured.index, votes, options["L2_NORM_FEATS"], measured.excluded)
+            if shares is not None:
+                named = zip(votes, shares, strict=True)
+                run.results["knn_top1_by_vote"] = {f"k={k} T={sigma:g}": share for (k, sigma), share in named}
+        if options["LIDAR_IMAGES"]:
+            assert self._index_source is not None
+            images = thinned(self._index_source, options["LIDAR_IMAGES"])
+            run.results["lidar"] = lidar(view_features(run, images, options["LIDAR_VIEWS"]))
 
     def _open_sources(self, run: Run) -> None:
         train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)

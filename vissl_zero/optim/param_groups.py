@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -15,6 +16,7 @@ from vissl_zero.config.resolved import OptimizerPlan
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _HEAD_PREFIX = "heads."
+_BLOCK = re.compile(r"trunk\.(?:net\.)?blocks\.(\d+)\.")
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 # _NormBase: batch norm and instance norm of every kind, torch's synchronised one and subclasses included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -31,6 +33,8 @@ class ParamGroup:
         is_decayed: follows the weight decay; the others have 0.
         weight_decay: at the start; a schedule may change it.
         lr_factor: of the scheduled learning rate.
+        wd_factor: of the scheduled weight decay; ``weight_decay`` has it already.
+        has_constant_lr: follows no schedule, but has its largest value throughout.
     """
 
     name: str
@@ -39,11 +43,13 @@ class ParamGroup:
     is_decayed: bool
     weight_decay: float
     lr_factor: float = 1.0
+    wd_factor: float = 1.0
+    has_constant_lr: bool = False
 
 
 def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Every parameter with ``requires_grad`` in exactly one group, the same on every rank: at most four groups, and two
-    more per head where heads have rates of their own.
+    """Every parameter with ``requires_grad`` in exactly one group, the same on every rank: at most four groups, two
+    more per head where heads have rates of their own, or parts of these by ``layer_decay`` and ``param_rules``.
 
     A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
     ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs
@@ -54,10 +60,13 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
         model: whole, not wrapped.
         plan: decay rules.
     Raises:
-        ConfigError: nothing is left to train.
+        ConfigError: nothing is left to train, a rule fits no parameter, or there are no blocks for ``layer_decay``.
     """
-    if plan.grouping != "default":
-        return _plain_groups(model, plan)
+    groups = _plain_groups(model, plan) if plan.grouping != "default" else _default_groups(model, plan)
+    return _refined(groups, model, plan)
+
+
+def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     _warn_of_unmatched(plan.non_regularized, model)
     heads = [f"head_{index}" for index in range(len(plan.head_lr_factors))] or ["head"]
     members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
@@ -66,6 +75,70 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
             members[_part(name, heads), _decays(name, module, plan)].append(name)
     groups = [_group(part, is_decayed, names, plan) for (part, is_decayed), names in members.items() if names]
     return _required(groups)
+
+
+def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
+    """Groups cut by block and by rule."""
+    if plan.layer_decay == 1 and not plan.param_rules:
+        return groups
+    depths = _depths_from_top(model) if plan.layer_decay != 1 else {}
+    num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    result, unused = list[ParamGroup](), set(range(len(plan.param_rules)))
+    for group in groups:
+        parts: dict[tuple[int, int], list[str]] = {}
+        for name in group.params:
+            rule = _rule_of(name, num_dims[name], plan.param_rules)
+            unused.discard(rule)
+            parts.setdefault((depths.get(name, 0), rule), []).append(name)
+        for (depth, rule), names in parts.items():
+            result.append(_part_of_group(group, depth, rule, names, plan))
+    if unused:
+        index = min(unused)
+        got = ", ".join(f"{key}: {plan.param_rules[index][key]}" for key in ("match", "max_dims"))
+        known = [part for name in num_dims for part in name.split(".")]
+        fix = f"Correct it, or leave it out.{did_you_mean(plan.param_rules[index]['match'], known)}"
+        must = "must fit a trained parameter that no entry before it does"
+        raise ConfigError([Problem(f"config.OPTIMIZER.param_groups[{index}]", got, must, fix)])
+    return result
+
+
+def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], plan: OptimizerPlan) -> ParamGroup:
+    own = plan.param_rules[rule] if rule >= 0 else {}
+    wd_factor = group.wd_factor * own.get("wd_factor", 1.0)
+    return replace(
+        group,
+        name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if own else ""),
+        params=tuple(names),
+        is_decayed=group.is_decayed and wd_factor > 0,
+        weight_decay=group.weight_decay * wd_factor,
+        lr_factor=group.lr_factor * plan.layer_decay**depth * own.get("lr_factor", 1.0),
+        wd_factor=wd_factor,
+        has_constant_lr=bool(own.get("constant_lr", False)),
+    )
+
+
+def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> int:
+    """The first rule that fits; -1: none does."""
+    for index, rule in enumerate(rules):
+        if rule["match"] in name and (rule["max_dims"] is None or num_dims <= rule["max_dims"]):
+            return index
+    return -1
+
+
+def _depths_from_top(model: nn.Module) -> dict[str, int]:
+    """How many blocks come after a trunk's parameter, and one; 0 after the last block, and in heads.
+
+    As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
+    """
+    names = [name for name, _ in model.named_parameters() if name.startswith("trunk.")]
+    found = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
+    if not found:
+        must = "needs a trunk with a list of blocks, as vision transformers have"
+        key = "config.OPTIMIZER.layer_decay"
+        raise ConfigError([Problem(key, "below 1", must, f"Write {key}=1, or give rates by name in param_groups.")])
+    count = max(found.values()) + 1
+    before = names[: names.index(next(iter(found)))]
+    return {name: count - block for name, block in found.items()} | dict.fromkeys(before, count + 1)
 
 
 def _required(groups: list[ParamGroup]) -> list[ParamGroup]:

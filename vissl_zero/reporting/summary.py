@@ -93,6 +93,14 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         raw = summary.get("knn_top1_raw_pixels")
         figures = f"{before} -> {after}" if summary["num_steps"] else after
         lines.append(("kNN top-1", figures + (f"  (raw pixels {percent(raw)})" if raw else "")))
+    if (rank := summary.get("rankme_after")) is not None:
+        first = summary.get("rankme_before")
+        figures = f"{first:.1f} -> {rank:.1f}" if first is not None and summary["num_steps"] else f"{rank:.1f}"
+        lines.append(("RankMe", f"{figures}  (dimensions that the features use)"))
+    if (views := summary.get("lidar")) is not None:
+        lines.append(("LiDAR", f"{views:.1f}  (dimensions that tell images apart, over their views)"))
+    for vote, share in (summary.get("knn_top1_by_vote") or {}).items():
+        lines.append((f"kNN {vote}", percent(share)))
     if "top1" in summary:
         lines += _accuracy(summary)
     if summary["num_steps"]:

@@ -29,7 +29,7 @@ from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import machine_for, step_seconds
 from vissl_zero.sharding.step_trace import Recorder, StepTrace, record_step
-from vissl_zero.sharding.stepper import Stepper
+from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
 from vissl_zero.sharding.torch_private import pretended_ranks
 from vissl_zero.sharding.whole_tensors import deal
@@ -287,7 +287,7 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
             }
         )
     optimizer, adaptation = subject.build_optimizer(tables)
-    stepper = Stepper(shards, optimizer, adaptation, plan.clip_grad, None, None)
+    stepper = Stepper(shards, optimizer, adaptation, Clipping.of(plan), None, None)
     for shard in shards:
         shard.local.grad = torch.zeros_like(shard.local)
     with Recorder(Storages()):

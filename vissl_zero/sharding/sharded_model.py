@@ -44,7 +44,7 @@ from vissl_zero.sharding.state import (
     scalars_of,
     teacher_parts,
 )
-from vissl_zero.sharding.stepper import Stepper
+from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult, WholeTensor
 from vissl_zero.sharding.watch import Watch
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
@@ -104,7 +104,7 @@ class ShardedModel(Sharded):
         else:
             self.optimizer, adaptation = (build_optimizer or _no_optimizer)(optimizer_groups)
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
-        self._stepper = Stepper(self._trained, self.optimizer, adaptation, plan.clip_grad, self._loss_scale, group)
+        self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(device)
         self._watch = Watch(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.sharding.norms import dots, squared_norms, sum_over_ranks
 from vissl_zero.sharding.precision import LossScale
@@ -18,6 +21,48 @@ from vissl_zero.sharding.strategy import StepResult
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """Clipping of gradients by their L2 norm.
+
+    Attributes:
+        max_norm: largest norm.
+        per: what has it: "model" (all gradients together), "part" (trunk and each head apart) or "tensor".
+    """
+
+    max_norm: float
+    per: str = "model"
+
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> Clipping | None:
+        """As a plan has it; None: gradients stay as they are."""
+        return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
+
+    def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
+        """What gradients are multiplied with: one number for all, or shape (T,), a number for each.
+
+        Args:
+            names: T full names.
+            grad_sq: squared norms of the T whole gradients.
+        """
+        if self.per == "model":
+            norms = grad_sq.sum().sqrt()
+        elif self.per == "tensor":
+            norms = grad_sq.sqrt()
+        else:
+            numbers: dict[str, int] = {}
+            places = [numbers.setdefault(_part(name), len(numbers)) for name in names]
+            index = torch.tensor(places, device=grad_sq.device)
+            norms = grad_sq.new_zeros(len(numbers)).index_add(0, index, grad_sq).sqrt()[index]
+        return (self.max_norm / (norms + _CLIP_EPS)).clamp(max=1.0)
+
+
+def _part(name: str) -> str:
+    """``trunk``, or a head such as ``heads.0``; of somebody else's model its first name."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "heads" and rest else first
+
+
 class Stepper:
     """Runs the base optimizer on local shards as one process would run it on whole parameters.
 
@@ -25,7 +70,7 @@ class Stepper:
         shards: the trained parameters; the same names in the same order on every rank.
         optimizer: over their ``local`` tensors.
         adaptation: layer-wise adaptation of the gradients, or None.
-        clip_grad: largest global L2 norm, or None.
+        clipping: of the gradients, or None.
         loss_scale: None without float16.
         group: the ranks among which parameters are sharded; None where every rank has them whole, with equal gradients.
     """
@@ -35,14 +80,14 @@ class Stepper:
         shards: Sequence[Shard],
         optimizer: torch.optim.Optimizer,
         adaptation: Adaptation | None,
-        clip_grad: float | None,
+        clipping: Clipping | None,
         loss_scale: LossScale | None,
         group: dist.ProcessGroup | None,
     ):
         self._shards = list(shards)
         self._optimizer = optimizer
         self._adaptation = adaptation
-        self._clip_grad = clip_grad
+        self._clipping = clipping
         self._loss_scale = loss_scale
         self._group = group
         self._constants: dict[str, tuple[object, Tensor]] = {}
@@ -74,7 +119,7 @@ class Stepper:
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
-        self._rescale(shards, norms, grad_norm)
+        self._rescale(shards, norms)
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
         return StepResult(grad_norm, False, scale, names, norms.grad_sq)
@@ -130,11 +175,11 @@ class Stepper:
             self._constants[what] = key, tensor
         return tensor
 
-    def _rescale(self, shards: Sequence[Shard], norms: TensorNorms, grad_norm: Tensor) -> None:
+    def _rescale(self, shards: Sequence[Shard], norms: TensorNorms) -> None:
         """Clip, then adapt: ``scale * (clip * grad + decay * param)``, without waiting for the device."""
         clip = None
-        if self._clip_grad is not None:
-            clip = (self._clip_grad / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        if self._clipping is not None:
+            clip = self._clipping.factors([shard.name for shard in shards], norms.grad_sq)
         if self._adaptation is None:
             if clip is not None:
                 _multiply(shards, clip)
@@ -165,12 +210,23 @@ class Stepper:
 
 
 def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
-    """Multiply all gradients."""
-    for shard in shards:
-        if shard.is_stored and shard.local.grad is not None:
-            shard.change_grad(factor)
-    if grads := _grads([shard for shard in shards if not shard.is_stored]):
-        torch._foreach_mul_(grads, factor)
+    """Multiply all gradients by a number, or each by its own: a tensor of as many as there are shards."""
+    has_own = isinstance(factor, Tensor) and factor.ndim > 0
+    factors: Sequence[Tensor | float] = (
+        factor.unbind() if isinstance(factor, Tensor) and has_own else [factor] * len(shards)
+    )
+    in_memory: list[tuple[Tensor, Tensor | float]] = []
+    for shard, own in zip(shards, factors, strict=True):
+        if shard.local.grad is None:
+            continue
+        if shard.is_stored:
+            shard.change_grad(own)
+        else:
+            in_memory.append((shard.local.grad, own))
+    if in_memory:
+        grads = [grad for grad, _ in in_memory]
+        each: Any = [own for _, own in in_memory] if has_own else factor
+        torch._foreach_mul_(grads, each)
 
 
 def _grads(shards: Sequence[Shard]) -> list[Tensor]:

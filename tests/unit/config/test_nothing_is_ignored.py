@@ -41,6 +41,7 @@ KEYS: dict[str, Any] = {
     f"{ZERO}SHARD_GROUP_SIZE": 2,
     f"{ZERO}dynamic_loss_scale": False,
     f"{ZERO}clip_grad": 1.0,
+    f"{ZERO}clip_grad_per": "tensor",
     **{f"{ZERO}{key}": 1.0 for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB")},
     f"{MODEL}ACTIVATION_CHECKPOINTING__EVERY_N_BLOCKS": 2,
     f"{MODEL}GRAD_CLIP__MAX_NORM": 3.0,

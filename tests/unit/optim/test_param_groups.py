@@ -196,3 +196,57 @@ def test_dino_s_groups_are_biases_and_what_is_called_norm_and_the_rest():
         "heads.0.bias",
     }
     assert (decayed.weight_decay, others.weight_decay, others.is_decayed) == (0.1, 0.0, False)
+
+
+class Blocks(nn.Module):
+    """A transformer in our names: embedding, three blocks, a norm after them."""
+
+    def __init__(self):
+        super().__init__()
+        unit = lambda *layers: nn.ModuleDict({"unit": nn.Sequential(*layers)})  # noqa: E731
+        self.trunk = nn.ModuleDict(
+            {
+                "embedding": nn.ModuleDict({"patch_embed": nn.Conv2d(3, 4, 1)}),
+                "blocks": nn.ModuleList(unit(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)),
+                "norm": nn.LayerNorm(4),
+            }
+        )
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))])
+
+
+def rule(**keys):
+    return {"match": "", "max_dims": None, "lr_factor": 1.0, "wd_factor": 1.0, "constant_lr": False, **keys}
+
+
+def test_layer_decay_is_that_of_mae_and_beit():
+    """Factors as lr_decay.py of facebookresearch/mae (be47fef) gives them for 3 blocks at 0.75: 0.75 ** (4 - layer)."""
+    groups = param_groups(Blocks(), OptimizerPlan("adamw", weight_decay=0.05, layer_decay=0.75))
+    factors = {name: group.lr_factor for group in groups for name in group.params}
+    assert factors.keys() == {name for name, _ in Blocks().named_parameters()}
+    assert factors["trunk.embedding.patch_embed.weight"] == factors["trunk.embedding.patch_embed.bias"] == 0.75**4
+    assert [factors[f"trunk.blocks.{i}.unit.1.weight"] for i in range(3)] == [0.75**3, 0.75**2, 0.75]
+    assert factors["trunk.blocks.1.unit.0.bias"] == 0.75**2
+    assert {factors[name] for name in factors if name.startswith(("heads.", "trunk.norm."))} == {1.0}
+    assert {g.weight_decay for g in groups if not g.is_decayed} == {0.0}
+    assert len({g.name for g in groups}) == len(groups)
+
+
+def test_the_first_entry_that_fits_counts_and_multiplies():
+    rules = (rule(match="patch_embed", lr_factor=0.2, wd_factor=0.0), rule(max_dims=1, lr_factor=3.0, constant_lr=True))
+    groups = param_groups(Blocks(), OptimizerPlan("sgd", weight_decay=0.1, layer_decay=0.5, param_rules=rules))
+    of = {name: group for group in groups for name in group.params}
+    embedding, bias = of["trunk.embedding.patch_embed.weight"], of["trunk.blocks.2.unit.1.bias"]
+    assert (embedding.lr_factor, embedding.weight_decay, embedding.is_decayed) == (0.2 * 0.5**4, 0.0, False)
+    assert of["trunk.embedding.patch_embed.bias"].lr_factor == 0.2 * 0.5**4
+    assert (bias.lr_factor, bias.has_constant_lr, bias.weight_decay) == (3.0 * 0.5, True, 0.1)
+    assert (of["heads.0.0.weight"].lr_factor, of["heads.0.0.weight"].has_constant_lr) == (1.0, False)
+
+
+def test_what_fits_nothing_is_refused():
+    rules = (rule(match="patch_embd"),)
+    with pytest.raises(
+        ConfigError, match=r"param_groups\[0\].*must fit a trained parameter.*Did you mean 'patch_embed'"
+    ):
+        param_groups(Blocks(), OptimizerPlan("sgd", param_rules=rules))
+    with pytest.raises(ConfigError, match=r"layer_decay.*needs a trunk with a list of blocks"):
+        param_groups(Net(), OptimizerPlan("sgd", layer_decay=0.5))

@@ -118,6 +118,22 @@ class BaseOptimizer:
 
 
 @dataclass
+class ParamGroupKeys:
+    """An entry of ``OPTIMIZER.param_groups``."""
+
+    match: str = ""
+    """Part of the full names of its parameters; empty: any."""
+    max_dims: int | None = number(None, least=0, most=64)
+    """Most dimensions that they have; 1: biases, norms and other vectors; null: any number."""
+    lr_factor: float = number(1.0, least=0, most=10**9)
+    """Multiplies their learning rate."""
+    wd_factor: float = number(1.0, least=0, most=10**9)
+    """Multiplies their weight decay."""
+    constant_lr: bool = False
+    """Their learning rate is the largest that the schedule takes, throughout (SimSiam's predictor)."""
+
+
+@dataclass
 class HeadOptimizerParams:
     """``OPTIMIZER.head_optimizer_params``."""
 
@@ -173,6 +189,12 @@ class Optimizer:
     has norm in its name decays; heads have no rate or decay of their own."""
     non_regularized_parameters: list[str] = field(default_factory=list)
     """Parameters whose full name contains one of these have no weight decay."""
+    layer_decay: float = number(1.0, above=0, most=1)
+    """Block i of n in a transformer learns at this to the power n + 1 - i of the rate, what is before the blocks to the
+    power n + 1, what is after at the rate itself, as BEiT and MAE are fine-tuned; 1: all alike."""
+    param_groups: list[Any] = field(default_factory=list)
+    """Parameters with a rate or decay of their own: a list of {match, max_dims, lr_factor, wd_factor, constant_lr}. The
+    first entry that fits a parameter counts; its factors multiply those of layer_decay and the heads."""
     head_optimizer_params: HeadOptimizerParams = field(default_factory=HeadOptimizerParams)
     """What differs for the heads."""
     param_schedulers: ParamSchedulers = field(default_factory=ParamSchedulers)

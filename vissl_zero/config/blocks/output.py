@@ -89,9 +89,17 @@ class NearestNeighbor:
     """Neighbours that vote."""
     SIGMA: float = number(0.07, least=1e-6)
     """Temperature of the vote: a neighbour at cosine c weighs exp(c / SIGMA)."""
+    ALSO_TOPK: list[int] = number([], least=1)
+    """Other numbers of neighbours to report, with SIGMA and each of ALSO_SIGMA."""
+    ALSO_SIGMA: list[float] = number([], least=1e-6)
+    """Other temperatures to report, with TOPK and each of ALSO_TOPK."""
     L2_NORM_FEATS: bool = True
     """Divide features by their L2 norm (else the vote goes by dot products)."""
     MAX_TRAIN_IMAGES: int = number(10000, least=1)
     """Most images to index; more are thinned out evenly."""
     MAX_TEST_IMAGES: int = number(2000, least=1)
     """Most images to ask about; more are thinned out evenly."""
+    LIDAR_IMAGES: int = number(0, least=2, also=(0,))
+    """Training images whose augmented views give LiDAR at the end; the paper takes 1,000; 0: not measured."""
+    LIDAR_VIEWS: int = number(10, least=2, most=10**6)
+    """Views of each of them; the paper takes 50."""

@@ -104,7 +104,10 @@ class Zero:
     dynamic_loss_scale: bool = True
     """Scale the loss in float16 so that small gradients survive; no effect in other precisions."""
     clip_grad: float | None = number(None, above=0)
-    """Largest global L2 norm of the gradients; null: no clipping."""
+    """Largest L2 norm of the gradients; null: no clipping."""
+    clip_grad_per: str = choice("model", "model", "part", "tensor")
+    """What has that norm: model (all gradients together), part (the trunk and each head apart, as DINOv2) or tensor
+    (each by itself, as DINO)."""
     offload_optimizer_config: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     """Optimizer state on the CPU or on NVMe."""
     offload_param_config: OffloadParam = field(default_factory=OffloadParam)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
 
-from vissl_zero.config.blocks.optimizer import Optimizer, Scheduler
+from vissl_zero.config.blocks.optimizer import Optimizer, ParamGroupKeys, Scheduler
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
 from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS
 
 _DEFAULT_WEIGHT_DECAY = 1e-4
@@ -33,6 +34,22 @@ def grouping(block: Optimizer) -> str:
 def one_rate(block: Optimizer) -> bool:
     """Whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
     return grouping(block) != "default"
+
+
+def param_rules(block: Optimizer) -> list[dict[str, Any]]:
+    """Entries of ``param_groups``, typed and complete.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    key = "config.OPTIMIZER.param_groups"
+    for index, entry in enumerate(block.param_groups):
+        if not isinstance(entry, Mapping):
+            must = "must be a block of keys"
+            raise ConfigError(
+                [Problem(f"{key}[{index}]", str(entry), must, "Write {match: patch_embed, lr_factor: 0.2}.")]
+            )
+    return [typed_options(ParamGroupKeys, entry, f"{key}[{index}]") for index, entry in enumerate(block.param_groups)]
 
 
 def uses_larc(block: Optimizer) -> bool:
@@ -109,6 +126,8 @@ def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tu
         non_regularized=tuple(block.non_regularized_parameters),
         head_lr_factors=tuple(head.lr_factors),
         grouping=grouping(block),
+        layer_decay=block.layer_decay,
+        param_rules=tuple(param_rules(block)),
     )
     return plan, (*option_notes, *larc_notes)
 

@@ -36,6 +36,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         shard_group_size=place.world_size if zero.SHARD_GROUP_SIZE == -1 else zero.SHARD_GROUP_SIZE,
         wrap_threshold=fsdp.AUTO_WRAP_THRESHOLD,
         clip_grad=clip_grad(cfg),
+        clip_grad_per=cfg.ZERO.clip_grad_per if clip_grad(cfg) is not None else "model",
         sync_bn_group=_sync_bn_group(cfg, place.world_size),
         checkpoint_every=every,
         stage_checkpoints=stages,
@@ -120,6 +121,8 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str
     if not clip.USE_GRAD_CLIP:
         keys = [key for key in ("MAX_NORM", "NORM_TYPE") if getattr(clip, key) != getattr(GradClip, key)]
         notes += [f"config.MODEL.GRAD_CLIP.{key} has no effect: USE_GRAD_CLIP is off." for key in keys]
+    if plan.clip_grad is None and cfg.ZERO.clip_grad_per != "model":
+        notes.append("config.ZERO.clip_grad_per has no effect: config.ZERO.clip_grad is not given.")
     if not sync.CONVERT_BN_TO_SYNC_BN and sync.GROUP_SIZE not in (-1, 0):
         notes.append("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE has no effect: CONVERT_BN_TO_SYNC_BN is off.")
     if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and plan.precision.compute == plan.precision.master:

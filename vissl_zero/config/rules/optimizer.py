@@ -13,6 +13,7 @@ from vissl_zero.config.derive.optimizer import (
     base_name,
     one_rate,
     optimizer_options,
+    param_rules,
     peak,
     plain,
     uses_larc,
@@ -81,8 +82,16 @@ def larc(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 def groups(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Rates of several heads need groups of heads."""
+    """Rates of several heads need groups of heads; parameters with rates of their own, keys that are known."""
     block = cfg.OPTIMIZER
+    try:
+        rules = param_rules(block)
+    except ConfigError as error:
+        return list(error.problems)
+    for index, rule in enumerate(rules):
+        if rule["constant_lr"] and block.param_schedulers.lr.name not in KEYS:
+            must = f"needs a schedule whose peak is known, and {block.param_schedulers.lr.name} is one of your own"
+            return [Problem(f"{_KEY}.param_groups[{index}].constant_lr", "True", must, "Leave it out.")]
     if one_rate(block) and block.head_optimizer_params.lr_factors:
         fix = (
             f"Write lr_factors: [], or leave {_KEY}.construct_single_param_group_only and param_group_constructor out."

@@ -1,0 +1,65 @@
+"""RankMe and LiDAR against their formulas written out, and what they say of features with a known spread."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.evaluation.example_run import make_config
+from tests.unit.evaluation.test_knn_hook import trained
+from vissl_zero.evaluation.spread import lidar, rankme
+
+
+def test_rankme_is_the_papers_formula():
+    rows = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 2, 1, 0.5, 0.1]
+    values = np.linalg.svd(rows, compute_uv=False)
+    shares = values / values.sum() + 1e-7
+    assert rankme(torch.from_numpy(rows)) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-9)
+
+
+def test_rankme_of_known_spreads():
+    assert rankme(torch.eye(8)) == pytest.approx(8, rel=1e-4)
+    assert rankme(torch.ones(8, 5)) == pytest.approx(1, rel=1e-3)
+    assert math.isnan(rankme(torch.full((3, 2), torch.nan)))
+
+
+def test_lidar_is_the_papers_formula():
+    generator = np.random.default_rng(1)
+    views = generator.normal(size=(7, 1, 4)) * [3, 2, 1, 0] + generator.normal(size=(7, 5, 4)) * [0.1, 0.5, 1, 2]
+    mean = views.mean(axis=(0, 1))
+    between, within = np.zeros((4, 4)), 1e-4 * np.eye(4)
+    for image in views:
+        centre = image.mean(axis=0)
+        between += np.outer(centre - mean, centre - mean) / 6
+        for view in image:
+            within += np.outer(view - centre, view - centre) / (7 * 4)
+    # The eigenvalues of W^-1/2 B W^-1/2 are those of W^-1 B.
+    values = np.linalg.eigvals(np.linalg.solve(within, between)).real.clip(min=0)
+    shares = values / values.sum() + 1e-7
+    assert lidar(torch.from_numpy(views)) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-6)
+
+
+def test_lidar_counts_what_tells_images_apart_and_not_what_augmentation_changes():
+    torch.manual_seed(0)
+    noise = torch.randn(30, 8, 10) * torch.tensor([0.01] * 3 + [3.0] * 7)
+    images = torch.cat([torch.randn(30, 1, 3), torch.zeros(30, 1, 7)], dim=2)
+    assert lidar(images + noise) == pytest.approx(3, abs=0.3)
+    assert rankme((images + noise).flatten(0, 1)) > 6
+    assert math.isnan(lidar(torch.full((3, 2, 2), torch.inf)))
+
+
+def test_a_run_reports_them_and_other_votes():
+    options = {"ALSO_TOPK": [1, 5, 200], "ALSO_SIGMA": [1.0], "LIDAR_IMAGES": 9, "LIDAR_VIEWS": 3}
+    run, _ = trained(make_config(**options), max_steps=2)
+    results = run.results
+    assert 1 <= results["rankme_before"] <= 32 and 1 <= results["rankme_after"] <= 32
+    assert results["rankme_before"] != results["rankme_after"]
+    assert 1 <= results["lidar"] <= 9
+    votes = results["knn_top1_by_vote"]
+    assert list(votes) == [f"k={k} T={sigma}" for k in (5, 1, 200) for sigma in ("0.07", "1")]
+    assert votes["k=5 T=0.07"] == results["knn_top1_after"]
+    assert votes["k=1 T=0.07"] == votes["k=1 T=1"]  # a vote of one
+    assert len(set(votes.values())) > 2
