@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.test_memory import _shard
+from tests.dist.test_memory import _shard, _Stack
 from tests.ranks import run_on_ranks
 from vissl_zero.sharding.strategy import Sharded
 
@@ -41,25 +41,36 @@ class _Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step(sharded: Sharded, num_resolutions: int, num_micro_batches: int) -> None:
+def _step(sharded: Sharded, num_resolutions: int, num_micro_batches: int, has_teacher: bool = False) -> None:
     for index in range(num_micro_batches):
         with sharded.micro_batch(is_last=index == num_micro_batches - 1):
             crops = [torch.randn(4 - resolution, 33) for resolution in range(num_resolutions)]
-            sharded.backward(sharded.model(crops).square().mean())
+            wanted: torch.Tensor | float = 0.0
+            if has_teacher:
+                with torch.no_grad():
+                    wanted = sharded.teacher(crops)
+            sharded.backward((sharded.model(crops) - wanted).square().mean())
     sharded.step()
+    if has_teacher:
+        sharded.follow(0.9)
     sharded.zero_grad()
 
 
-def _bytes_per_step(level: int, num_resolutions: int, num_micro_batches: int) -> dict[str, float]:
+def _bytes_per_step(
+    level: int, num_resolutions: int, num_micro_batches: int, has_teacher: bool = False
+) -> dict[str, float]:
     sharded = _shard(level, "sgd")
+    if has_teacher:
+        torch.manual_seed(0)
+        sharded.adopt_teacher(_Stack())
     means = getattr(sharded, "means", None)
-    _step(sharded, num_resolutions, num_micro_batches)
+    _step(sharded, num_resolutions, num_micro_batches, has_teacher)
     sent_before = means.sent_bytes if means else 0
     exchange = getattr(sharded, "exchange", None)
     exchanged = exchange.sent_bytes if exchange else Counter[str]()
     exchanged.clear()
     with _Traffic() as traffic:
-        _step(sharded, num_resolutions, num_micro_batches)
+        _step(sharded, num_resolutions, num_micro_batches, has_teacher)
     sent = traffic.sent + exchanged
     averaged = means.sent_bytes - sent_before if means else 0
     state = averaged + sent["parameters"] + sent["gradients"]
@@ -76,6 +87,14 @@ def test_bytes_over_ddp(world_size: int, num_resolutions: int) -> None:
     print(f"world {world_size}, {num_resolutions} resolutions: levels 1 to 3 move {ratios} of DDP's bytes")
     assert ratios == pytest.approx([1.0, 1.0, 1.5], rel=0.01)
     assert all(level["statistics"] < 0.03 * ddp["state"] for level in levels)
+
+
+@pytest.mark.timeout(60)
+def test_a_teachers_own_forward_pass_is_one_more_gathering_of_units_at_level_3_and_nothing_elsewhere() -> None:
+    """Following is free everywhere. Level 3: 1.5 times DDP's bytes for the student, 0.5 for the teacher's forward pass."""
+    ddp, *levels = (run_on_ranks(3, _bytes_per_step, level, 2, 1, True)[0] for level in range(4))
+    assert ddp["state"] == run_on_ranks(3, _bytes_per_step, 0, 2, 1)[0]["state"]
+    assert [level["state"] / ddp["state"] for level in levels] == pytest.approx([1.0, 1.0, 1.5 + 0.5], rel=0.02)
 
 
 @pytest.mark.timeout(60)

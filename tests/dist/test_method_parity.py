@@ -76,6 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
 }
 # Methods that look at patches.
 TRANSFORMERS = ("mae", "simmim", "ijepa", "ibot", "dinov2", "msn")
+TIMM_VIT = {"img_size": 8, "patch_size": 2, "depth": 2, "num_heads": 2, "embed_dim": 6, "mlp_ratio": 1.5}
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
 
@@ -117,6 +118,9 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
     if method in TRANSFORMERS:
         vit = {**VIT, "USE_MASK_TOKEN": method in ("simmim", "ibot", "dinov2")}
         config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": vit}
+    if norm == "timm":
+        keys_of_timm = {"use_mask_token": method in ("simmim", "ibot", "dinov2"), "model_args": TIMM_VIT}
+        config["MODEL"]["TRUNK"] = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys_of_timm}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
     plan = make_plan(config, folder, level=level, world_size=world_size)
@@ -245,6 +249,19 @@ def _fairscale(method: str) -> list[Result]:
 def test_a_teacher_under_fairscale(method: str) -> None:
     for result in run_on_ranks(2, _fairscale, method)[0]:
         assert result.distance(plain(method, "batch")) < TOLERANCE
+
+
+def _masked(method: str, cells: list[tuple[str, int]]) -> list[Result]:
+    plans = [(engine, make_method_plan(method, level, 2, "timm")) for engine, level in cells]
+    return [_train(dataclasses.replace(p, sharding=dataclasses.replace(p.sharding, engine=name))) for name, p in plans]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["ibot", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mae", "dinov2"))])
+def test_a_method_that_masks_takes_a_trunk_of_timms_and_fairscale(method: str) -> None:
+    cells = [("torch", 0), ("torch", 3), ("fairscale", 1), ("fairscale", 2)]
+    for cell, result in zip(cells, run_on_ranks(2, _masked, method, cells)[0], strict=True):
+        assert result.distance(plain(method, "timm")) < TOLERANCE, cell
 
 
 def _exactly(method: str, world_size: int, level: int, num_micro: int) -> Result:
