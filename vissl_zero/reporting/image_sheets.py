@@ -80,15 +80,19 @@ def crops_height(samples: Sequence[CropSample], width: float) -> float:
     return _LABEL + rows * (_crop_tile(samples, width) + _GAP)
 
 
-def draw_crops(axes: Axes, samples: Sequence[CropSample], width: float) -> None:
-    """Each sample's image, then its crops, as large beside each other as the model got them."""
+def draw_crops(axes: Axes, samples: Sequence[CropSample], width: float, label: str = "") -> None:
+    """Each sample's image, then its crops, as large beside each other as the model got them.
+
+    Args:
+        label: what stands above the crops; empty: how many of which size the model saw.
+    """
     tile = _crop_tile(samples, width)
     column_width = (width - 8 * _GAP) / _CROP_COLUMNS + 8 * _GAP
     largest = max(max(crop.shape[:2]) for sample in samples for crop in sample.crops)
     for column in range(min(_CROP_COLUMNS, len(samples))):
         left = column * column_width
         axes.text(left, 12, "image", color=SOFT, fontsize=9.5)
-        axes.text(left + tile + 3 * _GAP, 12, _crop_label(samples[0]), color=SOFT, fontsize=9.5)
+        axes.text(left + tile + 3 * _GAP, 12, label or _crop_label(samples[0]), color=SOFT, fontsize=9.5)
     for index, sample in enumerate(samples):
         left = (index % _CROP_COLUMNS) * column_width
         top = _LABEL + (index // _CROP_COLUMNS) * (tile + _GAP)

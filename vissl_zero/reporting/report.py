@@ -58,7 +58,8 @@ def draw(content: ReportContent) -> Page:
     memory = 52 + 40 * num_ranks if num_ranks else 0
     crops = _TITLE + crops_height(content.crops, _INNER) if content.crops else 0
     neighbours = _TITLE + neighbours_height(content.neighbours, _INNER) if content.neighbours else 0
-    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + crops + neighbours + MARGIN))
+    patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0
+    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + crops + neighbours + patches + MARGIN))
     _draw_header(page, content)
     top = float(_HEADER)
     for row in rows:
@@ -74,7 +75,16 @@ def draw(content: ReportContent) -> Page:
         top += crops
     if content.neighbours:
         _draw_neighbours(page, content, top, neighbours - _TITLE)
+        top += neighbours
+    if content.patches:
+        page.text(MARGIN, top, "Patches of test images after training", size=13, bold=True)
+        label = "first three principal components" + (", attention of the class token" * _has_attention(content))
+        draw_crops(page.picture(MARGIN, top + _TITLE - 14, _INNER, patches - _TITLE), content.patches, _INNER, label)
     return page
+
+
+def _has_attention(content: ReportContent) -> bool:
+    return len(content.patches[0].crops) > 1
 
 
 def panel_rows(content: ReportContent) -> list[list[Panel]]:

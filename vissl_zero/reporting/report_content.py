@@ -58,6 +58,7 @@ class ReportContent:
         peak_kind: what Bytes.peak is: "resident" or "allocated".
         crops: some samples of the first batch.
         neighbours: some test images.
+        patches: some test images, each with the principal components of its patches and, with a class token, attention.
     """
 
     title: str
@@ -72,3 +73,4 @@ class ReportContent:
     peak_kind: str = "resident"
     crops: list[CropSample] = field(default_factory=list)
     neighbours: list[NeighbourRow] = field(default_factory=list)
+    patches: list[CropSample] = field(default_factory=list)

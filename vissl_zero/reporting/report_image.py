@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import rich
 from rich.console import Console
 
@@ -9,10 +12,11 @@ from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
+from vissl_zero.evaluation.patch_pictures import patch_pictures
 from vissl_zero.reporting.image_sheets import first_crops, original
 from vissl_zero.reporting.memory_kinds import total
 from vissl_zero.reporting.quantity import bytes_text, figure_text
-from vissl_zero.reporting.report_content import NeighbourRow, ReportContent
+from vissl_zero.reporting.report_content import CropSample, NeighbourRow, ReportContent
 from vissl_zero.reporting.summary import percent, summarise
 from vissl_zero.sharding.strategy import Bytes
 
@@ -32,13 +36,14 @@ class ReportImage(Hook):
         self._console = console or rich.get_console()
 
     def on_end(self, run: Run) -> None:
+        patches = patch_samples(run, self._knn.neighbours_after)
         if not run.is_main:
             return
         from vissl_zero.reporting.report import write_report  # imports matplotlib: 1 s, on this rank only
 
         path = run.folder / FILE_NAME
         try:
-            write_report(gather_content(run, self._knn), path)
+            write_report(replace(gather_content(run, self._knn), patches=patches), path)
         except OSError as error:
             self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
             return
@@ -68,6 +73,25 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
         crops=first_crops(run),
         neighbours=neighbour_rows(knn.neighbours_before, knn.neighbours_after),
     )
+
+
+def patch_samples(run: Run, shown: Neighbours | None) -> list[CropSample]:
+    """Test images with pictures of their patches, where the trunk is a vision transformer. Collective.
+
+    Args:
+        shown: whose queries are taken; None where kNN was off.
+    """
+    if shown is None:
+        return []
+    found = patch_pictures(run, shown.query_source, shown.query_ids)
+    return [
+        CropSample(original(shown.query_source, picture.image_id), [picture.components, *_if_any(picture.attention)])
+        for picture in (found if run.is_main else [])
+    ]
+
+
+def _if_any(picture: np.ndarray | None) -> list[np.ndarray]:
+    return [] if picture is None else [picture]
 
 
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:

@@ -1,0 +1,120 @@
+"""What a vision transformer makes of an image's patches, as pictures: principal components and attention.
+
+Sources: figure 1 of DINOv2 (https://arxiv.org/abs/2304.07193: the first three principal components of patch features as
+red, green and blue) and figure 1 of DINO (https://arxiv.org/abs/2104.14294: attention of the class token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.data.source import Source
+from vissl_zero.data.transforms.evaluation import build_eval_pipeline
+from vissl_zero.engine.hook import Run
+from vissl_zero.errors import DataError
+from vissl_zero.evaluation.inference import evaluating
+from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
+
+_CUT = 0.02  # share of the patches at either end of a component that do not stretch its colours
+
+
+@dataclass(frozen=True)
+class PatchPictures:
+    """Pictures of one image, one pixel per patch, (h, w, 3) uint8.
+
+    Attributes:
+        image_id: place in the source.
+        components: the first three principal components over the patches of all images shown.
+        attention: how much the class token attends to each patch in the last block, mean over heads, white the most;
+            None without a class token.
+    """
+
+    image_id: int
+    components: np.ndarray
+    attention: np.ndarray | None
+
+
+def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[PatchPictures]:
+    """Pictures of some images; none if the trunk is no vision transformer, or they cannot be read. Collective.
+
+    Cost: one forward pass over the images on every rank.
+    """
+    trunk = next((module for module in run.sharded.model.modules() if isinstance(module, TransformerTrunk)), None)
+    images = [] if trunk is None else _images(run, source, image_ids)
+    if trunk is None or not images:
+        return []
+    caught: dict[str, Tensor] = {}
+    attention = [module for name, module in trunk.named_modules() if name.endswith("attn")][-1]
+    handles = [
+        trunk.norm.register_forward_hook(partial(_keep_tokens, caught)),
+        attention.qkv.register_forward_hook(partial(_keep_attention, caught, attention)),
+    ]
+    batch = torch.stack(images).to(run.device, getattr(torch, run.plan.sharding.precision.master))
+    try:
+        with evaluating(run.sharded.model):
+            run.sharded.model([batch], features_only=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    grid = [side // patch for side, patch in zip(batch.shape[2:], trunk.patch_size, strict=True)]
+    components = principal_components(caught["tokens"][:, trunk.num_prefix_tokens :]).unflatten(1, grid)
+    maps = caught["attention"][:, trunk.num_prefix_tokens :].unflatten(1, grid) if trunk.num_prefix_tokens else None
+    return [
+        PatchPictures(image_id, _bytes(components[at]), None if maps is None else _bytes(_grey(maps[at])))
+        for at, image_id in enumerate(image_ids)
+    ]
+
+
+def principal_components(tokens: Tensor) -> Tensor:
+    """The first three principal components of all patches together, each stretched to 0 to 1: (n, P, 3) of (n, P, D).
+
+    A component's sign is that of its largest weight, so that a run repeated gives the same picture.
+    """
+    rows = tokens.double().flatten(0, 1)
+    rows = rows - rows.mean(dim=0)
+    _, vectors = torch.linalg.eigh(rows.T @ rows)
+    axes = vectors.flip(1)[:, :3]
+    axes = axes * axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
+    values = rows @ axes
+    low, high = values.quantile(_CUT, dim=0), values.quantile(1 - _CUT, dim=0)
+    stretched = ((values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)).clamp(0, 1)
+    return stretched.unflatten(0, tokens.shape[:2])
+
+
+def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
+    pipeline = build_eval_pipeline(run.plan.config["DATA"])
+    try:
+        found = [pipeline(source.image(image_id))[0] for image_id in image_ids]
+    except (DataError, OSError):  # a report is no reason to fail a run that has ended well
+        return []
+    return found if len({image.shape for image in found}) == 1 else []
+
+
+def _keep_tokens(caught: dict[str, Tensor], _module: nn.Module, _inputs: Any, output: Any) -> None:
+    caught["tokens"] = output[-1].detach()
+
+
+def _keep_attention(
+    caught: dict[str, Tensor], attention: Any, _module: nn.Module, _inputs: Any, output: Tensor
+) -> None:
+    """The class token's attention from the projections to queries, keys and values: fused kernels do not give it."""
+    queries, keys, _ = output.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+    scores = (queries[:, :, :1] * attention.scale) @ keys.transpose(-2, -1)
+    caught["attention"] = scores.softmax(dim=-1)[:, :, 0].mean(dim=1).detach()
+
+
+def _grey(values: Tensor) -> Tensor:
+    return (values / values.amax().clamp(min=torch.finfo(values.dtype).tiny))[..., None].expand(-1, -1, 3)
+
+
+def _bytes(picture: Tensor) -> np.ndarray:
+    found: np.ndarray = (picture.double() * 255).round().to(torch.uint8).cpu().numpy()
+    return found
