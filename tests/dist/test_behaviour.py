@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from tests.dist.training import DOUBLE, Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
+from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.config.resolved import Precision, ShardingPlan
-from vissl_zero.errors import CheckpointError
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import TRUNKS
 from vissl_zero.sharding.replica_check import ModelsDifferError, require_equal_models
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper
@@ -446,3 +450,39 @@ def test_processes_exit_cleanly_after_every_level() -> None:
     for level in range(4):
         run_on_ranks(2, _train_briefly, level)
     assert close_pool() == [0, 0, 0, 0]
+
+
+@TRUNKS.register("drawing_plugin")
+class _DrawingPlugin(nn.Module):
+    """A trunk of somebody else's, with a random layer that has no class of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feature_dim = 32
+        self.embed = nn.Conv2d(3, 32, 4, 4)
+        self.noise = _Noise()
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return [self.noise(self.embed(x).mean(dim=(2, 3))) for x in images]
+
+
+class _Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+def _plugin_that_draws(level: int) -> str:
+    config = make_config()
+    config["MODEL"]["TRUNK"] = {"NAME": "drawing_plugin", "PARAMS": {}}
+    run, schedules, frozen = build_run(make_plan(config, level=level, world_size=2, max_steps=1), torch.device("cpu"))
+    try:
+        train(run, schedules, frozen, [])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_plugins_random_layer_is_refused_by_name_on_every_rank(level: int) -> None:
+    for message in run_on_ranks(2, _plugin_that_draws, level):
+        assert "layer 'trunk.noise'" in message and "(got _Noise)" in message

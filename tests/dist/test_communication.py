@@ -66,12 +66,13 @@ def _bytes_per_step(
     means = getattr(sharded, "means", None)
     _step(sharded, num_resolutions, num_micro_batches, has_teacher)
     sent_before = means.sent_bytes if means else 0
-    exchange = getattr(sharded, "exchange", None)
-    exchanged = exchange.sent_bytes if exchange else Counter[str]()
-    exchanged.clear()
+    exchanges = [getattr(model, "exchange", None) for model in (sharded, getattr(sharded, "_teacher", None))]
+    counters = [exchange.sent_bytes for exchange in exchanges if exchange]
+    for counter in counters:
+        counter.clear()
     with _Traffic() as traffic:
         _step(sharded, num_resolutions, num_micro_batches, has_teacher)
-    sent = traffic.sent + exchanged
+    sent = sum(counters, traffic.sent.copy())
     averaged = means.sent_bytes - sent_before if means else 0
     state = averaged + sent["parameters"] + sent["gradients"]
     statistics = traffic.sent["statistics"] - averaged

@@ -119,8 +119,9 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
         vit = {**VIT, "USE_MASK_TOKEN": method in ("simmim", "ibot", "dinov2")}
         config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": vit}
     if norm == "timm":
-        keys_of_timm = {"use_mask_token": method in ("simmim", "ibot", "dinov2"), "model_args": TIMM_VIT}
-        config["MODEL"]["TRUNK"] = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys_of_timm}
+        name, has_token = "vit_tiny_patch16_224", method in ("simmim", "ibot", "dinov2")
+        keys_of_timm = {"name": name, "use_mask_token": has_token, "model_args": TIMM_VIT}
+        config["MODEL"]["TRUNK"] = {"NAME": f"timm/{name}", "PARAMS": keys_of_timm}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
     plan = make_plan(config, folder, level=level, world_size=world_size)

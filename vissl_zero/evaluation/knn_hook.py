@@ -15,6 +15,7 @@ from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.features import Features, extract_features
 from vissl_zero.evaluation.knn import knn_top1, knn_top1s
 from vissl_zero.evaluation.neighbours import Neighbours, find_neighbours, middles
+from vissl_zero.evaluation.patch_pictures import PatchPictures, patch_pictures
 from vissl_zero.evaluation.spread import lidar, rankme, view_features
 
 
@@ -48,6 +49,7 @@ class KnnHook(Hook):
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
         neighbours_before, neighbours_after: images to look at; None until measured, and with USE_KNN off.
+        pictures: of the same images' patches at the end, where the trunk is a vision transformer.
     """
 
     def __init__(self, plan: ResolvedRun):
@@ -58,6 +60,7 @@ class KnnHook(Hook):
         self.curve: list[tuple[int, float]] = []
         self.neighbours_before: Neighbours | None = None
         self.neighbours_after: Neighbours | None = None
+        self.pictures: list[PatchPictures] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The curve so far."""
@@ -100,12 +103,14 @@ class KnnHook(Hook):
                 run.results["rankme_after"] = run.results["rankme_before"]
             if self._has_more:
                 self._look_closer(run, self._measure(run))
+            self._take_pictures(run)
             return
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
         self._look_closer(run, measured)
         self.neighbours_after = self._neighbours(measured)
+        self._take_pictures(run)
         if run.results.pop("knn_top1_latest", None) is not None:
             run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
 
@@ -130,6 +135,12 @@ class KnnHook(Hook):
             assert self._index_source is not None
             images = thinned(self._index_source, options["LIDAR_IMAGES"])
             run.results["lidar"] = lidar(view_features(run, images, options["LIDAR_VIEWS"]))
+
+    def _take_pictures(self, run: Run) -> None:
+        """Of the images whose neighbours are shown. Collective."""
+        if self.neighbours_after is not None:
+            shown = self.neighbours_after
+            self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
 
     def _open_sources(self, run: Run) -> None:
         train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import rich
 from rich.console import Console
@@ -12,7 +10,6 @@ from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
-from vissl_zero.evaluation.patch_pictures import patch_pictures
 from vissl_zero.reporting.image_sheets import first_crops, original
 from vissl_zero.reporting.memory_kinds import total
 from vissl_zero.reporting.quantity import bytes_text, figure_text
@@ -36,14 +33,13 @@ class ReportImage(Hook):
         self._console = console or rich.get_console()
 
     def on_end(self, run: Run) -> None:
-        patches = patch_samples(run, self._knn.neighbours_after)
         if not run.is_main:
             return
         from vissl_zero.reporting.report import write_report  # imports matplotlib: 1 s, on this rank only
 
         path = run.folder / FILE_NAME
         try:
-            write_report(replace(gather_content(run, self._knn), patches=patches), path)
+            write_report(gather_content(run, self._knn), path)
         except OSError as error:
             self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
             return
@@ -72,21 +68,18 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
         peak_kind="allocated" if run.device.type == "cuda" else "resident",
         crops=first_crops(run),
         neighbours=neighbour_rows(knn.neighbours_before, knn.neighbours_after),
+        patches=patch_samples(knn),
     )
 
 
-def patch_samples(run: Run, shown: Neighbours | None) -> list[CropSample]:
-    """Test images with pictures of their patches, where the trunk is a vision transformer. Collective.
-
-    Args:
-        shown: whose queries are taken; None where kNN was off.
-    """
-    if shown is None:
+def patch_samples(knn: KnnHook) -> list[CropSample]:
+    """Test images with pictures of their patches, where the trunk is a vision transformer."""
+    if knn.neighbours_after is None:
         return []
-    found = patch_pictures(run, shown.query_source, shown.query_ids)
+    source = knn.neighbours_after.query_source
     return [
-        CropSample(original(shown.query_source, picture.image_id), [picture.components, *_if_any(picture.attention)])
-        for picture in (found if run.is_main else [])
+        CropSample(original(source, picture.image_id), [picture.components, *_if_any(picture.attention)])
+        for picture in knn.pictures
     ]
 
 

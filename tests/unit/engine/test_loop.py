@@ -25,7 +25,6 @@ from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Records, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
-from vissl_zero.registry import TRUNKS
 
 
 class _Watcher(Hook):
@@ -59,35 +58,6 @@ def test_memory_is_measured_at_few_steps_and_a_request_to_stop_is_known_at_the_n
     ]  # step 4 carries it to all ranks; what follows is for a hook
     assert run.records[4].bytes == run.records[3].bytes and all(record.bytes.grads > 0 for record in run.records)
     assert [record.step for record in run.records if record.watch] == [1, 2, 4, 7]
-
-
-@TRUNKS.register("drawing_plugin")
-class _DrawingPlugin(torch.nn.Module):
-    """A trunk of somebody else's, with a random layer that has no class of torch's."""
-
-    def __init__(self):
-        super().__init__()
-        self.feature_dim = 32
-        self.embed = torch.nn.Conv2d(3, 32, 4, 4)
-        self.noise = _Noise()
-
-    def forward(self, images):
-        return [self.noise(self.embed(x).mean(dim=(2, 3))) for x in images]
-
-
-class _Noise(torch.nn.Module):
-    def forward(self, x):
-        return x + 0.1 * torch.randn_like(x) if self.training else x
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_plugins_layer_that_draws_is_refused_by_name_in_the_first_step(tmp_path, level):
-    config = make_config()
-    config["MODEL"]["TRUNK"] = {"NAME": "drawing_plugin", "PARAMS": {}}
-    run, schedules, frozen = build_run(make_plan(config, tmp_path, level=level, max_steps=2), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"layer 'trunk\.noise'.*global generator.* \(got _Noise\)"):
-        train(run, schedules, frozen, [])
-    assert not run.records
 
 
 def test_a_trunk_with_a_layer_that_draws_from_the_global_generator_is_refused_in_the_first_step(tmp_path):
