@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.data.source import Source
-from vissl_zero.data.transforms.evaluation import build_eval_pipeline
+from vissl_zero.data.transforms.pipeline import build_eval_pipeline
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.inference import evaluating
+from vissl_zero.evaluation.features import evaluating
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 
 _CUT = 0.02  # share of the patches at either end of a component that do not stretch its colours

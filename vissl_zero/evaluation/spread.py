@@ -17,7 +17,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.data.transforms.pipeline import build_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
-from vissl_zero.evaluation.inference import evaluating
+from vissl_zero.evaluation.features import evaluating
 
 _EPSILON = 1e-7  # added to each share, as both papers have it
 _RIDGE = 1e-4  # LiDAR's delta, added to the diagonal of the scatter within images
