@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes that share the tests; each has its own pool of ranks.
 WORKERS ?= 2
 
-.PHONY: help quickstart test test-slow soak lint docs format clean
+.PHONY: help quickstart test test-slow soak test-models lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -27,6 +27,9 @@ test-slow: $(STAMP) ## The long tests.
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations; up to an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+test-models: $(STAMP) ## Real models through initialize, about 3,000 cells; half an hour, not part of CI.
+	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Linter, formatter and type checker over everything.
 	$(BIN)/ruff check .

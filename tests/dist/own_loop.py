@@ -130,7 +130,7 @@ def train_plainly(loop: Loop) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def train(loop: Loop, level: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import vissl_zero
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.models.unit import Unit
 from vissl_zero.sharding.batch_norm import (
@@ -165,3 +166,32 @@ def test_frozen_statistics_stay_while_batches_are_normalised_by_their_own(is_our
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     assert torch.equal(inside, layer(rows))
     assert not torch.equal(layer.running_mean, before["running_mean"])
+
+
+def _train_timm(level: int | None) -> dict[str, Tensor]:
+    """timm's batch norm with an activation inside, on this rank's rows; plain on all rows if ``level`` is None."""
+    import timm.layers
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), timm.layers.BatchNormAct2d(4), nn.Conv2d(4, 2, 3)).double()
+    rows = torch.randn(3, 12, 3, 7, 7, dtype=torch.float64)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    if level is not None:
+        model = timm.layers.convert_sync_batchnorm(model)
+        rows = rows.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+        model, plain = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": level})
+    for x in rows:
+        model(x).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    return dict(model.state_dict()) if level is None else plain.full_state()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_timms_synchronised_batch_norm_with_activation_is_one_process_with_all_rows(level: int) -> None:
+    expected = _train_timm(None)
+    found = run_on_ranks(2, _train_timm, level)[0]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

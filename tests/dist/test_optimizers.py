@@ -100,7 +100,7 @@ def train_plainly(
             nn.utils.clip_grad_norm_(trained(model), clip)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}, optimizer.state_dict()
+    return {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}, optimizer.state_dict()
 
 
 def train(

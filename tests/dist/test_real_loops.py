@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +62,7 @@ class Plain:
             if param.requires_grad and is_present:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
                 dist.all_reduce(grad)
-                param.grad = grad / dist.get_world_size()
+                param.grad = torch.empty_like(param).copy_(grad / dist.get_world_size())  # in the parameter's layout
 
     def step(self, is_averaged: bool = False) -> None:
         if not is_averaged:
@@ -321,6 +323,30 @@ def reentrant_checkpointing_and_two_forward_passes(init: Init) -> dict[str, Tens
     return train(*init(Reentrant()), lambda model, x: model(x).square().mean() + model(x.detach() * 2).abs().mean())
 
 
+@case(level_3="The loss is made of parameters themselves")
+def penalty_on_weights(init: Init) -> dict[str, Tensor]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
+
+    return train(*init(chain()), loss)
+
+
+@case(level_3="or changed in place what it returned")
+def outputs_of_blocks_changed_in_place(init: Init) -> dict[str, Tensor]:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x += 1
+            return x
+
+    return train(*init(InPlace()), lambda model, x: model(x[:, None].expand(-1, 2, -1)).square().mean())
+
+
 # --- parameters that only some ranks, or some steps, use --------------------------------------------------------------
 
 
@@ -456,6 +482,26 @@ def kept_gradients_clipped(init: Init) -> dict[str, Tensor]:
     return _edited(init, _clip, keep_gradients=True)
 
 
+@case(level_1=EDITED, level_2=EDITED, level_3="The gradient of a scalar parameter was read or changed")
+def clipped_by_torch_with_a_scalar(init: Init) -> dict[str, Tensor]:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    model, optimizer = init(Scaled())
+    for step in range(3):
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        if isinstance(optimizer, Plain):
+            optimizer.average()
+        _clip(model)
+        optimizer.step(**({"is_averaged": True} if isinstance(optimizer, Plain) else {}))
+    return optimizer.full_state()
+
+
 @case()
 def module_zero_grad(init: Init) -> dict[str, Tensor]:
     generator, g = init(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 7)))
@@ -482,6 +528,18 @@ def zero_grad_of_the_optimizer_that_was_given(init: Init) -> dict[str, Tensor]:
         optimizer.backward(model(rows(step, 7)).square().mean())
         optimizer.step()
     return optimizer.full_state()
+
+
+WRAPPED = "DistributedDataParallel would do it a second time"
+
+
+@case(level_0=WRAPPED, level_1=WRAPPED, level_2=WRAPPED, level_3=WRAPPED)
+def wrapped_in_data_parallel(init: Init) -> dict[str, Tensor]:
+    """As accelerator.prepare(model), fabric.setup(model) and Trainer do."""
+    model, optimizer = init(chain())
+    if not isinstance(optimizer, Plain):
+        model = nn.parallel.DistributedDataParallel(model)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
 # --- copies, hooks and parameters ------------------------------------------------------------------------------------
@@ -589,6 +647,48 @@ def channels_last(init: Init) -> dict[str, Tensor]:
         optimizer.backward(model(x).square().mean())
         optimizer.step()
     return optimizer.full_state()
+
+
+@case()
+def channels_last_resumed_by_a_fused_optimizer(init: Init) -> dict[str, Tensor]:
+    """Its kernel walks through parameter and state side by side: both must lie alike."""
+
+    def start() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+        return init(model, torch.optim.Adam(model.parameters(), 0.01, eps=1e-3, fused=True))
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        optimizer.backward(model(rows(number, 3, 8, 8)).square().mean())
+        optimizer.step()
+
+    model, optimizer = start()
+    step(model, optimizer, 0)
+    if isinstance(optimizer, Plain):
+        step(model, optimizer, 1)
+        return optimizer.full_state()
+    folder = [tempfile.mkdtemp(prefix="loops_")]
+    dist.broadcast_object_list(folder)
+    optimizer.save(folder[0])
+    model, resumed = start()
+    resumed.load(folder[0])
+    step(model, resumed, 1)
+    state = resumed.full_state()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return state
+
+
+@case(level_3="must not be compiled by torch.jit")
+def scripted_part(init: Init) -> dict[str, Tensor]:
+    model = nn.Sequential(nn.Linear(7, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 4), nn.ReLU())))
+    return train(*init(model), lambda model, x: model(x).square().mean())
+
+
+@case()
+def fresh_adagrad_of_an_empty_parameter(init: Init) -> dict[str, Tensor]:
+    model = Nested()
+    given = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.1)
+    return train(*init(model, given), lambda model, x: model(x).square().mean())
 
 
 class Nested(nn.Module):
@@ -721,6 +821,13 @@ def levels_differ(init: Init) -> dict[str, Tensor]:
 
 
 RATES = "The ranks differ in the optimizer"
+
+
+@case(level_0=RATES, level_1=RATES, level_2=RATES, level_3=RATES)
+def optimizers_differ(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    build = (torch.optim.SGD, torch.optim.Adam)[dist.get_rank()]
+    return train(*init(model, build(model.parameters(), 0.1)), lambda model, x: model(x).square().mean())
 
 
 @case(level_0=RATES, level_1=RATES, level_2=RATES, level_3=RATES)

@@ -49,12 +49,16 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
 
 
 def _own_format(model: nn.Module) -> str:
-    formats = {param.dtype for param in model.parameters()}
-    if len(formats) != 1 or not formats <= _NAMES.keys():
-        found = ", ".join(sorted(str(f).removeprefix("torch.") for f in formats)) or "none"
-        fix = "Cast it with model.float(), and ask for half precision by zero=dict(bf16=True, ...)."
+    formats = {param.dtype: name for name, param in reversed(list(model.named_parameters()))}
+    if len(formats) != 1 or not formats.keys() <= _NAMES.keys():
+        examples = (f"{str(dtype).removeprefix('torch.')} of {name}" for dtype, name in formats.items())
+        fix = (
+            "Cast it, frozen parameters too: model.float(), or model.bfloat16() to compute in that format over float32 "
+            "masters."
+        )
+        found = ", ".join(sorted(examples)) or "none"
         raise ConfigError([Problem("model", found, "must have parameters of one floating-point format", fix)])
-    return _NAMES[formats.pop()]
+    return _NAMES[next(iter(formats))]
 
 
 def _half(own: str, settings: ZeroSettings) -> str | None:

@@ -46,6 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.num_updates = 0
         self._num_micro_batches = 0
         self._is_in_backward = False
+        self._tied = _tied_names(model)
         self._micro_batch = ExitStack()
         self._open_micro_batch()
         if is_plain_refused:
@@ -174,7 +175,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
         """Whole parameters by full name, on every rank, to read. Takes the memory of all of them."""
         with self._sharded.full_parameters(), torch.no_grad():
-            yield dict(self._sharded.named_parameters())
+            yield self._with_tied(dict(self._sharded.named_parameters()))
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -186,8 +187,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield
 
     def full_state(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks."""
-        return self._sharded.full_state()
+        """Whole parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks.
+
+        A tied parameter is there under each of its names, as in ``state_dict()`` of the plain model.
+        """
+        return self._with_tied(self._sharded.full_state())
 
     def ledger(self) -> Any:
         """This rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
@@ -200,6 +204,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """Level, units and number formats, for people."""
         return self._sharded.describe()
+
+    def _with_tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state | {name: state[first] for name, first in self._tied.items() if first in state}
 
     def _open_micro_batch(self) -> None:
         is_last = self._num_micro_batches == self._accumulation_steps - 1
@@ -225,3 +232,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "Call optimizer.backward(loss) instead of loss.backward(): "
                 "with gradient accumulation or loss scaling the loss is scaled there."
             )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, with their first ones."""
+    first = {param: name for name, param in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[param] for name, param in names if first[param] != name}

@@ -15,6 +15,7 @@ from vissl_zero.config.derive.sharding import IMPLIED, TYPES, implied_level, typ
 from vissl_zero.config.explain import EXPLAINABLE, explain
 from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.own_loop.deepspeed_keys import from_deepspeed
 
 _RECIPE_KEYS = {
     "LEVEL": "level",
@@ -98,11 +99,12 @@ def read_settings(zero: Any) -> ZeroSettings:
 
     Args:
         zero: mapping, DictConfig, or path of a YAML file that holds the keys at its root, under ``zero`` or under
-            ``config.ZERO``.
+            ``config.ZERO``; with DeepSpeed's names where it has its ``zero_optimization``.
     Raises:
         ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
     """
-    given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in _mapping(zero).items()}
+    mapped, mapped_notes = from_deepspeed(_mapping(zero))
+    given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
     blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
     if unknown := [key for key in given if key not in _names()]:
         typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
@@ -146,7 +148,11 @@ def read_settings(zero: Any) -> ZeroSettings:
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
-        notes=(*([] if implied is None else [IMPLIED.format(key="zero.level")]), *_no_effect(keys, level)),
+        notes=(
+            *([] if implied is None else [IMPLIED.format(key="zero.level")]),
+            *mapped_notes,
+            *_no_effect(keys, level),
+        ),
     )
 
 

@@ -141,7 +141,7 @@ def _initial_state(
     Raises:
         ConfigError: it has made steps.
     """
-    table = [_uniform(optimizer.state.get(param, {})) for param in params]
+    table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel()]
     first = table[0] if table else {}
     if first is None or any(row != first for row in table):
         fix = "Give it before its first step, and load its state through load_state_dict afterwards."

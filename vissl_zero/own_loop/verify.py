@@ -316,7 +316,7 @@ def _number(loss: Any) -> Tensor:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 

@@ -21,7 +21,7 @@ from vissl_zero.optim.update_rule import element_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.state import (
     check_names,
     check_optimizer,
@@ -143,7 +143,7 @@ def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
     """A copy of this rank's elements of ``whole``, which has the shape of the parameter."""
     run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
     dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
-    return run.view(shard.local.shape).to(shard.local.device, dtype, copy=True)
+    return empty_state(shard.local, shard.local.shape, dtype).copy_(run.view(shard.local.shape))
 
 
 def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def _entry(shard: Shard, value: Any) -> Any:
 
 def _value(entry: Any, local: Tensor) -> Any:
     if isinstance(entry, dict):
-        return entry["local"].to(device="cpu" if local.is_meta else local.device, copy=True)
+        values = entry["local"]
+        return empty_state(local, values.shape, values.dtype).copy_(values)
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 

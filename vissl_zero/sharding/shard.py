@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
+from vissl_zero.sharding.torch_private import real_grad
 
 MIN_ROW_NORM = 1e-12
 
@@ -48,7 +49,7 @@ class Shard:
 
     def local_grad(self) -> Tensor | None:
         """The gradient of these rows that the last backward left, or None."""
-        grad = self.source.grad
+        grad = real_grad(self.source)
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
     def take_grad(self) -> None:
@@ -131,6 +132,14 @@ def whole_shard(name: str, param: nn.Parameter, is_counted: bool = True) -> Shar
     """The shard of a parameter that every rank of the world holds whole."""
     copies = collectives.world_size(), collectives.rank()
     return Shard(name, param, param, param.shape, is_counted=is_counted, num_copies=copies[0], copy=copies[1])
+
+
+def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+    """Memory for optimizer state of ``local``, in the order in which it lies: fused kernels pair both up."""
+    device = torch.device("cpu") if local.is_meta else local.device
+    if tuple(shape) != tuple(local.shape):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty_like(local, dtype=dtype, device=device)
 
 
 def divide_by_norms(rows: Tensor) -> None:

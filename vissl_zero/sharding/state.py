@@ -21,7 +21,7 @@ from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
@@ -231,7 +231,6 @@ def restore_state(
             continue
         state: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
         for key in keys_of.get(name, ()):
-            device = "cpu" if shard.is_stored else shard.local.device
             stored = f"{OPTIMIZER}{key}/{name}"
             is_whole = shard.local.shape == shard.full_shape  # then state may have a shape of its own
             shape = saved.shape(stored) if is_whole else shard.local.shape
@@ -239,7 +238,7 @@ def restore_state(
             dtype = saved.dtype(stored)
             if dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
                 dtype = shard.local.dtype
-            state[key] = torch.empty(shape, dtype=dtype, device=device)
+            state[key] = empty_state(shard.local, shape, dtype)
             _read(saved, stored, shard, state[key])
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):

@@ -55,7 +55,7 @@ class Watch:
     def problem(self) -> str | None:
         """The first change that an update would not see, as a sentence for people; None if there is none."""
         for owner, key, shard in self._owners:
-            if owner._parameters.get(key) is not shard.source:
+            if getattr(owner, key, None) is not shard.source:
                 return (
                     f"{shard.name} is another parameter than the one that was given to initialize(), and would not be "
                     "trained. Change the model before initialize(); write new values into the parameter in place."

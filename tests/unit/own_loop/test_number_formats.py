@@ -55,6 +55,9 @@ def test_float64_is_never_touched():
 
 
 def test_a_mixed_model_is_refused():
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
-    with pytest.raises(ConfigError, match=r"parameters of one floating-point format \(got float16, float32\)"):
+    """A base in bfloat16 with float32 adapters too: masters are of one format. The sentence names one of each."""
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16().requires_grad_(False))
+    named = r"parameters of one floating-point format \(got bfloat16 of 1.weight, float32 of 0.weight\). Cast it,"
+    with pytest.raises(ConfigError, match=named):
         choose_precision(mixed, read_settings({"level": 3}))
+    assert choose_precision(mixed.bfloat16(), read_settings({"level": 3}))[0].compute == "bfloat16"

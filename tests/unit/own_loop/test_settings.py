@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -51,6 +54,56 @@ def test_what_has_no_effect_at_level_0_is_said():
         f"zero.{key} has no effect at level 0: nothing is sharded." for key in keys
     )
     assert read_settings({"level": 1, **keys}).notes == ()
+
+
+def test_deepspeed_names_are_read(tmp_path):
+    """A file as DeepSpeed's users have it; what is decided elsewhere is said, key by key."""
+    given = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu"},
+        },
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(given))
+    ours = {
+        "level": 3,
+        "gradient_accumulation_steps": 2,
+        "clip_grad": 1.0,
+        "fp16": False,
+        "bf16": True,
+        "offload_optimizer_config": {"device": "cpu", "pin_memory": True},
+        "offload_param_config": {"device": "cpu"},
+    }
+    notes = (
+        "zero.zero_optimization.overlap_comm has no effect: it tunes DeepSpeed's messages and changes no number.",
+        "zero.train_batch_size has no effect: your loader decides it.",
+    )
+    assert read_settings(str(path)) == read_settings(given) == replace(read_settings(ours), notes=notes)
+    assert read_settings({"zero_optimization": {}, "gradient_clipping": 0}) == read_settings({"level": 0})
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"optimizer": {"type": "Adam"}}, "zero.optimizer: is not read from zero. Give it as initialize"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "zero.fp16.loss_scale: cannot be a fixed number"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size: is a key of DeepSpeed's"),
+        ({"zero_optimization": {"stage": 4}}, "zero.level: must be 0, 1, 2 or 3 (got 4)"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+    ],
+)
+def test_what_deepspeed_would_do_otherwise_is_refused(more, sentence):
+    with pytest.raises(ConfigError) as caught:
+        read_settings({"zero_optimization": {"stage": 1}} | more)
+    assert sentence in str(caught.value)
 
 
 def test_max_in_cpu_as_yaml_writes_it(tmp_path):

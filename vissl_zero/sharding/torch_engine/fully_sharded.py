@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.exchange.choose import open_exchange
 from vissl_zero.sharding.exchange.exchange import Exchange
@@ -35,10 +35,11 @@ from vissl_zero.sharding.shard import shards_of
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
 from vissl_zero.sharding.torch_engine.ordered import OrderedMeans, OrderedReduceScatter
+from vissl_zero.sharding.torch_engine.row_shard import hide_gradient
 from vissl_zero.sharding.torch_engine.unit_collectives import use_exchange
-from vissl_zero.sharding.torch_engine.unit_guard import FREED, UnitGuard, guard_modules
+from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
-from vissl_zero.sharding.torch_private import lazy_init
+from vissl_zero.sharding.torch_private import lazy_init, real_grad, set_real_grad
 
 
 class FullySharded(ShardedModel):
@@ -61,6 +62,7 @@ class FullySharded(ShardedModel):
         trained = {name for group in groups for name in group.params}
         self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
         store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
+        _refuse_scripted(module)
         with ExitStack() as undo:
             if store is not None:
                 undo.callback(store.close)  # or its files would stay
@@ -91,6 +93,8 @@ class FullySharded(ShardedModel):
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
                 shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
+            elif build_optimizer is not None:
+                shards = [shard if shard.source.dim() else hide_gradient(shard) for shard in shards]
             if build_optimizer is not None:
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
             elif store is not None:
@@ -152,9 +156,11 @@ class FullySharded(ShardedModel):
         try:
             yield
         except RuntimeError as error:
-            if "storage of size 0" not in str(error):
-                raise
-            raise VisslZeroError(FREED) from error
+            if "storage of size 0" in str(error):
+                raise VisslZeroError(FREED) from error
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise VisslZeroError(OF_PARAMETERS) from error
+            raise
 
     def _facts(self) -> dict[str, int]:
         """See ``ShardedModel``."""
@@ -177,13 +183,22 @@ class FullySharded(ShardedModel):
         table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
         dist.all_reduce(table)
         for scalar, (total, num_present) in zip(scalars, table, strict=True):
-            if scalar.grad is not None or num_present > 0:  # the second is read, and waited for, only without the first
-                scalar.grad = (total / dist.get_world_size()).to(scalar.dtype)
+            # The second is read, and waited for, only without the first.
+            if real_grad(scalar) is not None or num_present > 0:
+                set_real_grad(scalar, (total / dist.get_world_size()).to(scalar.dtype))
 
     def _before_shards_change(self) -> None:
         """At levels 1 and 2 a forward pass without gradient leaves parameters whole; they would be out of date."""
         for unit in self._units:
             unit.reshard()
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            must = "must not be compiled by torch.jit where parameters are sharded: its parameters cannot be replaced"
+            fix = "Give the module that it was compiled from, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            raise ConfigError([Problem(name or "model", type(part).__name__, must, fix)])
 
 
 def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
@@ -226,9 +241,10 @@ def _wrap(
 
 
 def _value_and_presence(scalar: nn.Parameter) -> Tensor:
-    if scalar.grad is None:
+    grad = real_grad(scalar)
+    if grad is None:
         return torch.zeros(2, dtype=torch.float64, device=scalar.device)
-    return torch.stack([scalar.grad.double(), scalar.grad.new_ones((), dtype=torch.float64)])
+    return torch.stack([grad.double(), grad.new_ones((), dtype=torch.float64)])
 
 
 def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:

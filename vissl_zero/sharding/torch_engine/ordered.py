@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from vissl_zero import collectives
 from vissl_zero.sharding.exchange.exchange import add_in_order
+from vissl_zero.sharding.torch_private import real_grad, set_real_grad
 
 
 class OrderedReduceScatter(ReduceScatter):
@@ -57,14 +58,15 @@ class OrderedMeans:
     @contextmanager
     def micro_batch(self, is_last: bool = True) -> Iterator[None]:
         """Around forward and backward of one micro-batch. Collective at its end: an all-to-all and an all-gather."""
-        earlier = [param.grad for param in self._params]
+        earlier = [real_grad(param) for param in self._params]
         for param in self._params:
-            param.grad = None
+            set_real_grad(param, None)
         yield
         self._average()
         for param, grad in zip(self._params, earlier, strict=True):
             if grad is not None:
-                param.grad = grad if param.grad is None else grad.add_(param.grad)
+                added = real_grad(param)
+                set_real_grad(param, grad if added is None else grad.add_(added))
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -72,12 +74,13 @@ class OrderedMeans:
         world_size = collectives.world_size()
         if world_size == 1 or not self._params:
             return
-        present = torch.tensor([param.grad is not None for param in self._params], device=self._params[0].device)
+        present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
         used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
         chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
         if not chosen:
             return
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in chosen]
+        found = [(param, real_grad(param)) for param in chosen]
+        grads = [torch.zeros_like(param) if grad is None else grad for param, grad in found]
         sizes = [grad.numel() for grad in grads]
         flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size)
         torch.cat([grad.reshape(-1) for grad in grads], out=flat[: sum(sizes)])
@@ -87,4 +90,4 @@ class OrderedMeans:
         add_in_order(received.view(world_size, -1).unbind(), mine, is_mean=True)
         dist.all_gather(list(flat.view(world_size, -1).unbind()), mine)
         for param, part in zip(chosen, flat[: sum(sizes)].split(sizes), strict=True):
-            param.grad = part.view_as(param)
+            set_real_grad(param, part.view(param.shape))

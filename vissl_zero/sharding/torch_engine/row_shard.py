@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +15,34 @@ from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
 from vissl_zero.sharding.torch_private import real_grad, set_real_grad
 
 
-class _GradientElsewhere(Tensor):
-    """Stands for a gradient of which this rank holds some rows: it is there, it can be dropped, and nothing else."""
+class _Refusing(Tensor):
+    """Stands for a gradient that the loop must not look at: it is there, it can be dropped, and nothing else."""
+
+    _why: ClassVar[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise VisslZeroError(
-            "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
-            "it. Write zero=dict(keep_gradients=True, ...) to keep whole gradients, or clip by zero=dict(clip_grad=...)"
-            ", or scale the loss. Setting it to None is possible."
-        )
+        raise VisslZeroError(cls._why)
+
+
+class _GradientElsewhere(_Refusing):
+    """Of which this rank holds some rows."""
+
+    _why = (
+        "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
+        "it. Write zero=dict(keep_gradients=True, ...) to keep whole gradients, or clip by zero=dict(clip_grad=...)"
+        ", or scale the loss. Setting it to None is possible."
+    )
+
+
+class _GradientOfThisRank(_Refusing):
+    """Of a scalar, which is averaged with the step."""
+
+    _why = (
+        "The gradient of a scalar parameter was read or changed by the loop, and where parameters are sharded it is "
+        "this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale the loss, or make it a "
+        "parameter of shape (1,). Setting it to None is possible."
+    )
 
 
 class WholeParameter(nn.Parameter):
@@ -61,7 +80,31 @@ class WholeParameter(nn.Parameter):
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
+class ScalarParameter(nn.Parameter):
+    """A parameter without rows beside sharded ones; the class of such a parameter is set to this one."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None, or a tensor that refuses to be used."""
+        return None if real_grad(self) is None else _OF_THIS_RANK
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            set_real_grad(self, None)
+        elif value is not _OF_THIS_RANK:
+            _OF_THIS_RANK + value  # refused
+
+
 _ELSEWHERE = torch.empty(0).as_subclass(_GradientElsewhere)
+_OF_THIS_RANK = torch.empty(0).as_subclass(_GradientOfThisRank)
+
+
+def hide_gradient(shard: Shard) -> Shard:
+    """The same shard with a view of its own to update, so that the loop cannot take its gradient for the mean."""
+    local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
+    shard.source.__class__ = ScalarParameter
+    return dataclasses.replace(shard, local=local)
 
 
 @dataclass(eq=False)

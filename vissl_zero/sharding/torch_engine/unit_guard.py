@@ -37,14 +37,21 @@ _FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit of which all sav
 
 FREED = (
     "The backward pass needs parameters of a unit that are no longer whole: the loss was made of features inside the "
-    "unit, and not of what it returned. Return them from forward(), or use ZeRO level 0, or level 1 or 2 on the CPU. "
-    "No update was made."
+    "unit, and not of what it returned, or changed in place what it returned. Return them from "
+    "forward(), write y = y + 1, or use ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
 
 TAKEN_APART = (
     "{} is used from outside of {}, a sharded unit, where its parameters are not whole. Call the unit itself: the "
     "model, not one of its layers or another method; block(x), not block.layer(x). Or name other units by a method "
     "zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
+)
+
+
+OF_PARAMETERS = (
+    "The loss is made of parameters themselves (a penalty on weights?), of which each rank holds a part. Use "
+    "the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or use "
+    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
 
 

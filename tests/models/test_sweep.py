@@ -1,0 +1,305 @@
+"""Real models through ``initialize``: each cell trains what plain torch trains in one process, or is refused.
+
+A cell is a model of ``zoo.py``, a loop, a number of ranks and a ZeRO level, in float64. One pytest test runs the four
+levels of one model, loop and number of ranks on the suite's pool; ``make test-models`` runs all of them and prints a
+line per cell and a table.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import vissl_zero
+from tests.models.zoo import BASE, ZOO, Entry
+from tests.ranks import RankError, run_on_ranks
+
+TOLERANCE = 1e-9  # relative to the largest element of a tensor, or to 1
+NUM_STEPS = 3
+EXACT, REFUSED, DIFFERENT, CRASH = "exact", "refused", "DIFFERENT", "CRASH"
+
+
+def _two_groups(model: nn.Module, build: Callable[..., Any], **options: Any) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    large, small = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    groups = [{"params": large, "weight_decay": 0.1}, {"params": small, "lr": 3e-4, "weight_decay": 0.0}]
+    return build([group for group in groups if group["params"]], lr=1e-3, **options)
+
+
+def _lamb(params: Any, **options: Any) -> torch.optim.Optimizer:
+    from timm.optim import Lamb
+
+    return Lamb(params, max_grad_norm=None, **options)
+
+
+ADAM = {"lr": 1e-3, "eps": 1e-4}  # gradients that are zero but for rounding must not be divided by themselves
+
+
+@dataclass(frozen=True)
+class Way:
+    """An optimizer and a loop.
+
+    Attributes:
+        plain: the optimizer of plain torch, from a model.
+        given: what ``initialize`` is given, from a model; None: what ``plain`` builds.
+        zero: further keys of ``zero``.
+        num_micro_batches: per update.
+        num_calls: forward passes per backward pass.
+        is_frozen: every third parameter is not trained.
+        is_clipped_by_hand: ``clip_grad_norm_`` by the loop.
+        is_resumed: ``state_dict`` into a fresh model after the first step; ``"folder"``: ``save`` and ``load``.
+        has_evaluation: a pass in eval mode without gradients after each step.
+        is_wrapped: the forward pass runs inside another module.
+    """
+
+    plain: Callable[[nn.Module], torch.optim.Optimizer]
+    given: Callable[[nn.Module], Any] | None = None
+    zero: dict[str, Any] = field(default_factory=dict)
+    num_micro_batches: int = 1
+    num_calls: int = 1
+    is_frozen: bool = False
+    is_clipped_by_hand: bool = False
+    is_resumed: str = ""
+    has_evaluation: bool = False
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _dict(name: str, **options: Any) -> dict[str, Any]:
+    """``plain`` and ``given`` of an optimizer that is given as a dict."""
+    build = _lamb if name == "LAMB" else getattr(torch.optim, name)
+    return {
+        "plain": lambda model: build(_trained(model), **options),
+        "given": lambda model: {"type": name, **options},
+    }
+
+
+WAYS = {
+    "sgd": Way(**_dict("SGD", lr=0.01, momentum=0.9, weight_decay=1e-3)),
+    "adamw_groups": Way(lambda model: _two_groups(model, torch.optim.AdamW, eps=1e-4)),
+    "adam_clip_accumulate": Way(**_dict("Adam", **ADAM), zero={"clip_grad": 0.1}, num_micro_batches=2),
+    "rmsprop_two_calls": Way(
+        plain=lambda model: torch.optim.RMSprop(_trained(model), lr=1e-4, eps=1e-3),
+        given=lambda model: functools.partial(torch.optim.RMSprop, lr=1e-4, eps=1e-3),
+        num_calls=2,
+    ),
+    "adagrad_frozen": Way(lambda model: torch.optim.Adagrad(_trained(model), lr=1e-3, eps=1e-3), is_frozen=True),
+    "adam_over_frozen": Way(lambda model: torch.optim.Adam(model.parameters(), **ADAM), is_frozen=True),
+    "nadam_evaluated": Way(lambda model: torch.optim.NAdam(model.parameters(), **ADAM), has_evaluation=True),
+    "adamw_resumed": Way(**_dict("AdamW", **ADAM), is_resumed="state", num_micro_batches=2),
+    "adam_saved_frozen": Way(**_dict("Adam", **ADAM), is_resumed="folder", is_frozen=True),
+    "sgd_kept_gradients": Way(**_dict("SGD", lr=0.01), zero={"keep_gradients": True}, is_clipped_by_hand=True),
+    "adamw_threshold": Way(**_dict("AdamW", **ADAM), zero={"wrap_threshold": 200}),
+    "lamb": Way(**_dict("LAMB", lr=1e-3, eps=1e-4, weight_decay=0.01)),
+}
+QUICK = [name for name in WAYS if name != "lamb"]
+
+
+# --- the two runs ----------------------------------------------------------------------------------------------------
+
+
+def _fresh(entry: Entry, way: Way) -> nn.Module:
+    torch.manual_seed(0)
+    model = entry.build()
+    model.train()
+    if way.is_frozen:
+        for param in list(model.parameters())[::3]:
+            param.requires_grad_(False)
+    return model
+
+
+def _loss(entry: Entry, way: Way, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    number = (step * 10 + micro) * 10 + rank
+    generator = torch.Generator().manual_seed(number)
+    torch.manual_seed(number)  # of dropout
+    return torch.stack([entry.loss(model, generator) for _ in range(way.num_calls)]).mean()
+
+
+def _evaluate(entry: Entry, way: Way, model: nn.Module) -> None:
+    if way.has_evaluation:
+        model.eval()
+        with torch.no_grad():
+            _loss(entry, way, model, 99, 0, 0)
+        model.train()
+
+
+def _plainly(entry: Entry, way: Way, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[float]]]:
+    """One process, the mean over what each rank would see; the buffers are those of rank 0.
+
+    Returns:
+        The state before and after, and the losses by step of each rank.
+    """
+    model = _fresh(entry, way)
+    optimizer = way.plain(model)
+    start = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in range(world_size)]
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    for step in range(NUM_STEPS):
+        for micro in range(way.num_micro_batches):
+            for rank in range(world_size):
+                _set_buffers(model, buffers[rank])
+                loss = _loss(entry, way, model, step, micro, rank)
+                (loss / (world_size * way.num_micro_batches)).backward()
+                losses[rank].append(loss.item())
+                buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}
+        clip = 0.1 if way.is_clipped_by_hand else way.zero.get("clip_grad")
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        _evaluate(entry, way, model)
+    _set_buffers(model, buffers[0])
+    saved = model.state_dict().keys()
+    buffers_saved = [(name, value) for name, value in model.named_buffers() if name in saved]
+    return start, dict((*model.named_parameters(), *buffers_saved)), losses
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+def _sharded(entry: Entry, way: Way, level: int, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    def start() -> tuple[nn.Module, Any]:
+        model = _fresh(entry, way)
+        zero = {"level": level, "gradient_accumulation_steps": way.num_micro_batches, **way.zero}
+        if level in (0, 3):
+            zero.pop("keep_gradients", None)
+        return vissl_zero.initialize(model, (way.given or way.plain)(model), zero)
+
+    model, optimizer = start()
+    losses = []
+    for step in range(NUM_STEPS):
+        for micro in range(way.num_micro_batches):
+            loss = _loss(entry, way, model, step, micro, dist.get_rank())
+            losses.append(loss.item())
+            optimizer.backward(loss)
+            if way.is_clipped_by_hand:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        _evaluate(entry, way, model)
+        if step == 0 and way.is_resumed == "state":
+            with torch.no_grad():
+                state = copy.deepcopy(optimizer.state_dict())
+            model, optimizer = start()
+            optimizer.load_state_dict(state)
+        if step == 0 and way.is_resumed == "folder":
+            optimizer.save(folder)
+            model, optimizer = start()
+            optimizer.load(folder)
+    return optimizer.full_state(), losses
+
+
+def _run(name: str, way_name: str, levels: list[int], folder: str) -> list[tuple[str, str]]:
+    """What became of each level on this rank: a word and a remark."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        entry, way = ZOO[name], WAYS[way_name]
+        start, expected, losses = _plainly(entry, way, dist.get_world_size())
+        moved = max(
+            (expected[key] - value).abs().max().item()
+            for key, value in start.items()
+            if key in expected and value.numel()
+        )
+        assert moved > 1e-6, f"{name} is not trained by its loss"
+        return [_compared(entry, way, level, expected, losses, f"{folder}/{level}") for level in levels]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compared(
+    entry: Entry, way: Way, level: int, expected: dict[str, Tensor], losses: list[list[float]], folder: str
+) -> tuple[str, str]:
+    try:
+        state, found = _sharded(entry, way, level, folder)
+    except vissl_zero.errors.VisslZeroError as error:
+        return REFUSED, str(error)
+    own = torch.tensor(losses[dist.get_rank()])
+    distance, where = _relative(torch.tensor(found), own), "the loss"
+    if dist.get_rank() == 0:
+        missing = [key for key in expected if key not in state]
+        assert not missing, f"full_state() lacks {missing}"
+        for key, value in expected.items():
+            further = _relative(state[key], value.detach())
+            if further > distance:
+                distance, where = further, key
+    return (EXACT, f"{distance:.0e}") if distance <= TOLERANCE else (DIFFERENT, f"{where} by {distance:.1e}")
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    if not expected.numel() or torch.equal(found, expected):
+        return 0.0
+    found, expected = found.double(), expected.double()
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1.0)).nan_to_num(nan=torch.inf).item()
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def _cells() -> list[tuple[str, str, int]]:
+    """Every model on 2 and 3 ranks (odd ones on 1 too), each time with another loop; a few models with every loop."""
+    cells = []
+    for index, name in enumerate(ZOO):
+        for world_size in (1, 2, 3) if name.startswith("odd") else (2, 3):
+            cells.append((name, QUICK[(index + 5 * world_size) % len(QUICK)], world_size))
+    cells += [(name, way, world_size) for name in BASE for way in WAYS for world_size in (2, 3)]
+    return list(dict.fromkeys(cells))
+
+
+CELLS = _cells()
+
+
+def _outcome(name: str, way: str, world_size: int, levels: list[int]) -> dict[int, tuple[str, str]]:
+    with tempfile.TemporaryDirectory(prefix="sweep_") as folder:
+        try:
+            of_ranks = run_on_ranks(world_size, _run, name, way, levels, folder, timeout_s=150, group_timeout_s=20)
+        except RankError as error:
+            if len(levels) == 1:
+                return {levels[0]: (CRASH, _last_line(str(error)))}
+            return {level: _outcome(name, way, world_size, [level])[level] for level in levels}
+    found = {}
+    for index, level in enumerate(levels):
+        words = [answers[index][0] for answers in of_ranks]
+        worst = max(words, key=[EXACT, REFUSED, DIFFERENT, CRASH].index)
+        remark = next(answers[index][1] for answers in of_ranks if answers[index][0] == worst)
+        found[level] = (
+            (worst, remark) if worst != REFUSED or set(words) == {REFUSED} else (CRASH, f"some ranks: {remark}")
+        )
+    return found
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    return next((line for line in lines if "Error" in line and "RankError" not in line), lines[-1])
+
+
+@pytest.mark.models
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("name", "way", "world_size"), CELLS)
+def test_is_exact_or_refused(
+    name: str, way: str, world_size: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Refused where the zoo says so, with the sentence it says; exact elsewhere."""
+    wrong = []
+    for level, (word, remark) in _outcome(name, way, world_size, [0, 1, 2, 3]).items():
+        record_property("cell", (name, way, world_size, level, word, remark))
+        print(f"{name:36} {way:20} {world_size} ranks  level {level}  {word:9}  {remark[:150]}", flush=True)
+        sentence = ZOO[name].refusal(level, world_size, way)
+        is_right = word == EXACT if sentence is None else word == REFUSED and sentence in remark
+        if not is_right:
+            wrong.append(f"level {level}: {word}: {remark}")
+    assert not wrong, "\n".join(wrong)
