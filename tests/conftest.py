@@ -41,6 +41,15 @@ def _seed() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Leave the group of one that ``initialize`` joins to no later test."""
+    yield
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests run in one process, and which may run twice.

@@ -31,7 +31,7 @@ from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.hook import Hook, Run, Step
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 
 SAVED_AT, NUM_STEPS, GLOBAL_BATCH, NUM_IMAGES = 4, 6, 12, 32  # three steps an epoch, the last of 8
@@ -111,8 +111,10 @@ class _Trace(Hook):
         dist.all_gather_object(parts, batch.sample_ids.tolist())
         self.samples.append(sorted(itertools.chain(*parts)))
 
-    def on_step(self, run: Run, step: Step) -> None:
+    def on_record(self, run: Run, record: StepRecord) -> None:
         self.losses.append(record.loss)
+
+    def on_step(self, run: Run, step: Step) -> None:
         if self.saver is not None and run.step == SAVED_AT:
             self.saver.save(run, [])
             self.saver.finish()

@@ -1,7 +1,7 @@
 """The parity matrix: every level of both engines on 1 to 4 ranks trains what plain torch trains in one process.
 
 In float64 to 1e-10: losses, gradient norms, parameters, running statistics and averages. Level 3 of fairscale, whose FSDP
-takes float32 alone, to 1e-6, with a stand-in for CUDA's streams. ``cells.py`` has the table, docs/parity.md explains it.
+takes float32 alone, to 4e-6, with a stand-in for CUDA's streams. ``cells.py`` has the table, docs/parity.md explains it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.dist.training import train_sharded
 from tests.ranks import RankError, run_on_ranks
 
 TOLERANCE, NOISE_FLOOR = 1e-10, 1e-12
-FLOAT32_TOLERANCE = 1e-6
+FLOAT32_TOLERANCE = 4e-6  # 32 roundings: Adam divides small gradients by their own size
 HALF_TOLERANCE = 0.02  # of a loss, relative
 
 RUN = [cell for cell in CELLS if cell.excluded is None]

@@ -37,4 +37,4 @@ def test_benchmarks_of_a_checkpoint(tmp_path):
     assert figures["knn"]["num_steps"] == 0 and not (tmp_path / "knn" / "checkpoints").exists()
     assert figures["linear"]["top1"] > 0.3
     features = read_features(tmp_path / "extract_features")
-    assert features.rows.shape == (320, 64) and len(set(features.images)) == 320
+    assert features.rows.shape == (320, 256) and len(set(features.images)) == 320

@@ -185,13 +185,12 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
             if taps is None:
                 _check_width(head_name, options, trunk)
             heads.append(HEADS.get(head_name).build(**options))
-            for module in heads[-1].modules():
-                if isinstance(module, MLP):
-                    module.first_scale = float(head_config.get("PARAMS_MULTIPLIER", 1.0))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
     for module in model.heads.modules():
+        if isinstance(module, MLP):
+            module.first_scale = float(head_config.get("PARAMS_MULTIPLIER", 1.0))
         if isinstance(module, _BatchNorm):
             module.eps = float(head_config["BATCHNORM_EPS"])
             module.momentum = head_config["BATCHNORM_MOMENTUM"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.resolved import NO_UNITS, ShardingPlan, keeps_parameters_whole
-from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.fit import choose_plan
 from vissl_zero.own_loop.number_formats import choose_precision
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
@@ -21,6 +21,7 @@ from vissl_zero.own_loop.settings import read_settings
 from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.replica_check import require_equal
+from vissl_zero.sharding.watch import refuse_wrapping
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_vissl_zero_is_sharded"
@@ -108,7 +109,7 @@ def initialize(
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
     setattr(model, _MARK, True)
-    model._ddp_params_and_buffers_to_ignore = _NotToBeWrapped()  # type: ignore[assignment]
+    refuse_wrapping(model)
     outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
@@ -148,20 +149,6 @@ def _say(notes: tuple[str, ...]) -> None:
     if collectives.rank() == 0:
         for note in notes:
             logging.getLogger(__name__).warning("%s", note)
-
-
-class _NotToBeWrapped:
-    """Where ``DistributedDataParallel`` looks for what to leave alone, before it changes anything of a model."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise VisslZeroError(
-            "This model was given to initialize(), which averages its gradients; DistributedDataParallel would do it a "
-            "second time. Call the model as it is: leave it out of accelerator.prepare(...), fabric.setup(...) and the "
-            "like (give those the data loader only), and write the loop yourself instead of Trainer.train()."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> tuple[()]:
-        return ()  # a copy is a plain model
 
 
 class _Body(nn.Module):

@@ -96,3 +96,22 @@ def _place(source: Tensor) -> int:
 def num_hooks(source: Tensor) -> int:
     """How many hooks a parameter has, before and after its gradient is accumulated."""
     return len(source._backward_hooks or ()) + len(getattr(source, "_post_accumulate_grad_hooks", None) or ())
+
+
+def refuse_wrapping(model: nn.Module) -> None:
+    """Have ``DistributedDataParallel`` end in a sentence instead of averaging gradients a second time."""
+    model._ddp_params_and_buffers_to_ignore = _NotToBeWrapped()  # type: ignore[assignment]
+
+
+class _NotToBeWrapped:
+    """Where ``DistributedDataParallel`` looks for what to leave alone, before it changes anything of a model."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise VisslZeroError(
+            "This model was given to initialize(), which averages its gradients; DistributedDataParallel would do it a "
+            "second time. Call the model as it is: leave it out of accelerator.prepare(...), fabric.setup(...) and the "
+            "like (give those the data loader only), and write the loop yourself instead of Trainer.train()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> tuple[()]:
+        return ()  # a copy is a plain model

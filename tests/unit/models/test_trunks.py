@@ -131,7 +131,7 @@ def test_standardized_convolution_ignores_shift_and_scale_of_its_filters() -> No
         (lambda: RegNet(depth=3), r"REGNET: lacks w_0, w_a, w_m, group_width"),
         (lambda: RegNet(**{**TINY, "w_0": 17}), r"w_0: must be a multiple of 8 \(got 17\)"),
         (lambda: RegNet(**TINY, stem_type="STEM"), r"stem_type: must be one of .*RES_STEM_CIFAR"),
-        (lambda: ResNet(DEPTH=20), r"RESNETS.DEPTH: must be one of 18, 34, 50, 101, 152 \(got 20\)"),
+        (lambda: ResNet(DEPTH=20), r"RESNETS.DEPTH: must be one of 18, 34, 50, 101, 152, 200 \(got 20\)"),
         (lambda: ResNet(DEPTH=18, GROUPS=2), r"depths 18 and 34 have neither groups"),
         (lambda: ResNet(NORM="LayerNorm"), r"RESNETS.NORM: must be one of BatchNorm, GroupNorm"),
     ],

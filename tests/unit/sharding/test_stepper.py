@@ -9,7 +9,7 @@ from torch import nn
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.stepper import Stepper
+from vissl_zero.sharding.stepper import Clipping, Stepper
 
 
 def _shards(**grads: list[float] | None) -> list[Shard]:
@@ -23,13 +23,13 @@ def _shards(**grads: list[float] | None) -> list[Shard]:
 
 def _stepper(shards: list[Shard], lr: float = 1.0, weight_decay: float = 0.0, **changes: object) -> Stepper:
     group = {"params": [shard.local for shard in shards], "lr": lr, "weight_decay": weight_decay}
-    settings = {"adaptation": None, "clip_grad": None, "loss_scale": None, "group": None} | changes
+    settings = {"adaptation": None, "clipping": None, "loss_scale": None, "group": None} | changes
     return Stepper(shards, torch.optim.SGD([group], momentum=0.9), **settings)  # type: ignore[arg-type]
 
 
 def test_the_norm_is_of_unscaled_gradients_before_clipping() -> None:
     shards = _shards(a=[3.0 * 8, 0.0], b=[0.0, 4.0 * 8])
-    result = _stepper(shards, clip_grad=2.5, loss_scale=LossScale(scale=8.0)).step(frozen=())
+    result = _stepper(shards, clipping=Clipping(2.5), loss_scale=LossScale(scale=8.0)).step(frozen=())
     assert (float(result.grad_norm), result.skipped, result.loss_scale) == (5.0, False, 8.0)
     assert shards[0].local.tolist() == pytest.approx([3.0 - 1.5, 4.0], abs=1e-5)
     assert shards[1].local.tolist() == pytest.approx([3.0, 4.0 - 2.0], abs=1e-5)
@@ -65,12 +65,14 @@ def test_adaptation_takes_over_weight_decay_for_the_step_only() -> None:
 
 def test_clipping_comes_before_adaptation() -> None:
     shards = _shards(a=[0.0, 100.0])
-    _stepper(shards, clip_grad=1.0, weight_decay=0.1, adaptation=Larc(trust_coefficient=0.3, eps=0.0)).step(frozen=())
+    _stepper(shards, clipping=Clipping(1.0), weight_decay=0.1, adaptation=Larc(trust_coefficient=0.3, eps=0.0)).step(
+        frozen=()
+    )
     rate = 0.3 * 5 / (1 + 0.1 * 5)
     assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
 
 
 def test_nothing_to_move_is_no_error() -> None:
     shards = _shards(a=None)
-    result = _stepper(shards, clip_grad=1.0, adaptation=Larc(), loss_scale=LossScale()).step(frozen=())
+    result = _stepper(shards, clipping=Clipping(1.0), adaptation=Larc(), loss_scale=LossScale()).step(frozen=())
     assert float(result.grad_norm) == 0.0 and not result.skipped

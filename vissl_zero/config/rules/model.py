@@ -273,8 +273,6 @@ def weights(cfg: RunConfig, host: Host) -> Problem | None:
 
 
 RULES = (
-    known,
-    method,
     trunk,
     regnet,
     vision_transformer,
@@ -286,4 +284,6 @@ RULES = (
     sweep,
     probe,
     weights,
+    known,
+    method,
 )
