@@ -89,7 +89,9 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     out = console or rich.get_console()
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []
-    for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *KINDS):
+    has_teacher = any(row.summary.get("bytes", {}).get("teacher") for row in rows)
+    shown = [kind for kind in KINDS if kind != "teacher" or has_teacher]
+    for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *shown):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
         summary, memory = row.summary, row.summary.get("bytes", {})
@@ -99,10 +101,10 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
             "-" if knn is None else f"{100 * knn:.1f} %",
             figure_text(summary.get("images_per_s")),
         )
-        kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in KINDS)
+        kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in shown)
         table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
     # Cut columns say nothing: a narrow terminal wraps the lines instead.
-    wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(KINDS))), soft_wrap=True)
+    wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(shown))), soft_wrap=True)
     wide.print(table)
 
 
