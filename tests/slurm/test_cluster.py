@@ -35,6 +35,9 @@ SMALL = [
     "config=quickstart/swav_digits",
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.TRAINER.DTYPE=float64",
+    # Steps that take much less than the pause between them, 22 to an epoch.
+    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8",
+    "config.DATA.TRAIN.DATA_LIMIT=352",
     "config.NEAREST_NEIGHBOR.USE_KNN=false",
     "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
     "config.IMPORTS=[pace_of_tests]",
