@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.config.components.optimizers import AdamW8bitConfig
 from vissl_zero.optim.elementwise import Groups
+from vissl_zero.optim.whole_tensor import GroupOptimizer
 from vissl_zero.registry import OPTIMIZERS
 
 _ELEMENTS_AT_ONCE = 2**20  # decoded together, or rounded up to a block: bounds what a step takes beside the state
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(GroupOptimizer):
     """AdamW with block-wise quantised moments: https://arxiv.org/abs/2110.02861.
 
     Each block of ``block_size`` successive elements (the last may be shorter) is stored as a byte an element, an entry
@@ -50,18 +51,11 @@ class AdamW8bit(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"block_size": block_size, "min_elements": min_elements})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    self._update(group, param, param.grad)
-        return loss
+    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        """See ``GroupOptimizer``."""
+        for param in params:
+            assert param.grad is not None
+            self._update(group, param, param.grad)
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         state, size = self.state[param], group["block_size"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.config.components.optimizers import ShampooConfig
 from vissl_zero.optim.elementwise import Groups
+from vissl_zero.optim.whole_tensor import GroupOptimizer
 from vissl_zero.registry import OPTIMIZERS
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(GroupOptimizer):
     """Shampoo as Distributed Shampoo has it: https://arxiv.org/abs/2309.06497.
 
     A matrix (a kernel counts as the matrix of its first dimension by the rest) is cut into blocks by a grid that begins
@@ -55,18 +56,11 @@ class Shampoo(torch.optim.Optimizer):
         betas = (betas[0], betas[1])
         super().__init__(params, {"lr": lr, "betas": betas, "frequency": frequency, "block_size": block_size} | rest)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    self._update(group, param, param.grad)
-        return loss
+    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        """See ``GroupOptimizer``."""
+        for param in params:
+            assert param.grad is not None
+            self._update(group, param, param.grad)
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]

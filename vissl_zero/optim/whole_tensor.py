@@ -16,7 +16,26 @@ from vissl_zero.optim.elementwise import Groups
 from vissl_zero.registry import OPTIMIZERS
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class GroupOptimizer(torch.optim.Optimizer):
+    """An optimizer of our own: updates the parameters that have a gradient, a group at a time."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter with a gradient; returns what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update_group(group, [param for param in group["params"] if param.grad is not None and param.numel()])
+        return loss
+
+    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        """Update ``params`` of a group in place; all have gradients and elements. Gradients are not recorded."""
+        raise NotImplementedError
+
+
+class MuonAdamW(GroupOptimizer):
     """torch's Muon for matrices, torch's AdamW for everything else.
 
     A tensor of more than two dimensions (a convolution's kernel) counts as the matrix of its first dimension by the
@@ -67,20 +86,12 @@ class MuonAdamW(torch.optim.Optimizer):
             self._muon(group, [torch.empty(1, 1)])
             self._adamw(group, [torch.empty(1)])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            chosen = [param for param in group["params"] if param.grad is not None and param.numel()]
-            matrices = [param for param in chosen if group["use_muon"] and param.dim() > 1]
-            others = [param for param in chosen if not (group["use_muon"] and param.dim() > 1)]
-            self._run(self._muon, group, matrices, lambda tensor: tensor.reshape(len(tensor), -1))
-            self._run(self._adamw, group, others, lambda tensor: tensor)
-        return loss
+    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        """See ``GroupOptimizer``."""
+        matrices = [param for param in params if group["use_muon"] and param.dim() > 1]
+        others = [param for param in params if not (group["use_muon"] and param.dim() > 1)]
+        self._run(self._muon, group, matrices, lambda tensor: tensor.reshape(len(tensor), -1))
+        self._run(self._adamw, group, others, lambda tensor: tensor)
 
     def _run(
         self,

@@ -11,28 +11,6 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.sharding.strategy import Bytes
 
-
-class PeakMemory(Hook):
-    """Adds ``bytes_per_rank`` and ``bytes`` (the largest rank's, kind by kind) to the results.
-
-    Cost: one all-gather of a few numbers at the end of the run.
-    """
-
-    def __init__(self) -> None:
-        self._largest = self._newest = Bytes()
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.bytes is not self._newest:  # measured anew
-            self._newest = step.bytes
-            self._largest = largest((self._largest, step.bytes))
-
-    def on_end(self, run: Run) -> None:
-        recorded = (record.bytes for record in run.records)  # those before a resume, too; not all of a long run
-        per_rank = gather(largest((self._largest, *recorded)), run.device)
-        run.results["bytes"] = asdict(largest(per_rank))
-        run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]
-
-
 # What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured from
 # outside (resident memory on the CPU, allocated on CUDA) and holds code, data and caches too; ``params_step_peak`` is
 # what ``params`` grows to for a moment while units are gathered.
@@ -68,3 +46,24 @@ def gather(memory: Bytes, device: torch.device) -> list[Bytes]:
     """Every rank's figures, in rank order. Collective: every rank calls it. Cost: one all-gather of a few numbers."""
     row = torch.tensor([list(asdict(memory).values())], dtype=torch.int64, device=device)
     return [Bytes(*figures) for figures in all_gather_rows(row).tolist()]
+
+
+class PeakMemory(Hook):
+    """Adds ``bytes_per_rank`` and ``bytes`` (the largest rank's, kind by kind) to the results.
+
+    Cost: one all-gather of a few numbers at the end of the run.
+    """
+
+    def __init__(self) -> None:
+        self._largest = self._newest = Bytes()
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.bytes is not self._newest:  # measured anew
+            self._newest = step.bytes
+            self._largest = largest((self._largest, step.bytes))
+
+    def on_end(self, run: Run) -> None:
+        recorded = (record.bytes for record in run.records)  # those before a resume, too; not all of a long run
+        per_rank = gather(largest((self._largest, *recorded)), run.device)
+        run.results["bytes"] = asdict(largest(per_rank))
+        run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]

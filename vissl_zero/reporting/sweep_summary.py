@@ -17,10 +17,11 @@ from rich.text import Text
 
 from vissl_zero.atomic import replacing
 from vissl_zero.reporting.curves import KIND_COLORS
-from vissl_zero.reporting.memory_kinds import KINDS
+from vissl_zero.reporting.memory_kinds import KINDS, shown_kinds
 from vissl_zero.reporting.quantity import bytes_text, figure_text
 from vissl_zero.reporting.report_page import BLUE, GREEN, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.sweep_note import is_done, read_note, read_summary
+from vissl_zero.sharding.strategy import Bytes
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 _FIGURES = {"loss_last": "loss", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
@@ -89,8 +90,7 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     out = console or rich.get_console()
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []
-    has_teacher = any(row.summary.get("bytes", {}).get("teacher") for row in rows)
-    shown = [kind for kind in KINDS if kind != "teacher" or has_teacher]
+    shown = shown_kinds(*(Bytes(teacher=row.summary.get("bytes", {}).get("teacher", 0)) for row in rows))
     for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *shown):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
