@@ -19,7 +19,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
 from vissl_zero.engine.rehearsal import set_stage
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.sharding.candidates import Budget, Candidate, because, rank_candidates, rounded_up, smallest
+from vissl_zero.sharding.candidates import Budget, Candidate, because, nothing_fits, rank_candidates
 
 FIT = "fit"
 _GIB = 2**30
@@ -148,19 +148,12 @@ def _without_choice(cfg: RunConfig) -> RunConfig:
 
 
 def _nothing_fits(planned: Planned) -> Problem:
-    least = smallest(planned.candidates)
-    key, memory = "config.ZERO.MEMORY_GB", f"{planned.budget.memory / _GIB:.3g}"
-    if least is None or least.forecast.step is None:
-        reason = planned.candidates[0].forecast.unknown
-        fix = "Write config.ZERO.LEVEL=0, 1, 2 or 3."
-        return Problem("config.ZERO.LEVEL", "'fit'", f"needs a forecast, and there is none ({reason})", fix)
-    need = least.forecast.step.peak_bytes
-    must = f"is too little for every plan that trains the same; the smallest takes {need / _GIB:.3g} GiB ({least})"
-    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in planned.candidates)
-    tried = "" if has_disk else " or name a disk (nvme_path)"
-    halves = (
-        ""
-        if planned.plan.sharding.precision.autocast
-        else ", or let AMP compute in bfloat16, or halve config.DATA.TRAIN.BATCHSIZE_PER_REPLICA (both change numbers)"
+    halves = ", or let AMP compute in bfloat16, or halve config.DATA.TRAIN.BATCHSIZE_PER_REPLICA (both change numbers)"
+    return nothing_fits(
+        planned.candidates,
+        planned.budget,
+        level="config.ZERO.LEVEL",
+        memory="config.ZERO.MEMORY_GB",
+        disk=" or name a disk (nvme_path)",
+        others="" if planned.plan.sharding.precision.autocast else halves,
     )
-    return Problem(key, memory, must, f"Write {key}={rounded_up(need):g}{tried}, add ranks{halves}.")

@@ -29,9 +29,8 @@ from vissl_zero.sharding.candidates import (
     Candidate,
     because,
     forecast_all,
+    nothing_fits,
     rank_candidates,
-    rounded_up,
-    smallest,
 )
 from vissl_zero.sharding.forecast import Forecaster, Subject
 
@@ -60,7 +59,10 @@ def choose_plan(
             found = _candidates(model, optimizer, base, settings, sample, device, budget)
         chosen = next((candidate for candidate in found if candidate.is_chosen), None)
         if chosen is None:
-            raise ConfigError([_nothing_fits(found, budget)])
+            words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
+            disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
+            others = ", or give smaller micro-batches"
+            raise ConfigError([nothing_fits(found, budget, disk=disk, others=others, **words)])
         outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
     except ConfigError as error:
         outcome = error
@@ -122,21 +124,6 @@ def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
 
 def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
-
-
-def _nothing_fits(found: list[Candidate], budget: Budget) -> Problem:
-    least = smallest(found)
-    if least is None or least.forecast.step is None:
-        reason = next((candidate.forecast.unknown for candidate in found), "")
-        return Problem(
-            "zero.level", "'fit'", f"needs a forecast, and there is none ({reason})", "Write level=0, 1, 2 or 3."
-        )
-    need = least.forecast.step.peak_bytes
-    must = f"is too little for every plan that trains the same; the smallest takes {need / _GIB:.3g} GiB ({least})"
-    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in found)
-    disk = "" if has_disk else ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
-    fix = f"Write memory_gb={rounded_up(need):g}{disk}, add ranks, or give smaller micro-batches."
-    return Problem("zero.memory_gb", f"{budget.memory / _GIB:.3g}", must, fix)
 
 
 def _fake(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import Problem
 from vissl_zero.sharding.forecast import Forecast, Forecaster
 
 _GIB = 2**30
@@ -176,15 +177,34 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.peak_bytes)} GiB."
 
 
-def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
+def _smallest(candidates: Sequence[Candidate]) -> Candidate | None:
     """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
     known = [candidate for candidate in candidates if candidate.forecast.step is not None]
     return min(known, key=lambda c: (c.excess or 0, c.forecast.step.peak_bytes), default=None)  # type: ignore[union-attr]
 
 
-def rounded_up(num_bytes: int) -> float:
-    """GiB, to a thousandth and a bit: what to write as a budget."""
-    return (int(num_bytes / _GIB * 1000) + 1) / 1000
+def nothing_fits(
+    candidates: Sequence[Candidate], budget: Budget, *, level: str, memory: str, disk: str, others: str, block: str = ""
+) -> Problem:
+    """What to say where ``rank_candidates`` chose none: the smallest memory that would do, or that none is known.
+
+    Args:
+        level, memory: the words that a user writes for the two keys.
+        disk: how a disk is named, where none was tried.
+        others: what else would help.
+        block: what stands before the two keys where problems name them.
+    """
+    least = _smallest(candidates)
+    if least is None or least.forecast.step is None:
+        reason = next((candidate.forecast.unknown for candidate in candidates), "")
+        must = f"needs a forecast, and there is none ({reason})"
+        return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
+    need = least.forecast.step.peak_bytes
+    must = f"is too little for every plan that trains the same; the smallest takes {_gib(need)} GiB ({least})"
+    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
+    # To a thousandth and a bit.
+    fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{'' if has_disk else disk}, add ranks{others}."
+    return Problem(f"{block}{memory}", _gib(budget.memory), must, fix)
 
 
 def _gib(num_bytes: int) -> str:
