@@ -23,6 +23,7 @@ setup(
             "py.typed",
             "conf/**/*.yaml",
             "config/*.yaml",
+            "config/machines/*.yaml",
             "methods/figures.json",
             "methods/distillation/digits_teacher/*",
         ]

@@ -20,7 +20,7 @@ from torchvision.models import resnet18  # isort: skip
 parser = argparse.ArgumentParser()
 parser.add_argument("--level", type=int, default=3)
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--save", default=None, help="where rank 0 writes the whole weights")
+parser.add_argument("--save", default=None, help="where rank 0 writes the full weights")
 args = parser.parse_args()
 
 digits = load_digits()

@@ -108,6 +108,11 @@ def run_on_ranks(
         return _pool.run(tasks)
 
 
+def preload(*names: str) -> None:
+    """Have modules imported before processes are forked, if none have been yet in this session."""
+    _PRELOAD.extend(name for name in names if name not in _PRELOAD)
+
+
 def close_pool() -> list[int | None]:
     """End the processes and give their exit codes; the next ``run_on_ranks`` starts new ones."""
     global _pool

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a link"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISREG, ""))
 
@@ -69,6 +71,27 @@ def read_regular(path: str | Path, most_bytes: int, *, follow_links: bool = Fals
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
         return file.read()
+
+
+def read_object(path: str | Path, most_bytes: int = 2**26) -> dict[str, Any]:
+    """The JSON object that a regular file holds; see ``open_regular``.
+
+    Raises:
+        OSError: as ``read_regular``.
+        ValueError: it is none.
+    """
+    return as_object(read_regular(path, most_bytes))
+
+
+def as_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where ``text`` is none."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
 
 
 def irregular(facts: os.stat_result) -> str:

@@ -1,6 +1,6 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Other words first: ``vissl-zero list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
+Subcommands: ``vissl-zero list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
 ``--version``.
 Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
@@ -17,10 +17,22 @@ from pathlib import Path
 
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
-from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
+from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
 
 INTERRUPTED = 130
 WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
+_PRINT_ONLY = {
+    "--dry-run",
+    "config.DRY_RUN",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+}
 HELP = """\
 vissl-zero: large vision models trained from a YAML file, on whatever memory there is.
 
@@ -40,13 +52,13 @@ Train:
     config.CHECKPOINT.DIR=runs/mine                 the run folder
 
 Look before you train:
-  vissl-zero config=<recipe> --dry-run              check everything, print the plan, start nothing
+  vissl-zero config=<recipe> --dry-run              check everything and print the plan; train nothing
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
   vissl-zero config=<recipe> --help                 the same, with Hydra's hints
-  vissl-zero list recipes [--config-dir <folder>]   recipes; also of a folder of yours
+  vissl-zero list recipes [--config-dir <folder>]   all recipes, also those in your own folder
   vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
   vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
-  vissl-zero explain <recipe, file or folder>       of each key: used, no effect, unlike VISSL, refused; all at once
+  vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
@@ -64,7 +76,7 @@ Sweep:
 Under another launcher:
   torchrun --nproc-per-node 2 tools/run_distributed.py config=<recipe>
 
-Exit codes: 0 done, 2 your input, 1 a crash, 75 saved and stopped as asked, 130 the same by Ctrl-C.
+Exit codes: 0 done, 2 an error in your input, 1 a crash, 75 saved and stopped on request, 130 by Ctrl-C.
 --hydra-help has Hydra's own flags, --version the version.
 """
 
@@ -75,15 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
             end_with_parent(int(sweep))
         _speak_utf8()
-    # `... | head`: who reads has enough, and the run trains on.
+    # With `... | head`, the run continues after the reader has closed the pipe.
     tolerate_lost_output()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        error = why_stdout_is_incomplete()
+        if code == 0 and error is not None and not (arguments and _trains(arguments)):
+            print(f"stdout: cannot be written ({error.strerror}). The output is incomplete.", file=sys.stderr)
+            return 1
         return code
     except VisslZeroError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # who asks for it gets the trace too
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # the trace too, on request
             traceback.print_exc()
         print(error, file=sys.stderr)
         return 2
@@ -94,10 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _speak_utf8() -> None:
-    """Begin again in Python's UTF-8 mode where the locale has another encoding.
+def _trains(arguments: list[str]) -> bool:
+    """Whether there is more to a command than what it prints."""
+    return arguments[0] not in (*WORDS, "--version") and not {word.split("=")[0] for word in arguments} & _PRINT_ONLY
 
-    Hydra could not read a word with an umlaut there, and a run must find the folders that were made under any locale.
+
+def _speak_utf8() -> None:
+    """Restart in Python's UTF-8 mode where the locale has another encoding.
+
+    Hydra could not read an umlaut there, and a run must find folders that were created under any locale.
     """
     if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8":
         return

@@ -1,4 +1,4 @@
-"""A thin layer over torch.distributed that is the identity when no process group is there.
+"""A thin layer over torch.distributed that is the identity without a process group.
 
 For figures and statistics: none of these is differentiable. Every function but ``rank`` and ``world_size`` is a
 collective: all ranks must call it, in the same order.
@@ -40,7 +40,8 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 def sum_later(tensor: Tensor) -> Callable[[], Tensor]:
     """As ``all_reduce_sum``, without waiting: call what it returns for the sum, on the CPU, when it is needed.
 
-    The sum, and its copy to the host, go on meanwhile. What it returns is not a collective. Cost: one all-reduce.
+    The sum and its copy to the host run in the background. Calling the result is not a collective. Cost: one
+    all-reduce.
     """
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(result, async_op=True) if world_size() > 1 else None
@@ -81,7 +82,7 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return tensor.detach().clone()
-    if isinstance(tensor, FakeTensor):  # has a shape and no values, on ranks that there are not: all alike
+    if isinstance(tensor, FakeTensor):  # a fake tensor stands for those of all ranks
         return torch.cat(_all_gather(tensor.detach()))
     num_rows = torch.tensor([len(tensor)], device=tensor.device)
     counts = torch.cat(_all_gather(num_rows)).tolist()

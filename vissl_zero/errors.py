@@ -19,7 +19,7 @@ def printable(value: object) -> str:
 class VisslZeroError(Exception):
     """Root of every error whose message is written for the user; ends the program with exit code 2.
 
-    Messages quote names and texts of files that nobody has checked, so they are made printable here.
+    Messages quote names and texts from unchecked files, so they are made printable here.
     """
 
     def __str__(self) -> str:
@@ -47,8 +47,11 @@ class LaunchError(VisslZeroError):
 
 
 class ProcessLostError(Exception):
-    """A process that this one needs was lost: a sentence for the user, but a crash all the same, after which a run may
-    start again. Not a ``VisslZeroError``: nothing is wrong with the input, and the exit code is 1."""
+    """A process that this one needs was lost.
+
+    The user gets one sentence, but the exit code is 1 and the run may restart. Not a ``VisslZeroError``: nothing is
+    wrong with the input.
+    """
 
 
 class CheckpointError(VisslZeroError):

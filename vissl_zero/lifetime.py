@@ -1,4 +1,4 @@
-"""Nothing outlives its owner: child processes and temporary folders that are gone when a process is, however it ends.
+"""Child processes and temporary folders that never outlive their owner, however it ends.
 
 SIGKILL runs no handler and no ``finally``, so the kernel has to do it: a child asks to be killed with its parent, and a
 temporary folder has a janitor, a shell that waits for its owner's end of a pipe to close. A janitor that is killed is
@@ -20,14 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import process
+from multiprocessing import forkserver, process
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 from typing import Any
 
 SCRATCH_VARIABLE = "VISSL_ZERO_SCRATCH"
+CREATOR_VARIABLE = "VISSL_ZERO_CREATOR"  # process id of the process that a fork server is for
 SWEEP_VARIABLE = "VISSL_ZERO_SWEEP"  # process id of the sweep that a command line is a job of
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # Linux; Python's fcntl has no name for it
@@ -55,6 +59,8 @@ done
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies. For a process that its parent has just started.
 
+    The kernel takes the end of the thread that started it for that, so it has to be one that stays.
+
     Args:
         parent: process id of the parent; it may be gone by now.
     """
@@ -67,11 +73,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_creator() -> None:
-    """The same for a process that ``multiprocessing`` started, whose parent may be a fork server.
+    """The same for a process that ``multiprocessing`` started, whose parent may be a fork server that nothing ends.
 
-    The fork server lives as long as one of its processes does, so neither is of use to watch. The process that asked
-    for this one holds the other end of a pipe: when that closes, the kernel sends SIGKILL, which ends a stopped
-    process too.
+    Such a fork server, one that ``start_fork_server`` has not started, lives as long as one of its processes does, so
+    neither is of use to watch. The process that asked for this one holds the other end of a pipe: when that closes, the
+    kernel sends SIGKILL, which ends a stopped process too.
     """
     creator: Any = multiprocessing.parent_process()
     if creator is None or not sys.platform.startswith("linux"):
@@ -81,6 +87,40 @@ def end_with_creator() -> None:
     fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, fcntl.fcntl(creator.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if not creator.is_alive():
         os._exit(1)  # it died before we asked
+
+
+_to_start: SimpleQueue[Future[None]] = SimpleQueue()
+_starter: Thread | None = None
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Start this process's fork server, if it does not run; it and what it forks end with this process.
+
+    Args:
+        preload: modules that it imports; ``vissl_zero.data.fork_server``, the first one, asks the kernel for this.
+
+    Raises:
+        OSError: there is no room for a process.
+    """
+    global _starter
+    os.environ[CREATOR_VARIABLE] = str(os.getpid())
+    forkserver.set_forkserver_preload([*preload])
+    if _starter is None or not _starter.is_alive():  # such as in a process that was forked from another
+        _starter = Thread(target=_start_fork_servers, daemon=True, name="parent of the fork server")
+        _starter.start()
+    done: Future[None] = Future()
+    _to_start.put(done)
+    done.result()
+
+
+def _start_fork_servers() -> None:
+    """Runs in a thread that lives as long as the process: to the kernel, it is the fork server's parent."""
+    while True:
+        done = _to_start.get()
+        try:
+            done.set_result(forkserver.ensure_running())
+        except BaseException as error:  # noqa: BLE001 - the thread that asked raises it
+            done.set_exception(error)
 
 
 class Scratch:

@@ -211,7 +211,7 @@ def load_plugins(imports: list[str]) -> list[Problem]:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - runs that do not need the package go on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - other runs do not need the package
             broken.append(broken_plugin(entry_point, error))
     return broken
 
@@ -272,19 +272,19 @@ METHODS = Registry(
             "vicreg": "VICReg: variance, invariance and covariance of two views.",
             "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
             "swav_momentum": "SwAV with assignments from a teacher.",
-            "npid": "NPID: each image is told from others by a memory of all of them.",
-            "pirl": "PIRL: an image and its shuffled tiles, each told from others by a memory of all images.",
+            "npid": "NPID: each image is a class of its own; a memory bank of all images supplies the negatives.",
+            "pirl": "PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives.",
             "deepcluster_v2": "DeepCluster v2: prediction of the k-means assignments of the last epoch's embeddings.",
             "distillation": "Distillation: the probabilities of a trained, frozen classifier.",
-            "rotnet": "RotNet: by which of four angles an image was rotated.",
-            "jigsaw": "Jigsaw: in which order the tiles of an image were put.",
+            "rotnet": "RotNet: predicts which of four rotations an image has.",
+            "jigsaw": "Jigsaw: predicts the order of an image's shuffled tiles.",
             "dino": "DINO: self-distillation from a teacher that sees the large crops.",
             "mae": "MAE: pixels of hidden patches from the few that are seen.",
             "simmim": "SimMIM: pixels of masked patches by one linear layer.",
             "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
             "ibot": "iBOT: DINO, and self-distillation of masked patches.",
             "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
-            "msn": "MSN: masked crops take the prototypes that a teacher gives the whole first crop.",
+            "msn": "MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.",
         }.items()
     },
 )
@@ -297,6 +297,18 @@ TRUNKS = Registry(
         "vision_transformer": (f"{_TRUNKS}.vision_transformer", "ViT by width, depth, heads and patch size."),
         "beit": (f"{_TRUNKS}.timm_by_keys", "BEiT by width, depth, heads and patch size."),
         "xcit": (f"{_TRUNKS}.timm_by_keys", "XCiT by width, depth, heads and patch size."),
+        "convnext": (f"{_TRUNKS}.timm_by_keys", "ConvNeXt by depth and width of each stage."),
+        "swin_transformer": (f"{_TRUNKS}.timm_by_keys", "Swin by width, and depth and heads of each stage."),
+        "convit": (f"{_TRUNKS}.timm_by_keys", "ConViT by width, depth, heads and number of gated blocks."),
+        "efficientnet": (f"{_TRUNKS}.timm_by_keys", "EfficientNet B0 to B7."),
+        "mobilenetv3_tv": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of torchvision."),
+        "mobilenetv3_timm": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of timm."),
+        "resnet_sk": (f"{_TRUNKS}.resnet_sk", "SimCLR v2's ResNet with selective kernels."),
+        "alexnet_bvlc": (f"{_TRUNKS}.alexnet", "AlexNet as Caffe's BVLC has it."),
+        "alexnet_colorization": (f"{_TRUNKS}.alexnet", "AlexNet of the colorization paper, on lightness alone."),
+        "alexnet_deepcluster": (f"{_TRUNKS}.alexnet", "AlexNet of DeepCluster, on Sobel slopes."),
+        "alexnet_jigsaw": (f"{_TRUNKS}.alexnet", "AlexNet of the jigsaw paper."),
+        "alexnet_rotnet": (f"{_TRUNKS}.alexnet", "AlexNet of RotNet."),
         "timm": (f"{_TRUNKS}.timm_trunk", "Any timm model by name, written timm/<model>, without its classifier."),
     },
 )
@@ -306,6 +318,9 @@ HEADS = Registry(
     {
         "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
         "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
+        "identity": (f"{_HEADS}.mlp", "The features as they are."),
+        "mobilenet_v3_head": (f"{_HEADS}.mlp", "MobileNet v3's classifier of two layers."),
+        "vision_transformer_head": (f"{_HEADS}.mlp", "A vision transformer's classifier of one or two layers."),
         "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
         "chain": (f"{_HEADS}.mlp", "Heads one after another."),
         "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
@@ -323,7 +338,7 @@ OPTIMIZERS = Registry(
         "lion": (f"{_OPTIM}.elementwise", "Lion of timm: the sign of a running mean."),
         "adamw_schedule_free": (
             f"{_OPTIM}.elementwise",
-            "AdamW that needs no schedule: an average of its weights is what is evaluated and exported.",
+            "AdamW without a schedule; an average of its weights is evaluated and exported.",
         ),
         "lars": (f"{_OPTIM}.elementwise", "SGD with layer-wise adaptive rates, as Barlow Twins has it."),
         "muon": (f"{_OPTIM}.whole_tensor", "Muon for matrices and convolutions, AdamW for the rest and for heads."),
@@ -337,7 +352,7 @@ OPTIMIZERS = Registry(
             "Muon whose updates are normalised row by row, AdamW for the rest and for heads.",
         ),
         "shampoo": (f"{_OPTIM}.shampoo", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
-        "adamw_8bit": (f"{_OPTIM}.eight_bit", "AdamW with state of 8 bits an element, by blocks of the whole tensor."),
+        "adamw_8bit": (f"{_OPTIM}.eight_bit", "AdamW with state of 8 bits an element, by blocks of the full tensor."),
     },
 )
 SCHEDULERS = Registry(
@@ -382,6 +397,8 @@ TRANSFORMS = Registry(
         ),
         "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
         "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
+        "ImgPilToRawTensor": (f"{_DATA}.transforms.color", "A tensor with values from 0 to 255."),
+        "ImgPil2LabTensor": (f"{_DATA}.transforms.color", "A Lab tensor, as the colorization paper has it."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.color", "Gaussian blur of a random radius, with a probability."),
     },
@@ -391,7 +408,7 @@ HOOKS = Registry(
     "config.HOOKS.EXTRA",
     {
         "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
-        "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the whole weights after every step."),
+        "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the full weights after every step."),
     },
 )
 STRATEGIES = Registry(

@@ -234,6 +234,9 @@ def test_two_thousand_mutations() -> None:
         ("DISTRIBUTED.TIMEOUT_S", float("inf"), "must be a finite number"),
         ("CHECKPOINT.DIR", "a\0b", "must name a folder"),
         ("ZERO", "${oc.env:HOME}", "config.ZERO: must be a block of keys"),
+        ("IMPORTS", [{}], "must be a list of texts"),
+        ("NEAREST_NEIGHBOR.ALSO_TOPK", [[1]], "must be a list of whole numbers"),
+        ("OPTIMIZER.param_schedulers.lr.schedulers", [{"name": "multistep", "values": [{}]}] * 2, "list"),
         ("OPTIMIZER.base_optimizer.PARAMS", "${oc.env:HOME}", "PARAMS: must be a block of keys"),
     ],
 )

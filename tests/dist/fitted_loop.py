@@ -48,7 +48,7 @@ class _Lines(logging.Handler):
 
 
 def train_fitted(zero: dict[str, Any], is_meta: bool, num_steps: int) -> tuple[dict[str, Tensor], list[str]]:
-    """Whole weights on rank 0 and what was said; of a refusal, nothing and the error."""
+    """Full weights on rank 0 and what was said; of a refusal, nothing and the error."""
     model, lines = mlp(), _Lines()
     logger = logging.getLogger("vissl_zero")
     logger.addHandler(lines)

@@ -134,7 +134,7 @@ def train_plainly(loop: Loop) -> dict[str, Tensor]:
 
 
 def train(loop: Loop, level: int) -> dict[str, Tensor]:
-    """The same through ``initialize`` on this rank's rows; whole parameters."""
+    """The same through ``initialize`` on this rank's rows; full parameters."""
     model = text()
     optimizer = given_optimizer(loop.optimizer, model)
     zero = {"level": level, "clip_grad": loop.clip, "gradient_accumulation_steps": loop.accumulation, **loop.zero}

@@ -62,7 +62,7 @@ def test_the_average_resumes_and_leaves_the_weights_alone(engine: str, level: in
 
 
 class _Stored:
-    """A checkpoint in memory: whole tensors, and what is one number per parameter."""
+    """A checkpoint in memory: full tensors, and what is one number per parameter."""
 
     def __init__(self, sharded: Any):
         parts = [(p.name, tuple(p.full_shape), p.first_element, p.read().clone().reshape(-1)) for p in sharded.parts()]

@@ -1,4 +1,4 @@
-"""What the loop relies on beside the numbers: skips, state in and out, whole parameters, clean failures."""
+"""What the loop relies on beside the numbers: skips, state in and out, full parameters, clean failures."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_gradient_missing_on_some_ranks_is_zero_there_and_one_missing_everywhe
     assert first[2] == second[2] == [3.0, 4.0]
     assert first[3] == second[3] == pytest.approx([5.0 * 3])
     adapted, _ = run_on_ranks(2, _step_with_missing, Larc(trust_coefficient=0.1, eps=0.0))
-    norm, grad = 50**0.5, 5**0.5  # of the whole tensor: two ranks' parameters, rank 0's gradient
+    norm, grad = 50**0.5, 5**0.5  # of the full tensor: two ranks' parameters, rank 0's gradient
     rate = 0.1 * norm / (grad + 0.1 * norm)
     assert adapted[1] == pytest.approx([3.0 - rate * 1.3, 4.0 - rate * 2.4])
 
@@ -195,7 +195,7 @@ def _train_foreign(level: int | None) -> dict[str, Tensor]:
 @LEVELS
 @pytest.mark.timeout(60)
 def test_a_model_without_units_and_with_scalars_trains_the_same(level: int) -> None:
-    expected = _train_foreign(None)  # no process group here: whole parameters, plain modules
+    expected = _train_foreign(None)  # no process group here: full parameters, plain modules
     state = run_on_ranks(3, _train_foreign, level)[0]
     assert state.keys() == expected.keys()
     assert state["unused"].item() == 5.0 and state["temperature"].item() != 2.0

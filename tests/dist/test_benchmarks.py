@@ -41,7 +41,7 @@ def _config(weights: str, **settings: Any) -> dict[str, Any]:
 def _probe(
     level: int, world_size: int, weights: str, folder: str, engine: str = "torch"
 ) -> tuple[dict[str, Tensor], Any, Tensor]:
-    """Train a linear probe; whole weights at the end (on rank 0), results, features of TRAIN."""
+    """Train a linear probe; full weights at the end (on rank 0), results, features of TRAIN."""
     plan = make_plan(_config(weights), folder=folder, level=level, world_size=world_size, max_steps=6)
     plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, engine=engine))
     feature_files._ROWS_PER_SHARD = 16

@@ -1,4 +1,4 @@
-"""A run goes on from any level, engine, tier and number of ranks to any other, as if nothing had happened.
+"""A run resumes from any level, engine, tier and number of ranks at any other, as if nothing had happened.
 
 SwAV on digits with everything that has state: RegNet with batch norm over all ranks, a queue shared by all, schedules, a
 partial last batch, loss scaling, dropout-free crops drawn per sample. Each cell trains on from a checkpoint in the middle
@@ -50,7 +50,7 @@ OPTIMIZERS = {
 }
 PAIRS = ((2, 2), (2, 3), (3, 2), (4, 1))
 LEVELS = (0, 1, 2, 3)
-# name -> (engine, level, where optimizer state rests, where parameters rest)
+# name -> (engine, level, where optimizer state is, where parameters are)
 LAYOUTS: dict[str, tuple[str, int, str, str]] = {f"torch {level}": ("torch", level, "none", "none") for level in LEVELS}
 LAYOUTS |= {
     "fairscale 1": ("fairscale", 1, "none", "none"),
@@ -122,7 +122,7 @@ class _Trace(Hook):
 
 
 def _state_at_end(run: Run, folder: Path) -> dict[str, torch.Tensor]:
-    """Everything there is, as whole tensors, by way of a second checkpoint; on rank 0."""
+    """Everything there is, as full tensors, by way of a second checkpoint; on rank 0."""
     saver = Saver(folder, is_async=False, keep_last=-1, keep_every=-1)
     saver.save(run, [])
     saver.close()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.test_memory import _shard, _Stack
 from tests.ranks import run_on_ranks
+from vissl_zero.models.keyed_random import refuse_unkeyed_randomness
 from vissl_zero.sharding.strategy import Sharded
 
 
@@ -66,8 +69,8 @@ def _bytes_per_step(
     means = getattr(sharded, "means", None)
     _step(sharded, num_resolutions, num_micro_batches, has_teacher)
     sent_before = means.sent_bytes if means else 0
-    exchanges = [getattr(model, "exchange", None) for model in (sharded, getattr(sharded, "_teacher", None))]
-    counters = [exchange.sent_bytes for exchange in exchanges if exchange]
+    comms = [getattr(model, "comm", None) for model in (sharded, getattr(sharded, "_teacher", None))]
+    counters = [comm.sent_bytes for comm in comms if comm]
     for counter in counters:
         counter.clear()
     with _Traffic() as traffic:
@@ -109,3 +112,39 @@ def test_norms_take_one_all_reduce() -> None:
     # Four batch norms, two resolutions each: one all-reduce in backward per call. One for all norms of the step, and
     # one for the facts in which ranks must not differ.
     assert run_on_ranks(2, _bytes_per_step, 3, 2, 1)[0]["all_reduces"] == 4 * 2 + 1 + 1
+
+
+class _SharedRelu(nn.Module):
+    """Blocks, which are units, with one ReLU for all of them, as classy-vision builds RegNets; or with one each."""
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        one = nn.ReLU()
+        relus = [one if is_shared else nn.ReLU() for _ in range(4)]
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), relu) for relu in relus))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def _sent_after_watching(is_shared: bool) -> tuple[int, int]:
+    """Bytes of gathers in the second step, after one whose modules were watched by hooks; hooks left then."""
+    torch.manual_seed(0)
+    sharded = _shard(3, "sgd", _SharedRelu(is_shared))
+    inputs = torch.randn(4, 32)
+    for is_first in (True, False):
+        sharded.comm.sent_bytes.clear()
+        with sharded.micro_batch(is_last=True):
+            with refuse_unkeyed_randomness(sharded.model) if is_first else nullcontext():
+                loss = sharded.model(inputs).square().mean()
+            sharded.backward(loss)
+        sharded.step()
+        sharded.zero_grad()
+    num_hooks = sum(len(module._forward_hooks) for module in sharded.model.modules() if isinstance(module, nn.ReLU))
+    return sharded.comm.sent_bytes["parameters"], num_hooks
+
+
+@pytest.mark.timeout(60)
+def test_units_that_share_a_module_are_gathered_no_more_often_than_others() -> None:
+    shared, apart = (run_on_ranks(2, _sent_after_watching, is_shared)[0] for is_shared in (True, False))
+    assert shared == apart and shared[1] == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.training import Case, Outcome, shard, train_step
+from tests.dist.training import WHOLE_TENSOR, Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
 from vissl_zero.config.resolved import OffloadPlan
 
@@ -18,6 +18,9 @@ CASES = {
     "sgd": Case(optimizer="sgd", **SETTINGS),
     "nesterov": Case(optimizer="nesterov", num_micro_batches=2, batch_sizes=(11, 8, 9), undecayed=True, **SETTINGS),
     "adamw": Case(optimizer="adamw", num_micro_batches=2, tied=True, thin=True, giant=True, **SETTINGS),
+    "muon": Case(optimizer="muon", num_micro_batches=2, batch_sizes=(11, 8, 9), tied=True, thin=True, **SETTINGS),
+    "lamb": Case(optimizer="lamb", norm="group", **SETTINGS),
+    "adamw_8bit": Case(optimizer="adamw_8bit", giant=True, **SETTINGS),
     "adam": Case(optimizer="adam", unused=True, frozen_steps=1, norm="group", dropout=0.2, **SETTINGS),
 }
 
@@ -53,7 +56,11 @@ def _num_differing(outcomes: list[Outcome]) -> int:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(name, size) for name in CASES for size in (2, 4) if (name, size) != ("adam", 4)]
+    ("name", "world_size"),
+    [
+        *((name, size) for name in ("sgd", "nesterov", "adamw", "adam") for size in (2, 4) if (name, size) != ("adam", 4)),
+        *((name, 3) for name in WHOLE_TENSOR),
+    ],
 )
 def test_levels_give_the_same_bits(name: str, world_size: int, tmp_path: Path) -> None:
     outcomes = run_on_ranks(world_size, _outcomes, CASES[name], True, str(tmp_path) if world_size == 2 else "")[0]

@@ -15,7 +15,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.weight_average import WeightAverageHook
 
@@ -48,18 +48,18 @@ def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
     plan = replace(planned(*CASES[case]), run_dir=str(tmp_path))  # the average is written there
-    rehearsed = rehearse(plan)
+    planned_run = dry_run(plan)
     per_rank = run_on_ranks(2, measured, plan)
     memory, described, num_steps, rates = per_rank[0]
-    forecast = asdict(rehearsed.forecast.memory)
+    forecast = asdict(planned_run.forecast.memory)
     for kind in ("params", "grads", "optimizer", "buffers"):
         assert forecast[kind] == memory[kind] == max(figures[0][kind] for figures in per_rank), kind
-    assert rehearsed.forecast.unknown == ""
+    assert planned_run.forecast.unknown == ""
     assert forecast["activations"] == pytest.approx(memory["activations"], rel=0.1)
     assert forecast["params_step_peak"] == pytest.approx(memory["params_step_peak"], rel=0.02)
-    assert rehearsed.forecast.wrap_plan.describe() == described
-    assert rehearsed.num_steps == num_steps == 2
-    assert [rehearsed.lr_first, rehearsed.lr_last] == rates
+    assert planned_run.forecast.wrap_plan.describe() == described
+    assert planned_run.num_steps == num_steps == 2
+    assert [planned_run.lr_first, planned_run.lr_last] == rates
 
 
 def test_the_command_prints_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):

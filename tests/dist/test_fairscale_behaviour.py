@@ -1,4 +1,4 @@
-"""fairscale beside the numbers: skips, state in and out, schedules, rows, whole parameters, a clean end."""
+"""fairscale beside the numbers: skips, state in and out, schedules, rows, full parameters, a clean end."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped_and_parts_make_the_whole(leve
             assert covered == list(range(param.numel())), (name, places)
 
 
-# --- rows and whole parameters ---------------------------------------------------------------------------------------
+# --- rows and full parameters ---------------------------------------------------------------------------------------
 
 
 def _normalize(level: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:

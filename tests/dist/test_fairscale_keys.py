@@ -196,7 +196,7 @@ def test_reduce_buffer_size_decides_which_gradients_stay_whole(buffer: int, worl
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_of_the_fullest_rank(world_size: int) -> None:
-    """Levels 1 and 2 deal out whole tensors, level 3 is even."""
+    """Levels 1 and 2 deal out full tensors, level 3 is even."""
     whole = 4 * sum(param.numel() for param in _Stack().parameters())
     for level, (params, grads) in {1: (1, 1), 2: (1, 1 / world_size), 3: (1 / world_size, 1 / world_size)}.items():
         per_rank = run_on_ranks(world_size, _bytes_of_second_step, level, {"reduce_buffer_size": 0})

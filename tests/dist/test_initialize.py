@@ -204,7 +204,7 @@ def _user_surface(level: int, engine: str) -> None:
     with pytest.raises(VisslZeroError, match="cannot be added"):
         optimizer.add_param_group({"params": []})
     assert optimizer.ledger().params > 0 and "level" in optimizer.describe()
-    with pytest.raises(ConfigError, match="has been given to initialize"):
+    with pytest.raises(ConfigError, match="was already passed to initialize"):
         vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": level})
     if level:
         with pytest.raises(ConfigError, match=r"zero.shard_group_size: must divide the number of ranks, 2 \(got 3\)"):
@@ -241,7 +241,7 @@ def test_verbose_prints_the_units_and_wrap_threshold_makes_more_of_them(tmp_path
     assert note.endswith("at levels 1 and 2 on the CPU, where parameters stay whole.")
     nvme = {"offload_optimizer_config": {"device": "nvme", "nvme_path": str(tmp_path)}}
     ((note,), _) = run_on_ranks(2, _said, {"level": 1, **nvme})[0]
-    assert note.endswith("device=nvme has no effect: SGD keeps no state as it is set.")
+    assert note.endswith("device=nvme has no effect: SGD keeps no state with these settings.")
 
 
 def _plain_backward(zero: dict) -> str:
@@ -325,7 +325,7 @@ def _never_finite() -> tuple[int, str]:
 def test_a_loss_that_is_never_finite_ends_all_ranks_under_loss_scaling_too() -> None:
     for num_updates, sentence in run_on_ranks(2, _never_finite):
         assert num_updates == 3, "from 4 down to 1"
-        assert "at a loss scale of 1 too (embedding.weight" in sentence
+        assert "even at a loss scale of 1 (embedding.weight" in sentence
 
 
 class WithScalar(nn.Module):

@@ -36,9 +36,9 @@ class _Stack(nn.Module):
         return [*self.blocks, self.head]
 
 
-def _shard(level: int, optimizer: str) -> Sharded:
+def _shard(level: int, optimizer: str, model: nn.Module | None = None) -> Sharded:
     torch.manual_seed(0)
-    model = _Stack()
+    model = model or _Stack()
     group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, False, 0.0)
     build = {
         "sgd": lambda groups: (torch.optim.SGD(groups, momentum=0.9), None),

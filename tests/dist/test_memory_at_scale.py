@@ -21,9 +21,9 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine import fully_sharded, whole_parameters
+from vissl_zero.sharding.torch_engine import fully_sharded, replicated_parameters
 from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
@@ -36,7 +36,7 @@ FLOAT32 = Precision()
 MIXED = Precision(compute="bfloat16", reduce="bfloat16")
 
 
-class _FakeExchange(Exchange):
+class _FakeCommunicator(CpuCommunicator):
     """What this rank says is what all say."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float):
@@ -64,8 +64,8 @@ def _among(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with (
-            patch.object(fully_sharded, "open_exchange", _FakeExchange),
-            patch.object(whole_parameters, "open_exchange", _FakeExchange),
+            patch.object(fully_sharded, "open_communicator", _FakeCommunicator),
+            patch.object(replicated_parameters, "open_communicator", _FakeCommunicator),
         ):
             yield
     finally:

@@ -29,7 +29,7 @@ from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.methods.method import build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
@@ -93,7 +93,7 @@ def parity_trunk(norm: str) -> Trunk:
 
 @dataclass
 class Result:
-    """Of a run: the loss of every step, whole tensors at the end (the teacher's behind "teacher:", state of the loss
+    """Of a run: the loss of every step, full tensors at the end (the teacher's behind "teacher:", state of the loss
     behind "loss:"), bytes of the teacher on rank 0."""
 
     losses: list[float] = field(default_factory=list)
@@ -329,7 +329,7 @@ def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:
     for level in (0, 1, 3):
         plan = make_method_plan("moco_v3", level, 3, "batch")
         held[level] = run_on_ranks(3, _train, plan)[0].teacher_bytes
-        assert rehearse(plan).forecast.memory.teacher == held[level]
+        assert dry_run(plan).forecast.memory.teacher == held[level]
     assert held[3] < 0.45 * held[0]  # a third, and what 5 and 7 rows over 3 ranks leave uneven
 
 

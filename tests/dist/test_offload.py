@@ -156,7 +156,7 @@ def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tu
     _, trained = _build("adamw", 3, tiers | {"offload_param_config": _tier("nvme", Path(folder), **params)}, torch.float64)
     after = written()
     shards = trained._sharded._shards.values()
-    resting = sum(shard.local.numel() for shard in shards if not shard.is_stored)
+    resting = sum(shard.local.numel() for shard in shards if not shard.is_on_disk)
     trained.close()
     return resting, sum(shard.local.numel() for shard in shards), after - before
 
@@ -201,7 +201,7 @@ def test_a_run_that_ends_well_or_not_leaves_no_files(fails: bool, tmp_path: Path
 
 
 def _folder_per_rank(folders: list[str]) -> str:
-    """What each rank is told when its own ``nvme_path`` is given."""
+    """The error of each rank for its own ``nvme_path``."""
     tier = {"device": "nvme", "nvme_path": folders[torch.distributed.get_rank()]}
     try:
         _build("sgd", 2, {"offload_optimizer_config": tier}, torch.float64)

@@ -154,8 +154,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_the_last_checkpoint_goes_on(
 ) -> None:
     arguments = str(small_disk), file, num_steps, str(tmp_path / "state.pt")
     first, second, distance = run_on_ranks(1, _fill_in_mid_run, *arguments)[0]
-    assert f"{file}: cannot write: No space left on device. Go on from the last checkpoint" in first
-    assert "Go on from the last checkpoint" in second
+    assert f"{file}: cannot write: No space left on device. Resume from the last checkpoint" in first
+    assert "Resume from the last checkpoint" in second
     assert distance == 0.0
 
 
@@ -179,5 +179,5 @@ def _damaged(folder: str, file: str, how: str) -> tuple[str, str]:
 def test_a_file_that_was_cut_or_altered_is_never_trained_on(file: str, tmp_path: Path) -> None:
     for how in ("cut", "altered"):
         for told in run_on_ranks(1, _damaged, str(tmp_path), file, how)[0]:
-            assert "Go on from the last checkpoint" in told
+            assert "Resume from the last checkpoint" in told
     assert list(tmp_path.iterdir()) == []

@@ -187,7 +187,7 @@ def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Pat
 
 
 def _sent(level: int) -> float:
-    """What a rank sends for whole tensors in a step, over what it sends in an all-reduce of all gradients."""
+    """What a rank sends for full tensors in a step, over what it sends in an all-reduce of all gradients."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).double()
     model, optimizer = vissl_zero.initialize(model, {"type": "Muon", "lr": 0.1}, {"level": level})
     base = optimizer._sharded.optimizer
@@ -206,7 +206,7 @@ def test_traffic_of_whole_tensors_beside_ddp(level: int, most: float) -> None:
 
 
 def _state_bytes(level: int) -> tuple[int, int]:
-    """Of this rank: optimizer state, and memory of whole tensors between steps."""
+    """Of this rank: optimizer state, and memory of full tensors between steps."""
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)]).double()
     model, optimizer = vissl_zero.initialize(model, {"type": "LAMB", "lr": 0.1}, {"level": level})
     model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()

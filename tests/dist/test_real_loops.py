@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,7 +333,7 @@ def penalty_on_weights(init: Init) -> dict[str, Tensor]:
     return train(*init(chain()), loss)
 
 
-@case(level_3="or changed in place what it returned")
+@case(level_3="or changed its output in place")
 def outputs_of_blocks_changed_in_place(init: Init) -> dict[str, Tensor]:
     class InPlace(nn.Module):
         def __init__(self) -> None:
@@ -542,6 +544,26 @@ def wrapped_in_data_parallel(init: Init) -> dict[str, Tensor]:
     return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
+class Holds(nn.Module):
+    """As a LightningModule holds its model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@case(level_0=WRAPPED, level_1=WRAPPED, level_2=WRAPPED, level_3=WRAPPED)
+def held_by_a_module_in_data_parallel(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    outer: nn.Module = Holds(model)
+    if not isinstance(optimizer, Plain):
+        outer = nn.parallel.DistributedDataParallel(outer)
+    return train(outer, optimizer, lambda model, x: model(x).square().mean())
+
+
 # --- copies, hooks and parameters ------------------------------------------------------------------------------------
 
 
@@ -558,6 +580,30 @@ def averaged_model(init: Init) -> dict[str, Tensor]:
         with torch.no_grad():
             outputs += [average(torch.ones(2, 7)), copy.deepcopy(model)(torch.ones(2, 7))]
     return {"outputs": torch.stack(outputs)}
+
+
+@case(level_3="cannot be copied or pickled")
+def copied_and_trained_on(init: Init) -> dict[str, Tensor]:
+    return _trained_on(init, copy.deepcopy)
+
+
+@case(level_3="cannot be copied or pickled")
+def pickled_and_trained_on(init: Init) -> dict[str, Tensor]:
+    return _trained_on(init, _pickled)
+
+
+def _trained_on(init: Init, copied: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+    """A copy is a plain model, which can be given to ``initialize`` itself."""
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean())
+    return train(*init(copied(model)), lambda model, x: model(x).square().mean())
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 @case()
@@ -633,6 +679,13 @@ def memory_replaced(init: Init) -> dict[str, Tensor]:
     optimizer.backward(model(rows(0, 3, 8, 8)).square().mean())
     optimizer.step()
     return optimizer.full_state()
+
+
+@case()
+def moved_to_where_it_is(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    model.to("cpu").double()
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
 # --- shapes and containers -------------------------------------------------------------------------------------------
@@ -718,6 +771,35 @@ def containers_of_containers(init: Init) -> dict[str, Tensor]:
     return train(*init(Nested()), lambda model, x: model(x).square().mean())
 
 
+class Adapted(nn.Module):
+    """A frozen base in bfloat16 and what is trained beside it, in one unit; a buffer in a format of its own."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).bfloat16().requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
+        self.register_buffer("scale", torch.full((), 1.1, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x.bfloat16()).to(x.dtype) + self.up(self.down(x)) * self.scale)
+
+
+@case()
+def adapters_over_a_base_in_half_precision(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(nn.Sequential(Adapted(), nn.Sequential(Adapted(), Adapted())))
+    state = train(model, optimizer, lambda model, x: model(x).square().mean())
+    formats = {state["0.base.weight"].dtype, model[0].base.weight.dtype} if state else {torch.bfloat16}
+    assert formats == {torch.bfloat16} and model[0].scale.dtype == torch.float32
+    return state
+
+
+@case()
+def learning_rate_given_as_a_tensor(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    given = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.05), eps=1e-3)
+    return train(*init(model, given), lambda model, x: model(x).square().mean())
+
+
 class Words(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -796,6 +878,14 @@ def weights_scaled_through_data_in_forward(init: Init) -> dict[str, Tensor]:
     return train(*init(model), lambda model, x: model(x).square().mean())
 
 
+@case(level_3="is written in the forward pass")
+def weights_scaled_through_data_in_a_later_forward(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(WritesInForward(lambda weight: None))
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 5)
+    model.write = lambda weight: weight.data.mul_(0.9)
+    return train(model, optimizer, lambda model, x: model(x).square().mean(), 4)
+
+
 @case()
 def weights_loaded_into_the_model(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(chain())
@@ -835,6 +925,60 @@ def rates_differ(init: Init) -> dict[str, Tensor]:
     return train(*init(chain(), 0.1 * (1 + dist.get_rank())), lambda model, x: model(x).square().mean())
 
 
+FROZEN_HERE = "The ranks differ in what is trained: rank 0 has requires_grad=True of 0.weight"
+
+
+@case(level_0=FROZEN_HERE, level_1=FROZEN_HERE, level_2=FROZEN_HERE, level_3=FROZEN_HERE)
+def frozen_parameters_differ(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    model[0].requires_grad_(dist.get_rank() == 0)
+    return train(*init(model), lambda model, x: model(x).square().mean())
+
+
+FROZEN_LATER = "which parameters are frozen"
+
+
+@case(level_0=FROZEN_LATER, level_1=FROZEN_LATER, level_2=FROZEN_LATER, level_3=FROZEN_LATER)
+def frozen_later_on_one_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    model[0].requires_grad_(dist.get_rank() == 0)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+LATER = "the learning rate or weight decay of a group"
+
+
+@case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
+def rates_differ_later(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+START = "The ranks start from different weights: 1.running_mean differs"
+
+
+@case(level_0=START, level_1=START, level_2=START, level_3=START)
+def buffers_differ(init: Init) -> dict[str, Tensor]:
+    model = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8))
+    model[1].running_mean.fill_(dist.get_rank())
+    return train(*init(model), lambda model, x: model(x).square().mean())
+
+
+FOREIGN = "step() was called on the optimizer that was given to initialize()"
+
+
+@case(level_0=FOREIGN, level_1=FOREIGN, level_2=FOREIGN, level_3=FOREIGN)
+def step_of_the_optimizer_that_was_given(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = init(model, given)
+    optimizer.backward(model(rows(0, 7)).square().mean())
+    given.step()
+    return {}
+
+
 # --- the same on every rank ------------------------------------------------------------------------------------------
 
 
@@ -842,7 +986,9 @@ def _compare(name: str, level: int) -> tuple[float, str]:
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
-        expected = LOOPS[name](lambda model, lr=0.1, **zero: (model, Plain(model, lr)))
+        expected: dict[str, Tensor] = {}
+        if (name, level) not in REFUSED:  # plain torch ends in an error of its own in some of these
+            expected = LOOPS[name](lambda model, lr=0.1, **zero: (model, Plain(model, lr)))
         torch.manual_seed(0)
 
         def init(
@@ -855,7 +1001,7 @@ def _compare(name: str, level: int) -> tuple[float, str]:
             found = LOOPS[name](init)
         except vissl_zero.errors.VisslZeroError as error:
             return -1.0, str(error)
-        if dist.get_rank():
+        if dist.get_rank() or not expected:
             return 0.0, ""
         distances = [(found[key] - tensor).abs().max().item() for key, tensor in expected.items() if tensor.numel()]
         return max(distances), ""
@@ -891,3 +1037,58 @@ def _replicas_run_other_layers() -> str:
 def test_replicas_of_shard_groups_that_run_other_units_are_refused() -> None:
     for error in run_on_ranks(4, _replicas_run_other_layers, timeout_s=60, group_timeout_s=20):
         assert "the ranks differ in which units they ran" in error
+
+
+def _adapters(zero: dict[str, Any], folder: str) -> float:
+    """Distance from level 0 after three steps."""
+    torch.set_default_dtype(torch.float64)
+    states = []
+    for chosen in ({"level": 0}, zero):
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(), nn.Sequential(Adapted(), Adapted()))
+        model, optimizer = vissl_zero.initialize(model, {"type": "AdamW", "lr": 0.1, "eps": 1e-3}, chosen)
+        for step in range(3):
+            optimizer.backward(model(rows(step, 7)).square().mean())
+            optimizer.step()
+            if step == 1:
+                optimizer.save(f"{folder}/{chosen['level']}")
+                optimizer.load(f"{folder}/{chosen['level']}")
+        states.append(optimizer.full_state())
+        optimizer.close()
+    torch.set_default_dtype(torch.float32)
+    return max([(states[1][name] - value).abs().max().item() for name, value in states[0].items()], default=0.0)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"level": 1, "offload_optimizer_config": {"device": "nvme"}},
+        {"level": 3, "shard_group_size": 2},
+        {"level": 3, "offload_param_config": {"device": "nvme"}, "offload_optimizer_config": {"device": "nvme"}},
+    ],
+)
+def test_a_base_in_half_precision_goes_with_shard_groups_and_tiers(zero: dict[str, Any], tmp_path: Path) -> None:
+    given = {key: value | {"nvme_path": str(tmp_path)} if "offload" in key else value for key, value in zero.items()}
+    assert max(run_on_ranks(4, _adapters, given, str(tmp_path), timeout_s=90, group_timeout_s=30)) < TOLERANCE
+
+
+def _gradient_bytes(level: int) -> list[int]:
+    """That leave this rank in a step of twelve checkpointed layers, not reentrant and reentrant."""
+    sent = []
+    for is_reentrant in (False, True):
+        model = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+        model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": level})
+        x = torch.ones(2, 16).requires_grad_()
+        for layer in model:
+            x = checkpoint(layer, torch.tanh(x), use_reentrant=is_reentrant)
+        optimizer.backward(x.square().mean())
+        optimizer.step()
+        sharded = optimizer._sharded
+        sent.append(sharded.comm.sent_bytes["gradients"] if level else sharded.means.sent_bytes)
+    return sent
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_reentrant_checkpointing_sends_no_more_gradients(level: int) -> None:
+    for plain, reentrant in run_on_ranks(2, _gradient_bytes, level):
+        assert 12 * 16 * 17 * 4 / 2 <= plain == reentrant

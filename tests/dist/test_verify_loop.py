@@ -34,6 +34,17 @@ class _FloatOnly(_Net):
         return super().forward(x)
 
 
+class _Adapted(_Net):
+    """Over a frozen base in half precision, which takes no other input."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(norm, dropout)
+        self.base = nn.Linear(7, 7).bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.base(x.bfloat16()).to(x.dtype))
+
+
 _NORMS = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "sync": nn.SyncBatchNorm}
 
 
@@ -63,7 +74,15 @@ def _wrong_at_step_3(model: nn.Module, optimizer: Any, batch: dict[str, Tensor])
     return loss
 
 
-_STEPS = {"mean": _mean, "sum": _sum, "step 3": _wrong_at_step_3}
+def _clipped_by_hand(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(model(batch["x"]), batch["y"])
+    optimizer.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss
+
+
+_STEPS = {"by hand": _clipped_by_hand, "mean": _mean, "sum": _sum, "step 3": _wrong_at_step_3}
 
 
 def _verify(
@@ -71,7 +90,7 @@ def _verify(
     seed: int | None = 7,
 ) -> vissl_zero.own_loop.verify.Verdict:  # type: ignore[name-defined]
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = {"net": _Net, "float": _FloatOnly}[cls](_NORMS[norm](7), dropout)
+        model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted}[cls](_NORMS[norm](7), dropout)
         return model, torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
 
     torch.manual_seed(seed if seed is not None else torch.distributed.get_rank())
@@ -112,6 +131,20 @@ def test_likely_causes_are_named() -> None:
 def test_a_model_that_cannot_run_in_float64_runs_in_its_own_format() -> None:
     verdict = run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "float")[0]
     assert verdict.is_equal and verdict.dtype == torch.float32 and "no kernel for double" in str(verdict)
+
+
+@pytest.mark.timeout(90)
+def test_a_model_of_several_formats_runs_in_them() -> None:
+    verdict = run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "adapted")[0]
+    assert verdict.is_equal and verdict.dtype == torch.float32 and verdict.difference < 1e-5, str(verdict)
+
+
+@pytest.mark.timeout(90)
+def test_a_loop_that_edits_gradients_runs_as_zero_says() -> None:
+    verdict = run_on_ranks(2, _verify, {"level": 2, "keep_gradients": True}, "by hand")[0]
+    assert verdict.is_equal, str(verdict)
+    with pytest.raises(RankError, match="A gradient was read or changed by the loop"):
+        run_on_ranks(2, _verify, {"level": 2}, "by hand")
 
 
 @pytest.mark.timeout(90)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
+from vissl_zero.optim.eight_bit import adamw_8bit
 from vissl_zero.optim.elementwise import adam, adamw, sgd
+from vissl_zero.optim.whole_tensor import lamb, muon
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.strategy import Sharded, StepResult
 
 __all__ = ["Case", "Outcome", "build", "loss_of", "micro_batches", "shard", "train_plainly", "train_step"]
 
+WHOLE_TENSOR = {"muon": muon, "lamb": lamb, "adamw_8bit": partial(adamw_8bit, block_size=32, min_elements=50)}
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
 
 
@@ -68,6 +72,8 @@ def shard(case: Case, level: int, **changes: Any) -> Sharded:
 
 def _own_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The package's own, whose fused kernels must bear with shards that hold nothing."""
+    if name in WHOLE_TENSOR:
+        return WHOLE_TENSOR[name](groups)
     if name.startswith("adam"):
         return {"adam": adam, "adamw": adamw}[name](groups, eps=1e-3)
     return sgd(groups, momentum=0.9, nesterov=name == "nesterov")

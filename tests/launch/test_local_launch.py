@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_trunk import SMALL_TRUNK
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "config=quickstart/swav_digits",
+    *SMALL_TRUNK,
     "config.TRAINER.MAX_STEPS=4",
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.DATA.NUM_DATALOADER_WORKERS=0",
@@ -165,5 +168,5 @@ def test_torchrun_gives_the_same_losses(tmp_path):
 
 
 def _processes_of_group(group: int) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-ww", "-eo", "pgid,args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if line.split(maxsplit=1)[0] == str(group)]

@@ -159,8 +159,8 @@ def test_a_cut_link_ends_both_and_each_names_the_other(machines, tmp_path):
     (code0, out0), (code1, out1) = ends(processes, TIMEOUT_S + 5)
     print(f"link cut: both ended within {time.monotonic() - cut:.1f} s (timeout {TIMEOUT_S} s)")
     assert code0 == code1 == 1, out0 + out1
-    assert re.search(r"Lost machine 1 \(.*\): nothing heard of it for \d+ s", out0), out0
-    assert re.search(r"Lost machine 0 \(.*\), 10\.77\.0\.1:29600: nothing heard of it for \d+ s", out1), out1
+    assert re.search(r"Lost machine 1 \(.*\): no heartbeat for \d+ s", out0), out0
+    assert re.search(r"Lost machine 0 \(.*\), 10\.77\.0\.1:29600: no heartbeat for \d+ s", out1), out1
     assert "Traceback" not in out0 + out1
     before = (tmp_path / "run/metrics.jsonl").read_text().count("\n")
     assert before < 60
@@ -196,13 +196,14 @@ def test_a_killed_rank_and_a_lost_machine_are_survived(machines, tmp_path):
     wait_for_steps(tmp_path, 10, processes)
     kill(machines[0])
     lost_out, _ = processes[0].communicate(timeout=10)
-    assert "rank 1 was ended by SIGKILL" in lost_out and "Starting again (restart 1 of at most 2)" in lost_out, lost_out
+    assert "rank 1 was ended by SIGKILL" in lost_out and "Restarting (restart 1 of at most 2)" in lost_out, lost_out
     (code0, out0), (code1, out1) = ends([start(machines[0], 0, tmp_path, *overrides), processes[1]], 200)
     assert code0 == code1 == 0, out0 + out1
     assert "resumed after step" in out0 and "Lost machine 0 (" in out1, out0 + out1
-    assert "(restart 1 of at most 2)" in out1 and "(restart 2 of at most 2). Waiting 300 s for its command" in out1, (
-        out1
-    )
+    assert (
+        "(restart 1 of at most 2)" in out1
+        and "(restart 2 of at most 2). Waiting 300 s for it to be started again" in out1
+    ), out1
     worst = differs_from_one_machine(tmp_path, 30)
     print(f"restarted twice: largest difference from an undisturbed run on one machine {worst:.1e}")
     assert worst < 1e-10

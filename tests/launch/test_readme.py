@@ -1,4 +1,4 @@
-"""What the README shows works as printed: a head and an optimizer of one's own, and the trunk in five lines."""
+"""What the README shows works as printed: a user's own head and optimizer, and the trunk in five lines."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def checkout(tmp_path_factory) -> Path:
     install = [sys.executable, "-m", "pip", "--python", folder / ".venv/bin/python", "install", "-q", "--no-deps"]
     install += ["--no-index", "--no-build-isolation", "--disable-pip-version-check", "-e", folder]
     subprocess.run(install, check=True, timeout=400)
-    (folder / ".venv/.installed").touch()
+    for stamp in (".ready", ".installed"):
+        (folder / ".venv" / stamp).touch()
     return folder
 
 

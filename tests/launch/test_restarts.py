@@ -12,12 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.small_trunk import SMALL_TRUNK
 from vissl_zero.checkpoint import newest_checkpoint
+from vissl_zero.cli import main
+from vissl_zero.config.fit_log import outcomes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "config=quickstart/swav_digits",
+    *SMALL_TRUNK,
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.TRAINER.DTYPE=float64",
     "config.DATA.NUM_DATALOADER_WORKERS=0",
@@ -25,7 +31,8 @@ SMALL = [
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=2",
 ]
 KILLER = '''
-import multiprocessing, os, signal, time
+import multiprocessing, os, resource, signal, time
+import torch
 from pathlib import Path
 from vissl_zero.engine.hook import Hook
 from vissl_zero.registry import HOOKS
@@ -49,6 +56,18 @@ class WorkerKiller(Hook):
         if run.rank == 0 and record.step == 5 and not canary.exists():
             canary.touch()
             os.kill(multiprocessing.active_children()[0].pid, int(os.environ["SIGNAL"]))
+
+@HOOKS.register("hungry")
+class Hungry(Hook):
+    """Has the memory of rank 1 run out at step 5, once: beyond a limit set there and then."""
+
+    def on_step(self, run, record):
+        canary = run.folder / "killed"
+        if run.rank == 1 and record.step == 5 and not canary.exists():
+            canary.touch()
+            size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+            resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + 2**26, resource.RLIM_INFINITY))
+            torch.empty(2**30)
 
 @HOOKS.register("late_killer")
 class LateKiller(Hook):
@@ -123,8 +142,8 @@ def test_a_rank_that_dies_after_a_request_to_stop_is_no_success(tmp_path):
     process = start(tmp_path, "run", *plugin, "config.DISTRIBUTED.MAX_RESTARTS=1")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 1, out + err
-    assert "rank 1 was ended by SIGKILL" in err and "Starting again" not in err
-    assert "It was asked to stop (SIGTERM) and could not save any more." in err
+    assert "rank 1 was ended by SIGKILL" in err and "Restarting" not in err
+    assert "It was asked to stop (SIGTERM) and could no longer save." in err
 
 
 @pytest.mark.timeout(400)
@@ -136,7 +155,7 @@ def test_a_signal_saves_and_stops_with_75_and_a_second_run_is_refused_meanwhile(
         time.sleep(0.1)
     second = start(tmp_path, "run")
     _, err = second.communicate(timeout=120)
-    assert second.returncode == 2 and f"a run is under way in {tmp_path / 'run'} (process {process.pid} on" in err
+    assert second.returncode == 2 and f"a run is active in {tmp_path / 'run'} (process {process.pid} on" in err
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, out + err
@@ -164,3 +183,32 @@ def test_twenty_kills_at_random_moments_change_nothing():
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     assert found["kills"] == 20 and found["kills in a save"] >= 1 and found["differences"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_a_run_that_fit_chose_goes_on_with_a_smaller_plan_where_memory_runs_out(tmp_path, capsys):
+    plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[hungry]", "config.TRAINER.MAX_STEPS=8"]
+    fit = ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=1", "config.CHECKPOINT.ASYNC=false"]
+    again = ["config.DISTRIBUTED.MAX_RESTARTS=1", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]
+    process = start(tmp_path, "hungry", *plugin, *fit, *again)
+    out, err = process.communicate(timeout=220)
+    assert process.returncode == 0, out + err
+    assert "Out of memory: an allocation" in err and "Traceback" not in err
+    assert re.search(r"Going on with level .* \(restart 1 of at most 1\)", err)
+    assert "Resuming from step_000000004" in out
+    rows = outcomes(tmp_path / "hungry")
+    assert [row.outcome for row in rows] == ["started", "out of memory", "started"]
+    assert rows[0].plan == rows[1].plan != rows[2].plan
+    assert rows[2].forecast_bytes < rows[0].forecast_bytes
+    undisturbed = start(tmp_path, "undisturbed", "config.TRAINER.MAX_STEPS=8", "config.ZERO.LEVEL=0", again[1])
+    out, err = undisturbed.communicate(timeout=200)
+    assert undisturbed.returncode == 0, out + err
+    assert losses(tmp_path / "hungry") == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-10)
+    ends = [load_file(tmp_path / name / "weights.safetensors") for name in ("hungry", "undisturbed")]
+    assert ends[0].keys() == ends[1].keys()
+    for name, value in ends[0].items():
+        assert torch.allclose(value, ends[1][name], rtol=0, atol=1e-10), name
+    assert main(["plan", "--history", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("out of memory") == 1 and printed.count("done") == 2

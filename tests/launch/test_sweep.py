@@ -70,7 +70,7 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
 
     other = sweep(tmp_path, *overrides[:-1], "config.ZERO.LEVEL=1,2")
     out, _ = other.communicate(timeout=120)
-    assert other.returncode == 2 and "holds another job than this one" in out and "Traceback" not in out
+    assert other.returncode == 2 and "holds a different job" in out and "Traceback" not in out
 
 
 @pytest.mark.timeout(240)
@@ -194,7 +194,7 @@ def test_a_folder_is_claimed_by_one_job(tmp_path):
     assert claim(job, ["a=1"])
     (job / "metrics.jsonl").write_text("{}\n")
     assert claim(job, ["a=1"]) and not (job / "metrics.jsonl").exists()  # interrupted without a checkpoint: made anew
-    with pytest.raises(LaunchError, match="holds another job"):
+    with pytest.raises(LaunchError, match="holds a different job"):
         claim(job, ["a=2"])
     (job / "summary.json").write_text('{"loss_last": 1}')
     JobNote(["a=1"], 0).write(job)
@@ -202,5 +202,5 @@ def test_a_folder_is_claimed_by_one_job(tmp_path):
     foreign = tmp_path / "1"
     foreign.mkdir()
     (foreign / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(LaunchError, match="holds another job"):
+    with pytest.raises(LaunchError, match="holds a different job"):
         claim(foreign, ["a=1"])

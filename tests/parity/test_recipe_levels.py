@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.small_trunk import SMALL_TRUNK
+
 NUM_STEPS = 8
 TOLERANCE = 1e-10
 CROPS = (
@@ -24,6 +26,7 @@ CROPS = (
 )
 RECIPE = [
     "config=quickstart/swav_digits",
+    *SMALL_TRUNK,
     f"config.DATA.TRAIN.TRANSFORMS={CROPS}",
     "config.TRAINER.DTYPE=float64",
     f"config.TRAINER.MAX_STEPS={NUM_STEPS}",
@@ -45,6 +48,8 @@ RUNS = {
     "level 3, four processes": (3, 4, 4),
     "level 1, four processes": (1, 4, 4),
 }
+# With the others every level and every number of processes is there once.
+SLOW = ("level 0", "level 2", "level 1, four processes")
 
 
 def train(folder: Path, level: int, num_procs: int, batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -72,7 +77,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("level 1, four") else [])
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else [])
         for name in RUNS
         if name != "level 0, one process"
     ],

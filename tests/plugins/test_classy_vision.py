@@ -50,7 +50,7 @@ def sharded(level: int) -> dict[str, Any]:
 
 
 def trained(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Whole weights on rank 0 after training."""
+    """Full weights on rank 0 after training."""
     import vissl_zero.own_loop.classy as ours  # the one import; before Classy's, which a CPU build of torch needs
 
     # isort: split

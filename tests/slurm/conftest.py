@@ -35,7 +35,7 @@ def jobs_of(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _empty_queue(tmp_path: Path) -> Iterator[None]:
-    """Whatever a test leaves in the queue is its failure, and nobody else's."""
+    """Jobs that a test leaves in the queue are that test's failure."""
     yield
     left = jobs_of(tmp_path)
     if left:

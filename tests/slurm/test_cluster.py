@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.slurm.conftest import jobs_of
+from tests.small_trunk import SMALL_TRUNK
 
 pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,7 @@ class Pace(Hook):
 '''
 SMALL = [
     "config=quickstart/swav_digits",
+    *SMALL_TRUNK,
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.TRAINER.DTYPE=float64",
     # Steps that take much less than the pause between them, 22 to an epoch.
@@ -194,7 +196,7 @@ def test_the_time_limit_saves_requeues_and_resumes(undisturbed, tmp_path):
     limit = ["config.SLURM.TIME_MINUTES=2", "config.SLURM.SIGNAL_DELAY_S=80", "config.SLURM.MAX_REQUEUES=9"]
     job = submit(tmp_path, *TWO_BY_ONE, *limit, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.9)
     ends_as_undisturbed(job, tmp_path, undisturbed)
-    assert "Saved and stopped; queued again (1 of at most 9 times)." in logs(tmp_path)
+    assert "Saved and stopped; requeued (1 of at most 9 times)." in logs(tmp_path)
 
 
 @pytest.mark.slow

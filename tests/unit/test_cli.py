@@ -49,7 +49,7 @@ def command(tmp_path, monkeypatch, capsys):
             ["doktor"],
             "one of list, doctor, plan, explain, verify, checkpoint, jobs. Did you mean 'doctor'?",
         ),
-        (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is no job of vissl-zero."),
+        (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is not a vissl-zero job."),
         (["jobs", "list", "more"], "takes no 'more'. Leave it out."),
         ([QUICKSTART, "--dry-rum"], "--dry-rum is not a flag. Did you mean '--dry-run'"),
         ([QUICKSTART, "--cfg", "job", "-m"], "Only one of --run, --multirun, --cfg"),

@@ -8,8 +8,9 @@ import pytest
 
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
-from vissl_zero.engine.planning import fitted, overrides_of, plan_run
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, note
+from vissl_zero.config.resolve import resolve, save_resolved
+from vissl_zero.engine.planning import all_fitted, fitted, overrides_of, plan_run
 from vissl_zero.errors import ConfigError
 
 RECIPE = "digits/supervised"
@@ -111,3 +112,23 @@ def test_files_are_planned_side_by_side(tmp_path, capsys):
     assert [plan["candidates"][0]["batch_per_rank"] for plan in plans] == [4, 8]
     assert cli.main(["plan", str(tmp_path / "missing.yaml")]) == 2
     assert "must be a file that exists" in capsys.readouterr().err
+
+
+def test_a_plan_that_ran_out_of_memory_is_not_taken_again_in_its_folder(tmp_path, capsys):
+    """What stands ready for it is smaller step by step; a new start of the run and the history know of it."""
+    words = ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=1", f"config.CHECKPOINT.DIR={tmp_path}"]
+    ready = all_fitted(compose(RECIPE, words))
+    first, second = (one.choice(resolve(one.cfg, tmp_path, recipe=RECIPE)) for one in ready[:2])
+    assert second.forecast_bytes <= 0.9 * first.forecast_bytes and second.run.sharding != first.run.sharding
+    note(tmp_path, first, OUT_OF_MEMORY)
+    again = all_fitted(compose(RECIPE, words))[0]
+    assert str(again.candidate) == second.plan and "where a larger plan ran out of memory" in again.notes[-1]
+    note(tmp_path, second, "started")
+    save_resolved(second.run, tmp_path / "config.resolved.yaml")
+    (tmp_path / "summary.json").write_text('{"memory_before_bytes": 1000}')
+    (tmp_path / "metrics.jsonl").write_text(f'{{"bytes": {{"peak": {1000 + second.forecast_bytes * 2}}}}}\n')
+    assert cli.main(["plan", "--history", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 3 and first.plan in rows[1] and "out of memory" in rows[1]
+    assert second.plan in rows[2] and "-50.0%" in rows[2]
+    assert cli.main(["plan", "--history", str(tmp_path / "nowhere")]) == 2

@@ -139,7 +139,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], absent: Any =
 
 
 def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> list[Problem]:
-    """Differences that would change shapes, the order of the data or the optimizer, and that nobody has allowed.
+    """Differences in shapes, order of the data or optimizer that ALLOW_CHANGED does not name.
 
     Args:
         saved, now: as for ``differences``.

@@ -15,7 +15,7 @@ from vissl_zero.checkpoint.transformer_layouts import STYLES as TRANSFORMER_STYL
 from vissl_zero.checkpoint.transformer_layouts import from_timm
 from vissl_zero.checkpoint.weights import Weights
 from vissl_zero.errors import CheckpointError
-from vissl_zero.models.other_names import STYLES, to_other_names
+from vissl_zero.models.weight_names import STYLES, to_other_names
 
 PARTS = ("model", "trunk", "heads")
 NAMES = ("own", *STYLES, *TRANSFORMER_STYLES)

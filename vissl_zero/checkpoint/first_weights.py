@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
@@ -30,16 +32,28 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> None:
         CheckpointError: the file is unreadable, damaged or refused, or the trunk would not be complete.
     """
     options, settings = plan.config["MODEL"]["WEIGHTS_INIT"], plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-    if not options["PARAMS_FILE"]:
-        return
+    wants_heads = not settings["EVAL_MODE_ON"] or settings["EVAL_TRUNK_AND_HEAD"]
+    if options["PARAMS_FILE"]:
+        _fill(model, options, wants_heads, wants_heads and settings["ASSERT_HEAD_LAYER_SHAPE_INIT"])
+
+
+@torch.no_grad()
+def load_teacher(model: nn.Module, plan: ResolvedRun) -> None:
+    """Fill the model under DISTILLATION from its own ``WEIGHTS_INIT.PARAMS_FILE``: trunk and heads.
+
+    Args and Raises: as for ``load_first_weights``; the heads must be complete too.
+    """
+    _fill(model, plan.config["DISTILLATION"]["TEACHER_MODEL"]["WEIGHTS_INIT"], wants_heads=True, heads_must_fit=True)
+
+
+def _fill(model: nn.Module, options: Mapping[str, Any], wants_heads: bool, heads_must_fit: bool) -> None:
     key = options["STATE_DICT_KEY_NAME"]
     foreign = read_foreign(Path(options["PARAMS_FILE"]), "" if key in _FOUND_BY_ITSELF else key)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wants_heads = not settings["EVAL_MODE_ON"] or settings["EVAL_TRUNK_AND_HEAD"]
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     prefixes = options["REMOVE_PREFIX"], options["APPEND_PREFIX"]
     found = match(foreign, shapes, *prefixes, skip=[*options["SKIP_LAYERS"], *([] if wants_heads else ["heads."])])
-    _require(found, options["PARAMS_FILE"], wants_heads and settings["ASSERT_HEAD_LAYER_SHAPE_INIT"])
+    _require(found, options["PARAMS_FILE"], heads_must_fit)
     for entry in found.entries:
         tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:

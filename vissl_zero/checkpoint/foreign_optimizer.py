@@ -102,7 +102,7 @@ def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
 def _default_groups(
     params: Sequence[Entry], entries: Sequence[Entry], bias: bool, norm: bool, is_layer_norm: bool
 ) -> list[list[Entry]]:
-    """VISSL's ``default``: trunk with and without decay, heads likewise, and the rest, if there is any.
+    """VISSL's ``default``: trunk with and without decay, heads with and without decay, and the rest, if there is any.
 
     Args:
         params: those that are trained.

@@ -1,4 +1,4 @@
-"""Whole tensors from the shards that fairscale's FullyShardedDataParallel saves: what ``local_state_dict`` and
+"""Full tensors from the shards that fairscale's FullyShardedDataParallel saves: what ``local_state_dict`` and
 ``local_metadata_dict`` of every rank hold (the layout: fairscale/nn/data_parallel/fully_sharded_data_parallel.py,
 in its form since 0.4 and the one before).
 """

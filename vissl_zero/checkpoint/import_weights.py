@@ -47,9 +47,9 @@ def write_imported(
         reason = foreign.optimizer.reason
         if foreign.optimizer.of:
             reason = "a file of weights has no place for it; a folder (--to) has"
-        return target, f"Optimizer state is not taken: {reason}." if reason else ""
+        return target, f"Optimizer state is not imported: {reason}." if reason else ""
     if target.suffix or target.is_file():
-        raise CheckpointError(f"{target}: must end in .safetensors, or be the folder of a run to be, for a checkpoint.")
+        raise CheckpointError(f"{target}: must end in .safetensors, or name a new run folder, for a checkpoint.")
     if find_checkpoints(target):
         raise CheckpointError(f"{target} has checkpoints, and nothing is overwritten. Name another folder.")
     state, about = _optimizer_state(found, foreign.optimizer, config or {})
@@ -68,7 +68,7 @@ def _optimizer_state(
     state = {ours: optimizer.of[theirs] for ours, theirs in found.theirs.items() if theirs in optimizer.of}
     reason = optimizer.reason
     if optimizer.of and not name:
-        reason = "without a recipe (config=...) it is not known which optimizer is to have it"
+        reason = "without a recipe (config=...) the optimizer is not known"
     elif optimizer.of and not optimizer.fits(name):
         keys = sorted({key for of_one in optimizer.of.values() for key in of_one})
         reason = f"it is {', '.join(keys)}, and the recipe's optimizer is {name}"
@@ -76,9 +76,9 @@ def _optimizer_state(
         lost = sorted(optimizer.of.keys() - set(found.theirs.values()))
         reason = f"{len(lost)} parameters that have some are left out themselves, such as {lost[0]}"
     if reason:
-        return {}, f"Optimizer state is not taken: {reason}. A run that resumes from here starts with none."
+        return {}, f"Optimizer state is not imported: {reason}. A run that resumes from here starts with none."
     kinds = sorted({key for of_one in state.values() for key in of_one})
-    return state, f"Optimizer state is taken: {', '.join(kinds)} of {len(state)} parameters." if state else ""
+    return state, f"Optimizer state is imported: {', '.join(kinds)} of {len(state)} parameters." if state else ""
 
 
 def _write_checkpoint(

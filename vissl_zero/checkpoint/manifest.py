@@ -35,8 +35,8 @@ class PieceFacts:
 
     Attributes:
         dtype: safetensors' name ("F32").
-        shape: of the whole tensor.
-        first_element, num_elements: the part, of the whole tensor flattened.
+        shape: of the full tensor.
+        first_element, num_elements: the part, of the full tensor flattened.
         digest: XXH3-64 of its bytes, hexadecimal.
     """
 
@@ -119,12 +119,12 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.num_elements * self.dtype.itemsize
 
 

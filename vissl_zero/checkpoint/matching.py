@@ -11,7 +11,7 @@ import torch
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.models.model import build_model
-from vissl_zero.models.other_names import to_our_names
+from vissl_zero.models.weight_names import to_our_names
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
 

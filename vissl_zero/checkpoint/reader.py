@@ -79,7 +79,7 @@ class Checkpoint:
             self._pieces[name] = sorted((piece for piece, _ in parts), key=lambda piece: piece.first_element)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU.
+        """One full tensor, on the CPU.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.

@@ -1,4 +1,4 @@
-"""State that ranks should hold alike, and may not: how it is stored, and the check that finds where they differ."""
+"""Replicated state: how it is stored, and the replica check that finds ranks that differ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RanksDifferError(VisslZeroError):
 
 
 class RankCheck(Hook):
-    """Compares whole parameters, buffers, the loss's state and the learning rate over ranks, bit for bit.
+    """Compares full parameters, buffers, the loss's state and the learning rate over ranks, bit for bit.
 
     Args:
         every: optimizer steps between comparisons.

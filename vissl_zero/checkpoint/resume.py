@@ -126,7 +126,7 @@ def _problems(path: Path) -> list[str]:
         dist.all_gather_object(gathered, (own, later))
     if found := next((error for _, error in gathered if error), None):
         raise LaterFormatError(
-            f"{found}\nTo resume without it, move {path} away: training on from an older checkpoint would replace it."
+            f"{found}\nTo resume without it, move {path} away: continuing from an older checkpoint would replace it."
         )
     return list(dict.fromkeys(sentence for sentences, _ in gathered for sentence in sentences))
 

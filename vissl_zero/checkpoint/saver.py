@@ -1,4 +1,4 @@
-"""Saving while training goes on: when, who writes, and how ranks agree that a checkpoint is complete."""
+"""Saving while training continues: when to save, who writes, and how ranks agree that a checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class _Save:
 class Saver:
     """Writes checkpoints of one run. Every rank has one; methods are collective unless they say otherwise.
 
-    A save that fails (a full disk) is given up on all ranks: a warning, no exception; checkpoints before it stay.
+    A save that fails (for example on a full disk) is abandoned on all ranks, with a warning. Earlier checkpoints stay.
 
     Args:
         run_folder: the same on all ranks, on a file system they share.
-        is_async: copy to host memory, and write from there, while training goes on; only its next update waits, until
+        is_async: copy to host memory, and write from there, while training continues; only its next update waits, until
             the copy is made.
         keep_last, keep_every: see ``prune``.
         device: of training.
 
     Attributes:
-        latest_step: of the newest checkpoint that this run knows to be complete; None: of none.
+        latest_step: of the newest checkpoint that is known to be complete; None: there is none.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Saver:
 
     def store(self, snapshot: Snapshot, sharded: Sharded) -> None:
         """Begin a checkpoint with what ``snapshot`` holds; none may be under way. See ``save``."""
+        # All ranks must choose the same way: a rank that saves asynchronously takes other collectives.
         streams = collectives.all_reduce_max(torch.tensor(float(snapshot.is_streamed))).item() > 0
         if self._is_async and not streams:
             self._save = _Save(snapshot.manifest, self._begin(snapshot, sharded))
@@ -103,11 +104,13 @@ class Saver:
         has_failed = is_done and save.work.exception() is not None
         flags = collectives.all_reduce_max(torch.tensor([float(not is_done), float(has_failed)]))
         is_busy, has_failed = map(bool, flags.tolist())
+        # Ranks act only on flags that all of them have seen, so that they take the same branch.
         if is_busy:
             return
         if has_failed:
             self._give_up(save)
         elif not save.is_committing:
+            # Rank 0 writes the manifest only now: a complete manifest must never name files that are not on disk.
             save.is_committing = True
             save.work = self._thread.submit(self._commit if collectives.rank() == 0 else _nothing, save.manifest)
         else:
@@ -117,7 +120,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until no save is under way."""
         while self._save is not None:
-            # Not one long wait: a collective of those who are done would run into its timeout.
+            # Poll, so that early ranks don't time out in their collective.
             begun = time.monotonic()
             while not self._save.work.done() and time.monotonic() - begun < _POLL_S:
                 time.sleep(0.002)
@@ -130,6 +133,7 @@ class Saver:
     def _begin(self, snapshot: Snapshot, sharded: Sharded) -> Future[None]:
         """Copy what a forward pass changes; leave the rest to the thread, and let the next update wait for it."""
         self._memory.begin()
+        # Buffers and the loss's state change in the next forward pass, so they cannot wait for the thread.
         snapshot = dataclasses.replace(snapshot, replicated=self._memory.copy(snapshot.replicated))
         is_copied = threading.Event()
         work = self._thread.submit(self._copy_and_write, snapshot, is_copied)
@@ -140,6 +144,7 @@ class Saver:
         try:
             snapshot = dataclasses.replace(snapshot, parts=self._memory.copy(snapshot.parts))
         finally:
+            # Also after an error, or the next update would wait forever.
             is_copied.set()
         self._write(snapshot)
 
@@ -166,7 +171,7 @@ class Saver:
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
             newest = "there is none yet" if self.latest_step is None else f"the newest is of step {self.latest_step}"
             logger.warning(
-                "The checkpoint of step %d could not be written (rank %d: %s). Training goes on; %s.",
+                "The checkpoint of step %d could not be written (rank %d: %s). Training continues; %s.",
                 save.manifest.step,
                 rank,
                 reason,
@@ -215,7 +220,7 @@ class CheckpointHook(Hook):
             is_over = run.epoch_samples >= run.loader.order.num_kept  # not where MAX_STEPS ends the run in mid-epoch
             self._saver.save(run, self._hooks, is_over)
         if is_last:
-            self._saver.finish()  # nobody looks after it from here on
+            self._saver.finish()  # no step follows that would finish it
 
     def close(self, run: Run) -> None:
         self._saver.close()

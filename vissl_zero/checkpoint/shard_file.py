@@ -1,7 +1,7 @@
 """Safetensors files, written as a stream and read by ranges.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
-header, the data. Its own library needs a second copy of all tensors to write, and whole tensors in memory to read; a
+header, the data. Its own library needs a second copy of all tensors to write, and full tensors in memory to read; a
 rank that stores or takes a range of a few hundred gigabytes can afford neither.
 
 The format has no checksums. Those of a checkpoint's shards stand in ``rank<k>.json``; a file of weights carries its own
@@ -237,7 +237,7 @@ class ShardFile:
             for key, entry in entries.items():
                 self._take(key, entry, 8 + length)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
-            raise self._damaged("its header makes no sense") from error
+            raise self._damaged("its header is invalid") from error
         end = 8 + length
         for begin, stop in sorted(self._spans.values()):
             if begin != end:

@@ -30,7 +30,7 @@ class Snapshot:
 
     Attributes:
         parts: parameters and optimizer state of this rank; memory is shared with training, whose updates change it.
-        replicated: buffers and state of the loss, likewise; the forward pass changes them too.
+        replicated: buffers and state of the loss; the forward pass changes them too.
         scalars: see ``RankManifest``.
         rng: likewise.
         manifest: of the whole.
@@ -44,7 +44,7 @@ class Snapshot:
 
     @property
     def is_streamed(self) -> bool:
-        """Some of it rests on a disk and passes through memory only when it is written."""
+        """Some of the state is on disk and passes through memory only while it is written."""
         return any(part.is_streamed for part in self.parts)
 
 
@@ -68,6 +68,7 @@ class HostMemory:
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """The same parts, which read copies; these are complete when it returns. Any thread may call it."""
+        # A separate stream, so that the copies overlap with the computation.
         with torch.cuda.stream(self._stream):  # without one: nothing
             copies = [dataclasses.replace(part, read=partial(_itself, self._fill(part))) for part in parts]
         if self._stream is not None:
@@ -77,6 +78,7 @@ class HostMemory:
     def _fill(self, part: Part) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or buffer.numel() != part.num_elements or buffer.dtype != part.dtype:
+            # Only pinned memory can be copied to without blocking the host.
             buffer = torch.empty(part.num_elements, dtype=part.dtype, pin_memory=self._is_pinned)
             self._buffers[part.name] = buffer
         return buffer.copy_(part.read().detach().reshape(-1), non_blocking=self._is_pinned)

@@ -159,7 +159,7 @@ class NumpyArray:
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
         if not isinstance(dtype, _Dtype) or dtype.text is None:
-            return  # texts, objects, records: not a tensor, and nobody asks for their content
+            return  # texts, objects, records: not tensors, and never used
         shape = tuple(shape)
         if not all(type(size) is int and size >= 0 for size in shape) or type(data) is not bytes:
             raise ValueError("an array has an impossible shape")
@@ -224,13 +224,13 @@ def read_torch_file(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is refused: it is no plain file of torch.save. Nothing was run.") from error
+        raise CheckpointError(f"{path} is refused: it is not a plain torch.save file. Nothing was run.") from error
     except CheckpointError:
         raise
     except Exception as error:
         # Whatever a damaged or hostile file makes torch stumble over: nothing was run, the remedy is the same.
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise CheckpointError(f"{path} is damaged or no file of torch.save ({reason}). Copy it again.") from error
+        raise CheckpointError(f"{path} is damaged, or not a torch.save file ({reason}). Copy it again.") from error
 
 
 def is_plain_tensor(value: Any) -> bool:
@@ -307,13 +307,13 @@ def _pop(stack: list[int | None], before: Sequence[Any]) -> list[int | None]:
         while place >= 0 and stack[place] is not None:
             place -= 1
         if place < 0:
-            raise ValueError("its pickle takes more than it has put down")
+            raise ValueError("its pickle pops an empty stack")
         fixed = before.index(pickletools.markobject)
         taken = stack[place + 1 :]
         del stack[place - fixed :]
         return taken
     taken = stack[len(stack) - len(before) :] if before else []
     if len(taken) < len(before):
-        raise ValueError("its pickle takes more than it has put down")
+        raise ValueError("its pickle pops an empty stack")
     del stack[len(stack) - len(before) :]
     return taken

@@ -1,7 +1,8 @@
 """Vision transformers as Hugging Face and torch hub's DINOv2, iBOT and MAE store them, to and from timm's layout.
 
-Where only names differ, ``models/other_names.py`` knows them. Here tensors are cut otherwise: Hugging Face has queries,
-keys and values apart, and DINOv2 with registers adds a position to the class token that timm and we have added already.
+Where only names differ, ``models/weight_names.py`` knows them. These layouts also cut tensors differently: Hugging Face
+keeps queries, keys and values apart, and DINOv2 with registers adds a position to the class token, which timm and we
+have already added.
 
 Sources: transformers 5.23, ``conversion_mapping.py`` and ``models/{vit,vit_mae,dinov2,dinov2_with_registers}``;
 facebookresearch/dinov2 b8931f7, ``dinov2/models/vision_transformer.py`` and ``dinov2/layers/swiglu_ffn.py``;

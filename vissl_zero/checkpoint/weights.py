@@ -80,7 +80,7 @@ class WeightsFile:
 
 
 class Weights:
-    """Whole parameters and buffers of a model, under their plain names. A context manager.
+    """Full parameters and buffers of a model, under their plain names. A context manager.
 
     Args:
         store: an open checkpoint or file; closed with this.
@@ -99,7 +99,7 @@ class Weights:
         }
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU, in the stored dtype."""
+        """One full tensor, on the CPU, in the stored dtype."""
         info = self.tensors[name]
         flat = torch.empty(info.num_elements, dtype=info.dtype)
         self.store.read_into(self._stored[name], 0, flat)

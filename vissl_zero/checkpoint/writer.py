@@ -42,6 +42,7 @@ def write_rank(
     folder = run_folder / FOLDER_NAME / partial_name_of(step)
     folder.mkdir(parents=True, exist_ok=True)
     stem = stem_of(rank)
+    # Removed first, so that a crash while writing cannot leave files of two attempts together.
     for ending in ("json", "safetensors"):
         (folder / f"{stem}.{ending}").unlink(missing_ok=True)
     entries = [Entry(part.name, part.dtype, _shape_in_file(part), part.read) for part in parts]
@@ -76,10 +77,12 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     """
     base = run_folder / FOLDER_NAME
     partial, final = base / partial_name_of(manifest.step), base / name_of(manifest.step)
+    # A manifest of an earlier attempt would name other files.
     (partial / MANIFEST_NAME).unlink(missing_ok=True)
     stems = [stem_of(rank) for rank in range(manifest.world_size)]
     digests = {stem: read_json(partial / f"{stem}.json")[1] for stem in stems}
     write_json(partial / MANIFEST_NAME, plain(replace(manifest, ranks=digests)))
+    # Names must be on disk before the rename: after a power cut, a complete folder has all of its files.
     sync_folder(partial)
     if os.path.lexists(final):  # of an earlier try, which was found damaged or comes from another course of the run
         _require_replaceable(final)

@@ -95,7 +95,7 @@ def _fairscale(num_gpus: int) -> Finding:
 
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
-        return Finding("SLURM", None, "not here: sbatch is not on the PATH")
+        return Finding("SLURM", None, "not available: sbatch is not on the PATH")
     try:
         answer = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=False, timeout=30)
         partitions = sorted(set(answer.stdout.split())) if answer.returncode == 0 else []

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vissl_zero.config.account import Account, account_of
 from vissl_zero.config.internal_paths import Replacement, with_public_paths
-from vissl_zero.config.recipe_files import RecipeFile, recipe_file, recipe_files
+from vissl_zero.config.recipe_files import RecipeFile, recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
 
 USAGE = """\
@@ -108,6 +108,7 @@ def _files(asked: str, with_parts: bool) -> list[RecipeFile]:
     if path.suffix == ".yaml":
         if not path.is_file():
             raise ConfigError([Problem("vissl-zero explain", repr(asked), "must exist", "Correct the path.")])
+        recipe_text(path)
         return [recipe_file(path)]
     return [RecipeFile(asked)]
 
@@ -118,7 +119,7 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
     found = {}
     for file in files:
-        text, replaced = with_public_paths(file.file.read_text(encoding="utf-8"))
+        text, replaced = with_public_paths(recipe_text(file.file))
         target = out / "config" / file.file.relative_to(Path(file.folder) / "config")
         if target.resolve() == file.file.resolve():
             raise ConfigError(f"vissl-zero explain: --fix {out}: must be another folder than {file.folder}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vissl_zero.atomic import as_object, open_regular
 from vissl_zero.errors import LaunchError, did_you_mean
 from vissl_zero.launch.slurm_note import Submitted, noted
 
 USAGE = """\
 vissl-zero jobs list                   submitted runs: state, progress, run folder
 vissl-zero jobs logs <job> [--follow]  what a job printed; all of its tasks' errors at the end
-vissl-zero jobs cancel <job> ...       cancel jobs; a run that is under way saves first, if the cluster lets it
+vissl-zero jobs cancel <job> ...       cancel jobs; a running one saves first, if the cluster gives it time
 """
 _WORDS = ("list", "logs", "cancel")
 _FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "ended")
@@ -50,7 +50,7 @@ def jobs(arguments: Sequence[str]) -> int:
     for name in names:
         if name not in known:
             listed = f"Known: {', '.join(list(known)[-8:])}." if known else "None was submitted from this account."
-            raise LaunchError(f"vissl-zero jobs {word}: {name} is no job of vissl-zero. {listed}")
+            raise LaunchError(f"vissl-zero jobs {word}: {name} is not a vissl-zero job. {listed}")
     if word == "cancel":
         return _cancel(names)
     if len(names) > 1:
@@ -62,7 +62,7 @@ def _cancel(names: Sequence[str]) -> int:
     try:
         return subprocess.run(["scancel", *names], check=False).returncode
     except OSError as error:
-        fix = "Give the command where the job was submitted."
+        fix = "Run the command where the job was submitted."
         raise LaunchError(f"vissl-zero jobs cancel: SLURM's scancel cannot be run ({error.strerror}). {fix}") from error
 
 
@@ -97,17 +97,17 @@ def state_of(job: Submitted) -> str:
 
 
 def _is_same(job: Submitted, description: str) -> bool:
-    """Job numbers begin again on a cluster that was set up anew: the log's path tells jobs apart."""
+    """Job numbers restart on a cluster that was set up again, so the log's path identifies a job."""
     return str(Path(job.stdout).parent) in description
 
 
 def _steps(job: Submitted) -> str:
     """Optimizer steps so far, from the last line of the run's metrics."""
     try:
-        with (Path(job.run_dir) / "metrics.jsonl").open("rb") as file:
+        with os.fdopen(open_regular(Path(job.run_dir) / "metrics.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
             lines = file.read().splitlines()
-        return str(json.loads(lines[-1])["step"])
+        return str(as_object(lines[-1])["step"])
     except (OSError, IndexError, KeyError, ValueError):
         return "-"
 

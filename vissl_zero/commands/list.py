@@ -59,5 +59,5 @@ def _print(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column()
     for row in rows:
         table.add_row(*map(Text, row))  # Text: brackets in a sentence are no markup
-    # Where nobody looks at it, a sentence stays on its line: `vissl-zero list recipes | grep photos`.
+    # In a pipe, a sentence stays on its line: `vissl-zero list recipes | grep photos`.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.recipe_files import RecipeFile, recipe_file
+from vissl_zero.config.recipe_files import RecipeFile, recipe_file, recipe_text
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
@@ -23,25 +23,29 @@ vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --memory-gb X        GiB a rank may use where it computes (config.ZERO.MEMORY_GB)
   --host-memory-gb X   GiB of host memory a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
   --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
+  --machine X          a profile (h100x8, h200x8, a100x8, cpu_core) or a YAML file (config.ZERO.MACHINE_PROFILE)
   --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
   --png FILE           where memory over a step is drawn (plan.png); none: nowhere
   --json               for scripts, on standard output; nothing is drawn unless --png says where
 
 Forecasts, with no data, GPU or processes, every level, recomputation, tier and number of micro-batches that trains the
-same, cheapest first, and marks the cheapest that fits. State rests on a disk in those plans only if an nvme_path is
+same, cheapest first, and marks the cheapest that fits. State is on disk in those plans only if an nvme_path is
 given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null, never 0.
+vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers it.
+vissl-zero plan --history <folder> shows forecast against measured memory of all runs under it.
 Exit codes: 0 a plan fits (of every recipe), 1 none does, 2 your input.
 """
 _VALUES = {
     "--memory-gb": "config.ZERO.MEMORY_GB",
     "--host-memory-gb": "config.ZERO.HOST_MEMORY_GB",
     "--disk-gb": "config.ZERO.DISK_GB",
+    "--machine": "config.ZERO.MACHINE_PROFILE",
     "--images": "config.DATA.TRAIN.DATA_LIMIT",
 }
-_FLAGS = ("--ranks", "--gpus", "--png", "--json", *_VALUES)
+_FLAGS = ("--calibrate", "--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
 NOTHING_FITS = 1
 _PER_MACHINE = 8
-_WIDTH = 220  # columns: a table that is cut helps nobody, and terminals wrap
+_WIDTH = 220  # columns: a wrapped table is better than a cut one
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -53,6 +57,8 @@ def plan(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
+    if arguments[0] in _APART:
+        return _APART[arguments[0]](arguments[1:])
     recipes, overrides, is_json, png = _parse(arguments)
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
@@ -78,6 +84,42 @@ def plan(arguments: Sequence[str]) -> int:
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    """Measure this machine, and say what was found."""
+    if len(words) > 1:
+        raise ConfigError("vissl-zero plan --calibrate takes one folder at most. See vissl-zero plan --help.")
+    from vissl_zero.engine.planning import measure_machine
+
+    try:
+        machine, remembered = measure_machine(Path(words[0] if words else ".").expanduser())
+    except OSError as error:
+        problem = Problem(
+            "vissl-zero plan --calibrate", str(error.filename or ""), str(error.strerror), "Name another folder."
+        )
+        raise ConfigError([problem]) from error
+    for name, value in vars(machine).items():
+        print(f"{name}: {value:.3g}" if isinstance(value, float) else f"{name}: {value}")
+    print(f"remembered: {remembered}")
+    return 0
+
+
+def _history(words: Sequence[str]) -> int:
+    """Forecast against measured, run by run."""
+    if len(words) != 1 or not Path(words[0]).is_dir():
+        got = " ".join(words) or "nothing"
+        fix = "Write vissl-zero plan --history runs."
+        raise ConfigError([Problem("vissl-zero plan --history", got, "must be one folder that is there", fix)])
+    from vissl_zero.engine.forecast_history import history
+    from vissl_zero.reporting.plan_table import history_table
+
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    Console(width=max(_WIDTH, Console().width), soft_wrap=True).print(history_table([*history(Path(words[0]))]))
+    return 0
+
+
+_APART = {"--calibrate": _calibrate, "--history": _history}
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:
@@ -119,13 +161,13 @@ def _recipe(name: str, scratch: Path) -> RecipeFile:
                 [Problem("vissl-zero plan", repr(name), "must be a file that exists", "Correct the path.")]
             )
         return RecipeFile(name.removesuffix(".yaml"))
+    text = recipe_text(path)
     if "config" in path.absolute().parent.parts:
         return recipe_file(path)
     # Hydra takes recipes from a folder called config alone.
     folder = scratch / str(len([*scratch.iterdir()]))
     copy = folder / "config" / f"{path.stem.replace('.', '_')}.yaml"
     copy.parent.mkdir(parents=True)
-    text = path.read_text(encoding="utf-8")
     copy.write_text(text if text.startswith("# @package") else f"# @package _global_\n{text}", encoding="utf-8")
     return RecipeFile(copy.stem, folder=str(folder))
 

@@ -20,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
 from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE
+from vissl_zero.config.fit_log import Choice
+from vissl_zero.config.recipe_files import recipe_text
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
@@ -89,7 +91,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
-        ConfigError: a flag that there is not.
+        ConfigError: a flag that there is not, or a file of --config-dir that cannot be read.
     """
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
@@ -102,6 +104,10 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []
     overrides = [_quoted(_recipes_of_glob(word, folders)) for word in plain_words(overrides)]
+    for folder in folders:
+        for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
+            if (file := Path(folder, group, f"{choice}.yaml")).exists():
+                recipe_text(file)
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
@@ -159,13 +165,19 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         sources = HydraConfig.get().runtime.config_sources
         folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
         composed = typed(cfg, recipe, overrides, folders)
-        run_cfg, notes, written = composed.run, composed.notes, composed.written
-        if str(run_cfg.ZERO.LEVEL) == "fit":  # builds the model with fake tensors, and so imports torch
-            from vissl_zero.engine.planning import fitted
+        choices: list[Choice] = []
+        if str(composed.run.ZERO.LEVEL) == "fit":  # builds the model with fake tensors, and so imports torch
+            from vissl_zero.engine.planning import all_fitted
 
-            run_cfg, notes, written = fitted(composed)
-        plan = resolve(run_cfg, output_dir, recipe=composed.recipe, written=written, notes=notes)
-        code = run(plan, composed.user_yaml(), composed.node_id)
+            for one in all_fitted(composed):
+                found = resolve(one.cfg, output_dir, recipe=composed.recipe, written=one.written, notes=one.notes)
+                choices.append(one.choice(found))
+            plan = choices[0].run
+        else:
+            plan = resolve(
+                composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes
+            )
+        code = run(plan, composed.user_yaml(), composed.node_id, choices)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)
         return code

@@ -15,8 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from vissl_zero.config.blocks.model import WeightsInit
 from vissl_zero.config.catalogue import missing, use_catalogue
 from vissl_zero.config.compose import Composed, explained, plain_words, typed, untyped
+from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.explain import EXPLAINABLE, every_mistake, explain
 from vissl_zero.config.host import Host
 from vissl_zero.config.internal_paths import public_equivalent
@@ -146,12 +148,19 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         if "disk_filelist" in split.LABEL_SOURCES or "everstore" in split.LABEL_SOURCES:
             split.LABEL_PATHS = split.LABEL_PATHS or [f"{path}_labels.npy" for path in split.DATA_PATHS]
     use_catalogue(run.DATA, None)
-    weights = run.MODEL.WEIGHTS_INIT
+    _weights(run.MODEL.WEIGHTS_INIT, "MODEL", account, stack)
+    teacher = run.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
+    if not teacher.PARAMS_FILE and takes_other_model(run):
+        teacher.PARAMS_FILE = "/path/to/weights"
+    _weights(teacher, "DISTILLATION.TEACHER_MODEL", account, stack)
+
+
+def _weights(weights: WeightsInit, path: str, account: Account, stack: ExitStack) -> None:
     if weights.PARAMS_FILE and not Path(weights.PARAMS_FILE).expanduser().exists():
-        must, fix = "must name weights that exist", "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<file>."
+        must, fix = "must name weights that exist", f"Write config.{path}.WEIGHTS_INIT.PARAMS_FILE=<file>."
         if public := public_equivalent(weights.PARAMS_FILE):
             fix = f"Facebook-internal; public: {public}. {fix}"
-        account.yours.append(Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", weights.PARAMS_FILE, must, fix))
+        account.yours.append(Problem(f"config.{path}.WEIGHTS_INIT.PARAMS_FILE", weights.PARAMS_FILE, must, fix))
         weights.PARAMS_FILE = stack.enter_context(_stand_in())
 
 

@@ -95,7 +95,7 @@ def missing(data: Data) -> list[Problem]:
         line = json.dumps({split.DATASET_NAMES[0]: {part: ["/path/to/images", "<labels>"] for part in SPLITS.values()}})
         fix = f"Add to {home_catalogue()} (or to the file that {VARIABLE} names): {line}"
         paths = f"or write config.DATA.{name}.DATA_PATHS=[/path/to/images]."
-        must = "must be in a dataset catalogue, for no DATA_PATHS are given"
+        must = "must be in a dataset catalogue, because no DATA_PATHS are given"
         found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
     return found
 

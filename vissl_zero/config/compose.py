@@ -24,6 +24,11 @@ from vissl_zero.config.run import Root, RunConfig
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
 from vissl_zero.errors import ConfigError, Problem
 
+_ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
+    "list[str]": (str, "texts", "[a,b]"),
+    "list[int]": (int, "whole numbers", "[1,2]"),
+    "list[float]": ((int, float), "numbers", "[0.1,0.2]"),
+}
 # Run folders, and those above them, that Hydra made: removed again where a run comes to nothing.
 new_folders: set[Path] = set()
 
@@ -50,7 +55,7 @@ def _run_dir(chosen: str | None, recipe: str | None) -> str:
 
 
 def remember_new(folder: Path) -> None:
-    """Remember a folder that is about to be made, and those above it, as far as they are not there yet."""
+    """Remember a folder that is about to be created, and its missing parents."""
     folder = folder.absolute()
     new_folders.update(path for path in (folder, *folder.parents) if not path.exists())
 
@@ -108,7 +113,7 @@ def typed(
     notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
-        fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES says how many there are."
+        fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES is their number."
         raise ConfigError([Problem("node_id", str(cfg.node_id), must, fix)])
     return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id, tuple(notes))
 
@@ -139,8 +144,14 @@ def one_or_many(block: Any, path: str = "config") -> list[Problem]:
         elif "texts" in item.metadata:
             values = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(text, (str, int, float)) for text in values):
-                problems.append(Problem(key, str(value), "must be a text or a list of texts", f"Write {key}=[a,b]."))
+                problems.append(
+                    Problem(key, str(value), "must be a string or a list of strings", f"Write {key}=[a,b].")
+                )
             setattr(block, item.name, [str(text) for text in values])
+        elif item.type in _ITEMS and value is not None:  # OmegaConf lets lists and blocks pass as items
+            kind, words, example = _ITEMS[str(item.type)]
+            if not all(isinstance(part, kind) for part in value):
+                problems.append(Problem(key, str(value), f"must be a list of {words}", f"Write {key}={example}."))
     return problems
 
 

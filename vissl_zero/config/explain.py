@@ -161,7 +161,7 @@ def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictCon
     if isinstance(error, MissingMandatoryValue):
         return Problem(key, "", "must be given", f"Write {key}=<value>.")
     if isinstance(error, InterpolationResolutionError):
-        fix = "Correct what stands in ${...}."
+        fix = "Correct the text in ${...}."
         if missing := re.search(r"Environment variable '(\w+)' not found", first_line):
             first_line = f"needs the environment variable {missing.group(1)}, which is not set"
             fix = "Set it, or give a default as in ${oc.env:NAME,default}."
@@ -201,7 +201,7 @@ def _wrong_type(key: str, message: str) -> Problem:
 
 
 def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> Problem:
-    """The problem of a key that is not there, with the closest keys beside it or where else it stands.
+    """The problem of an unknown key, with the closest keys beside it or the place where that key exists.
 
     Args:
         key: path in ``tree``.
@@ -226,14 +226,14 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
     elsewhere = [prefix + path for path in _paths(root) if path.rsplit(".", 1)[-1] == wrong][:3]
     fix = did_you_mean(wrong, siblings).strip()
     if full.startswith("config.config"):
-        fix = "Head the recipe's file with the line '# @package _global_'."
+        fix = "Start the recipe's file with the line '# @package _global_'."
     if not fix and elsewhere:
         fix = f"A key of that name stands at {', '.join(elsewhere)}."
     return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:_MOST_LISTED])}.")
 
 
 def _everyday(word: str) -> str:
-    """The key that does what somebody wants who writes this word; empty if that cannot be told."""
+    """The key that a user means by this word; empty if it is not known."""
     plain = word.lower().replace("_", "").replace("-", "")
     return next((key for key, words in EVERYDAY.items() if plain in words), "")
 

@@ -15,6 +15,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from vissl_zero.errors import ConfigError, Problem
+
 RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's context on a GPU
 
 
@@ -91,11 +93,24 @@ def _partition_gpus(partition: str) -> int:
 
 
 def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """World size and ranks on this machine, if a launcher has already started this process as one of several."""
+    """World size and ranks on this machine, if a launcher has already started this process as one of several.
+
+    Raises:
+        ConfigError: what it has set makes no sense.
+    """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
         return None
-    world_size = int(environment["WORLD_SIZE"])
-    return world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if name in environment}
+    numbers = {name: int(text) for name, text in given.items() if text.isdecimal() and text.isascii()}
+    local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
+    if numbers.keys() != given.keys() or not (
+        numbers["LOCAL_RANK"] < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
+    ):
+        got = ", ".join(f"{name}={text}" for name, text in given.items())
+        fix = "Unset them: they are for torchrun to set, which then starts each process."
+        raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
+    return numbers["WORLD_SIZE"], local
 
 
 @cache
@@ -188,6 +203,13 @@ def available_memory() -> int:
         with suppress(OSError, ValueError):  # "max" is no number
             found.append(int(Path(path).read_text()))
     return min(found)
+
+
+def num_oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel has killed for their memory so far, in a control group or not; 0: it does not say."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(dict(line.split() for line in counters.read_text().splitlines())["oom_kill"])
+    return 0
 
 
 def free_memory(

@@ -61,7 +61,7 @@ def _fixed(code: str) -> tuple[str, list[str]]:
     code = _PATH.sub(replaced, code)
     if _TO_SPECIFY.search(code):
         code = _TO_SPECIFY.sub("/path/to/weights.torch", code)
-        why.append("name the weights to begin with")
+        why.append("name the initial weights")
     if found := _EVERSTORE.search(code):
         code = _EVERSTORE.sub(r"\g<key>: [disk_filelist]", code)
         what = "a list of images" if found["key"] == "DATA_SOURCES" else "a list of labels"

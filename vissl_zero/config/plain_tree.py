@@ -20,7 +20,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find(tree: Any, path: str) -> tuple[Any, Any] | None:
-    """The dict or list that holds ``path`` and the key in it, or None if it is not there."""
+    """The dict or list that holds ``path`` and the key in it, or None if there is none."""
     *parents, last = path.split(".")
     for part in parents:
         place = _place(tree, part)

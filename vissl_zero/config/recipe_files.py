@@ -1,8 +1,8 @@
 """Recipe files in folders of others, such as VISSL's: which are complete, and what the others are parts of.
 
-A file is complete if it names a trunk, data, an optimizer and a loss. One that lacks the loss, or that names a trunk
-alone, is an overlay: it is composed on the first complete recipe in the nearest folder above it, as VISSL's ``models/``
-are.
+A file is complete if it names a trunk, data, an optimizer and a loss, or a trunk, data and how kNN votes. One that
+lacks the loss, or that names a trunk alone, is an overlay: it is composed on the first complete recipe in the nearest
+folder above it, as VISSL's ``models/`` are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 
 import yaml
 
+from vissl_zero.atomic import read_regular
 from vissl_zero.errors import ConfigError, Problem
 
 _COMPLETE = {"trunk", "data", "optimizer"}
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MAX_BYTES = 2**22  # the longest of VISSL's recipes has 20 KiB
+_MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,51 @@ def recipe_file(path: Path) -> RecipeFile:
     return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent))
 
 
+def recipe_text(path: Path) -> str:
+    """The text of a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
+
+    Raises:
+        ConfigError: it is no regular file of YAML, or larger or deeper than any recipe is.
+    """
+    try:
+        text = read_regular(path, _MAX_BYTES, follow_links=True).decode()
+        _require_moderate(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        must = f"must be a recipe that can be read ({reason})"
+        raise ConfigError([Problem(str(path), "", must, "Correct the file.")]) from error
+    return text
+
+
+def _require_moderate(text: str) -> None:
+    """Count values with aliases unfolded, without unfolding them. Raises ValueError, YAMLError."""
+    sizes: dict[str, int] = {}
+    blocks: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, of every block that is open
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            blocks.append((event.anchor, 1))
+            size = 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = blocks.pop()
+            sizes[anchor or ""] = size
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"the alias *{event.anchor} has no anchor before it, or stands in its own block")
+            size = sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            size = sizes[event.anchor or ""] = 1
+            if len(event.value) > _MAX_DIGITS and event.value.strip("+-").isdecimal():
+                raise ValueError(f"it has a number of more than {_MAX_DIGITS} digits")
+        else:
+            size = 0
+        outer, values = blocks[-1]
+        blocks[-1] = (outer, values + size)
+        if len(blocks) > _MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        if values + size > _MAX_VALUES:
+            raise ValueError(f"it has more than {_MAX_VALUES:,} values, with aliases unfolded")
+
+
 def _config_folder(folder: Path) -> Path:
     """The folder ``config`` that recipe names begin below: the nearest at or above ``folder``."""
     folder = folder.absolute()
@@ -112,14 +161,17 @@ def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
 def _blocks(file: Path) -> set[str]:
     """Which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        tree = yaml.load(recipe_text(file), _LOADER)
+    except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # keys that are lists, dates that are none
         return set()
     config = _block(tree, "config")
     data = _block(config, "DATA")
     found = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
     found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
     found |= {"optimizer"} if config.get("OPTIMIZER") else set()
+    # VISSL's kNN recipes train nothing, so that they name neither.
+    is_knn = _block(data, "TRAIN").get("DATA_SOURCES") and _block(config, "NEAREST_NEIGHBOR") and "trunk" in found
+    found |= {"optimizer", "loss"} if is_knn else set()
     return found | ({"loss"} if _block(config, "LOSS").get("name") else set())
 
 

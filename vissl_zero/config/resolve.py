@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
-from vissl_zero.config.derive.components import head_options, inferred_notes, loss_options, trunk_options
+from vissl_zero.config.derive.components import (
+    as_teacher,
+    head_options,
+    inferred_notes,
+    loss_options,
+    takes_other_model,
+    trunk_options,
+)
 from vissl_zero.config.derive.data import with_image_size
 from vissl_zero.config.derive.inactive import inactive_keys
+from vissl_zero.config.derive.measuring import only_measures, without_training
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import GPU_NAMES, global_batch, placement, ranks
 from vissl_zero.config.derive.sharding import sharding_plan
@@ -55,7 +63,7 @@ def resolve(
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
     if problem := part_alone(cfg, recipe):
         raise ConfigError([problem])
-    cfg = with_image_size(with_run_of_weights(cfg))
+    cfg = with_image_size(with_run_of_weights(without_training(cfg)))
     host = host or _host(cfg)
     if found := problems(cfg, host):
         raise ConfigError([*found, *broken])
@@ -63,6 +71,8 @@ def resolve(
     sharding, sharding_notes = sharding_plan(cfg, place)
     optimizer, optimizer_notes = optimizer_plan(cfg, step)
     notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
+    if only_measures(cfg):
+        notes = (*notes, "Nothing is trained: FEATURE_EVAL_SETTINGS freezes trunk and head; LOSS does not count.")
     config = _config(cfg)
     interpolations = _interpolations(written or {}, config)
 
@@ -141,9 +151,23 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
         tree["DATA"][split]["DATA_PATHS"] = [str(Path(path).expanduser().absolute()) for path in paths]
     if factors := cfg.OPTIMIZER.head_optimizer_params.lr_factors:
         model["HEAD"]["PARAMS"] *= len(factors)
+    del tree["DISTILLATION"]
+    if takes_other_model(cfg):
+        tree["DISTILLATION"] = {"TEACHER_MODEL": _teacher(as_teacher(cfg))}
     loss = cfg.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: loss_options(cfg)}
     return tree
+
+
+def _teacher(cfg: RunConfig) -> dict[str, Any]:
+    """What builds the teacher, and fills it."""
+    name, weights = cfg.MODEL.TRUNK.NAME, asdict(cfg.MODEL.WEIGHTS_INIT)
+    return {
+        "TRUNK": {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)},
+        "HEAD": {**asdict(cfg.MODEL.HEAD), "PARAMS": [[head, options] for head, options in head_options(cfg)]},
+        "INPUT_TYPE": cfg.MODEL.INPUT_TYPE,
+        "WEIGHTS_INIT": {**weights, "PARAMS_FILE": str(Path(weights["PARAMS_FILE"]).expanduser().absolute())},
+    }
 
 
 def _interpolations(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:

@@ -49,11 +49,12 @@ class OptimizerPlan:
         weight_decay: of the regularised parameters of the trunk.
         head_weight_decay: of the head's; equals ``weight_decay`` unless head_optimizer_params say otherwise.
         lr: schedule of the learning rate after automatic scaling: a plain dict with a "name" and that schedule's keys.
-        lr_head: the head's, likewise (equal to ``lr`` unless use_different_lr).
+        lr_head: the same for the head (equal to ``lr`` unless use_different_lr).
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
         head_lr_factors: of the learning rate, one per head; empty: 1 for all.
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
+        head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: heads are alike.
         layer_decay: of the learning rate from one block of a transformer to the one before.
         param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
     """
@@ -74,11 +75,12 @@ class OptimizerPlan:
     grouping: str = "default"
     layer_decay: float = 1.0
     param_rules: tuple[dict[str, Any], ...] = ()
+    head_rules: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where one kind of training state rests between uses.
+    """Where one kind of training state is kept between uses.
 
     Attributes:
         device: "none" (with the computation), "cpu" or "nvme".
@@ -123,9 +125,10 @@ class ShardingPlan:
         bucket_cap_mb: MiB per reduce-scatter bucket of fairscale at level 3; 0: one reduce-scatter per parameter.
         clear_autocast_cache: fairscale at level 3 drops autocast's cached casts after each unit.
         force_sync_cuda: fairscale at level 3 waits for the GPU before and after each unit.
-        reshard_after_forward: fairscale at level 3 frees the whole parameters of a unit after its forward pass.
+        reshard_after_forward: fairscale at level 3 frees the full parameters of a unit after its forward pass.
         keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
-        needs_whole_tensors: the optimizer's update of an element depends on its whole tensor; found by trial.
+        compile: backend of torch.compile for the units of the model ("inductor"); empty: they run as they are.
+        needs_whole_tensors: the optimizer's update of an element depends on its full tensor; found by trial.
     """
 
     level: int
@@ -152,6 +155,7 @@ class ShardingPlan:
     force_sync_cuda: bool = False
     reshard_after_forward: bool = True
     keep_gradients: bool = False
+    compile: str = ""
     needs_whole_tensors: bool = False
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
-from vissl_zero.config.blocks.model import Model, default_loss
+from vissl_zero.config.blocks.model import Distillation, Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor
+from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor, OnlineProbe
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -27,9 +27,9 @@ class RunConfig:
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
     DRY_RUN: bool = False
-    """Check everything, print the plan of the run and start nothing; also written --dry-run."""
+    """Check everything and print the plan of the run; train nothing. Also written --dry-run."""
     TEST_ONLY: bool = False
-    """Measure, and train nothing."""
+    """Only measure; train nothing."""
     TEST_EVERY_NUM_EPOCH: int = number(1, least=0)
     """Epochs between measurements of top-1 on TEST while a supervised run trains; 0: only at the end."""
     DATA: Data = field(default_factory=Data)
@@ -37,7 +37,9 @@ class RunConfig:
     MODEL: Model = field(default_factory=Model)
     """Trunk, heads, precision."""
     LOSS: dict[str, Any] = field(default_factory=default_loss)
-    """name: which loss; under that name its keys."""
+    """name: the loss; its keys are under that name."""
+    DISTILLATION: Distillation = field(default_factory=Distillation)
+    """The teacher of distillation."""
     OPTIMIZER: Optimizer = field(default_factory=Optimizer)
     """The update rule and its schedules."""
     ZERO: Zero = field(default_factory=Zero)
@@ -48,6 +50,8 @@ class RunConfig:
     """What is done beside training."""
     NEAREST_NEIGHBOR: NearestNeighbor = field(default_factory=NearestNeighbor)
     """kNN evaluation."""
+    ONLINE_PROBE: OnlineProbe = field(default_factory=OnlineProbe)
+    """A linear probe that is trained beside the model."""
     CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)
     """The run folder."""
     DISTRIBUTED: Distributed = field(default_factory=Distributed)

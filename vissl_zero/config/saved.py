@@ -158,7 +158,7 @@ def _masked_text(text: str, values: Mapping[str, str]) -> str:
 def read_saved(path: Path) -> dict[str, Any]:
     """What ``config.resolved.yaml`` says, as data: nothing in it is resolved, imported or run.
 
-    For files that nobody has checked: their size is limited, and aliases, which unfold to any size, are refused.
+    For unchecked files: their size is limited, and aliases, which could unfold to any size, are refused.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
@@ -225,8 +225,8 @@ def load_resolved(path: Path) -> ResolvedRun:
         sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
-    for key in ("non_regularized", "head_lr_factors", "param_rules"):
-        optimizer[key] = tuple(optimizer[key])
+    for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
+        optimizer[key] = tuple(optimizer.get(key, ()))
     data["notes"] = tuple(data["notes"])
     return ResolvedRun(
         **data,

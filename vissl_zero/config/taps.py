@@ -44,7 +44,7 @@ def problems(cfg: RunConfig) -> list[Problem]:
     heads = len(cfg.MODEL.HEAD.PARAMS)
     if heads != len(entries):
         must = f"must list a head for each of the {len(entries)} layers of {KEY}"
-        found.append(Problem("config.MODEL.HEAD.PARAMS", f"{heads} heads", must, "Make the lists as long."))
+        found.append(Problem("config.MODEL.HEAD.PARAMS", f"{heads} heads", must, "Give the lists the same length."))
     return found
 
 

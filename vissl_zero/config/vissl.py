@@ -157,13 +157,15 @@ def _empty_block(path: str) -> type:
 
 def use_own_names(cfg: RunConfig) -> None:
     """Replace VISSL's second names (``regnet_fsdp``, ``sgd_fsdp``, ...) by the one name of each, in place."""
-    model, optimizer = cfg.MODEL, cfg.OPTIMIZER
-    keys = model.WEIGHTS_INIT.STATE_DICT_KEY_NAME
-    model.WEIGHTS_INIT.STATE_DICT_KEY_NAME = ".".join(map(str, keys)) if isinstance(keys, list) else str(keys or "")
-    model.TRUNK.NAME = ALIASES["trunks"].get(model.TRUNK.NAME, model.TRUNK.NAME)
-    model.HEAD.PARAMS = _chained(cfg, [_head(entry) for entry in model.HEAD.PARAMS])
-    for block in (optimizer, optimizer.base_optimizer):
-        block.name = ALIASES["optimizers"].get(block.name or "", block.name)
+    model, teacher, optimizer = cfg.MODEL, cfg.DISTILLATION.TEACHER_MODEL, cfg.OPTIMIZER
+    for block in (model, teacher):
+        keys = block.WEIGHTS_INIT.STATE_DICT_KEY_NAME
+        block.WEIGHTS_INIT.STATE_DICT_KEY_NAME = ".".join(map(str, keys)) if isinstance(keys, list) else str(keys or "")
+        block.TRUNK.NAME = ALIASES["trunks"].get(block.TRUNK.NAME, block.TRUNK.NAME)
+        block.HEAD.PARAMS = [_head(entry) for entry in block.HEAD.PARAMS]
+    model.HEAD.PARAMS = _chained(cfg, model.HEAD.PARAMS)
+    for part in (optimizer, optimizer.base_optimizer):
+        part.name = ALIASES["optimizers"].get(part.name or "", part.name)
 
 
 def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:

@@ -1,14 +1,18 @@
-"""Reading image files that nobody has checked: damaged, oversized, or made to hurt."""
+"""Reading untrusted images and arrays: damaged, oversized or malicious ones are refused."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
+from vissl_zero.atomic import open_regular
 from vissl_zero.errors import DataError
 
 # What Pillow itself calls suspicious: a quarter of a GiB as 24-bit pixels. Pillow only warns there; here it is refused,
@@ -44,14 +48,41 @@ def read_image(path: str | Path) -> Image.Image:
         with warnings.catch_warnings():
             # Pillow warns where we are about to refuse. Costs 5 microseconds.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(path, formats=FORMATS)
-        with image:
-            _check_size(image, path)
-            return _as_8_bits(image, path).convert("RGB")
+            # A list may name a pipe, which would block the reader for ever.
+            with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
+                return _decoded(file, path)
     except BrokenImageError:
         raise
     except Exception as error:
         raise BrokenImageError(str(path), _reason(error)) from error
+
+
+def _decoded(file: BinaryIO, path: str | Path) -> Image.Image:
+    with Image.open(file, formats=FORMATS) as image:
+        _check_size(image, path)
+        return _as_8_bits(image, path).convert("RGB")
+
+
+def read_array(path: str | Path) -> np.ndarray:
+    """The one-dimensional array of a ``.npy`` file. Nothing is unpickled.
+
+    Raises:
+        ValueError: missing, damaged, or another array; the text says which.
+    """
+    try:
+        with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = np.load(file, allow_pickle=False)
+    except Exception as error:  # numpy's parsers let much through: TokenError, BadZipFile, MemoryError, OverflowError
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+    # Items of no bytes: a file of 100 bytes may have 2**62 of them.
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.itemsize == 0:
+        raise ValueError("it has no 1-d array")
+    if values.dtype.kind == "U":
+        codes = np.ascontiguousarray(values).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
+        if codes.size and codes.max() > sys.maxunicode:  # numpy would make a text of it that breaks Python
+            raise ValueError("it has text that is damaged")
+    return values
 
 
 def _check_size(image: Image.Image, path: str | Path) -> None:
@@ -66,7 +97,7 @@ def _check_size(image: Image.Image, path: str | Path) -> None:
 def _as_8_bits(image: Image.Image, path: str | Path) -> Image.Image:
     """Grey of 16 bits as grey of 8, 65,535 as 255; Pillow's own ``convert`` would cut off all above 255.
 
-    Pillow reads color of 16 bits as 8 by itself. What is in a float or a 32-bit image only its maker knows.
+    Pillow reads color of 16 bits as 8 by itself. The value range of a float or 32-bit image is unknown.
     """
     is_16_bits = image.mode == "I" and image.format in ("PPM", "PNG")  # PNG: before Pillow 10
     if image.mode.startswith("I;16") or is_16_bits:
@@ -76,11 +107,11 @@ def _as_8_bits(image: Image.Image, path: str | Path) -> Image.Image:
         if depths <= {16}:
             grey = np.asarray(image).astype(np.uint32)
             return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8))
-        raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits, and 1, 8 and 16 are read")
+        raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits; only 1, 8 and 16 are supported")
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         kind = "floating-point numbers" if image.mode == "F" else "32-bit integers"
         raise BrokenImageError(
-            str(path), f"its pixels are {kind}, and which of them is white is not known (save it with 8 or 16 bits)"
+            str(path), f"its pixels are {kind}, with an unknown white level (save it with 8 or 16 bits)"
         )
     return image
 
@@ -100,7 +131,7 @@ def _reason(error: Exception) -> str:
         size = f"its {int(pixels.group(1)):,} pixels are" if pixels else "it is"
         return f"{size} more than the {MAX_PIXELS:,} that are read (it could be a decompression bomb)"
     if isinstance(error, FileNotFoundError):
-        return "the file is not there any more"
+        return "the file no longer exists"
     if isinstance(error, MemoryError):
         return "there is not enough memory to decode it"
     text = " ".join(str(error).split()) or type(error).__name__

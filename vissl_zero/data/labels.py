@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from vissl_zero.data.decode import read_array
 from vissl_zero.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def _read(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise DataError(f"The label file {path} does not exist. Correct LABEL_PATHS.")
     try:
-        values = np.load(path, allow_pickle=False)
+        values = read_array(path)
     except ValueError as error:
         raise DataError(f"The label file {path} is not a plain .npy array of integers ({error}).") from error
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+    if not np.issubdtype(values.dtype, np.integer):
         raise DataError(f"The label file {path} must hold a 1-d array of integers; write it with numpy.save.")
     return values

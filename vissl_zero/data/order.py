@@ -80,7 +80,7 @@ class EpochOrder:
 
         Args:
             epoch: from 0.
-            start_sample: samples of the epoch already trained on, over all ranks; any number, so that a run may go on
+            start_sample: samples of the epoch already trained on, over all ranks; any number, so that a run may resume
                 with another batch size or world size.
         """
         order = shuffled(self.num_samples, self.seed, epoch)[start_sample : self.num_kept]

@@ -17,21 +17,20 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.dataset import Loaded, MicroBatchDataset
 from vissl_zero.data.order import MicroBatchPlan
-from vissl_zero.errors import DataError, ProcessLostError
-from vissl_zero.lifetime import end_with_creator, note_shares, signal_name
+from vissl_zero.errors import DataError, ProcessLostError, printable
+from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
 
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
-# import torch anew in every worker. The fork server imports once and has a single thread.
+# import torch again in every worker. The fork server imports once and has a single thread.
 START_METHOD = "forkserver"
-_PRELOAD = ["vissl_zero.data.workers", "vissl_zero.data.transforms.pipeline"]
+_PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.transforms.pipeline"]
 _END = object()
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
 _REAPED_S = 2.0  # until the fork server has told how a worker ended
@@ -63,7 +62,6 @@ class BatchStream:
         self._has_begun = False
         if num_workers:
             self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
-            multiprocessing.get_context(START_METHOD).set_forkserver_preload(_PRELOAD)
             note_shares()
         pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pins else None
@@ -126,7 +124,7 @@ class BatchStream:
         workers = [(index, worker.pid) for index, worker in enumerate(self._workers())]
         stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
         slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]
-        names = " and ".join(stopped or slow) or "workers, which have not begun"
+        names = " and ".join(stopped or slow) or "workers, which have not started"
         self._kill_workers()
         return (
             f"A micro-batch has not come within {self._timeout_s:g} s from data loading {names}. Look at the disk that "
@@ -156,7 +154,8 @@ class BatchStream:
         for name, reason in loaded.skipped.items():
             if name not in self._said:
                 self._said.add(name)
-                logger.warning("Skipping %s: %s. The next readable image takes its place.", name, reason)
+                skipped = printable(f"Skipping {name}: {reason}.")
+                logger.warning("%s The next readable image takes its place.", skipped)
         if loaded.batch is None:
             raise DataError(loaded.error)
         return loaded.batch
@@ -203,6 +202,7 @@ def _serve(loader: DataLoader[Any], device: int | None, requests: SimpleQueue[bo
     while requests.get():
         try:
             if batches is None:
+                start_fork_server(_PRELOAD)  # not left to torch, which would do it in this thread: it ends soon
                 batches = iter(loader)
             answers.put(next(batches, _END))
         except BaseException as error:  # noqa: BLE001 - the other thread raises it

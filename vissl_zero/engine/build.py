@@ -15,9 +15,11 @@ from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.schedule import Frozen, Schedules
-from vissl_zero.methods.method import build_method
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.online_probe import OnlineProbe
 from vissl_zero.models.init import initialize_
-from vissl_zero.models.model import build_model
+from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
@@ -26,14 +28,18 @@ _BEFORE_TRAINING = -1  # in place of an epoch
 
 
 def build_run(
-    plan: ResolvedRun, device: torch.device, fill: Callable[[nn.Module], None] | None = None
+    plan: ResolvedRun,
+    device: torch.device,
+    fill: Callable[[nn.Module], None] | None = None,
+    fill_teacher: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Run, Schedules, Frozen]:
     """Build everything one rank needs. Collective: every rank calls it, after the process group is up.
 
     Args:
         plan: of the run.
         device: of this rank.
-        fill: puts other first weights into the whole model, alike on every rank.
+        fill: puts other initial weights into the full model, the same on every rank.
+        fill_teacher: puts the weights into the model under DISTILLATION, where there is one.
     Raises:
         ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
     """
@@ -64,10 +70,19 @@ def build_run(
     frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
     method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype)
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-    teacher = method.make_teacher(copy.deepcopy(model)).to(dtype) if method.has_teacher else None
+    add_probe(plan, method, model, len(loader.source.class_names), device)
+    teacher = None
+    if method.has_teacher:
+        origin = other_model(plan, len(loader.source.class_names))
+        if origin is not None:
+            initialize_(origin, plan.seed)
+            if fill_teacher is not None:
+                fill_teacher(origin)
+        teacher = method.make_teacher(copy.deepcopy(model) if origin is None else origin).to(dtype)
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device)
+    model.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: a teacher keeps none
     if teacher is not None:
         sharded.adopt_teacher(teacher, method.teacher_follows)
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
@@ -81,6 +96,38 @@ def build_run(
         rank=rank,
         world_size=world_size,
         steps_per_epoch=loader.steps_per_epoch,
+        seen=model,
         num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
     )
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
+
+
+def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int, device: torch.device | None) -> None:
+    """Give the method an online probe where the configuration asks for one: checkpoints then hold it.
+
+    Raises:
+        ConfigError: the images have no classes.
+    """
+    options = plan.config["ONLINE_PROBE"]
+    if not options["USE_PROBE"]:
+        return
+    if not num_classes:
+        must = "needs a class for each training image"
+        fix = "Set it to false, or put each class in a folder of its own."
+        raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
+    dtype = torch.promote_types(getattr(torch, plan.sharding.precision.master), torch.float32)
+    width = int(model.trunk.feature_dim)  # type: ignore[arg-type]
+    method.online_probe = OnlineProbe(width, num_classes, options["LR"], dtype, device)
+
+
+def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
+    """The model under DISTILLATION, without its weights; None where the teacher is another.
+
+    Args:
+        plan: of the run.
+        num_classes: of its images.
+    """
+    given = plan.config.get("DISTILLATION")
+    if given is None:
+        return None
+    return build_model(given["TEACHER_MODEL"], num_classes)

@@ -1,4 +1,4 @@
-"""When the loss is no number any more: what is known of it, written down before all ranks end together."""
+"""What to do when the loss is no longer finite: write what is known to a file, then end all ranks together."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: 
         what = f"The gradients overflow {when} at a loss scale of 1."
     return DivergedError(
         f"{what} "
-        f"{gradients}; {FILE_NAME} in the run folder has all. "
+        f"{gradients}; {FILE_NAME} in the run folder has the details. "
         "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
     )

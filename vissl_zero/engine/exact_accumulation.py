@@ -69,6 +69,7 @@ def accumulate_exactly(
             with watch if index == 0 else nullcontext():
                 again = pytree.tree_leaves(_wide(method.run_student(sharded.model, batch)))
             sharded.backward(_surrogate(again, gradients, sizes, index))
+        run.show_probe(batch)
     method.after_micro_batch(whole, joined)
     return loss.detach().double() * (joined.num_local / num_samples)
 
@@ -113,7 +114,7 @@ def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes
     terms = []
     for output, gradient in zip(outputs, gradients, strict=True):
         if isinstance(output, Tensor) and output.requires_grad:
-            if gradient is None:  # used by nobody; still a part of the graph that every step has
+            if gradient is None:  # unused, but still part of the graph in every step
                 terms.append((output * 0).sum())
             else:
                 views = len(gradient) // sum(sizes)

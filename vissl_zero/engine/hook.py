@@ -18,13 +18,16 @@ from vissl_zero.sharding.strategy import Bytes, Sharded
 
 if TYPE_CHECKING:
     from vissl_zero.config.resolved import ResolvedRun
+    from vissl_zero.data.batch import Batch
     from vissl_zero.data.loader import Loader
     from vissl_zero.methods.method import Method
+    from vissl_zero.methods.online_probe import OnlineProbe
+    from vissl_zero.models.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is known of an optimizer step as soon as it was asked for; equal on every rank but for ``bytes``.
+    """An optimizer step as soon as it was launched; equal on every rank except for ``bytes``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
@@ -47,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Step):
-    """A step with its figures, which the device has computed and all ranks have summed meanwhile.
+    """A step with its figures, computed by the device and summed over the ranks.
 
     Attributes:
         loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
@@ -63,7 +66,7 @@ class StepRecord(Step):
 class Records(Sequence[StepRecord]):
     """The steps of a run in order, in bounded memory: all of a short run, every 2nd, 4th, ... of a long one.
 
-    The first ones (``HEAD``) and the newest are always there.
+    The first ones (``HEAD``) and the newest are always kept.
     """
 
     HEAD = 64
@@ -127,12 +130,13 @@ class Run:
         step, epoch, position: optimizer steps done, epoch in progress, source images consumed in all.
         epoch_samples: source images of that epoch consumed, over all ranks.
         records: steps so far, thinned out in a long run; on rank 0 also those before a resume, from ``metrics.jsonl``.
-        first_step: optimizer steps done when this process began; not 0 where it goes on from a checkpoint.
-        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), as far as steps with a record
-            tell; alike on every rank.
-        stop: set by a hook, alike on every rank: leave the loop after this step, without ``on_end``.
+        first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
+        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
+            record; equal on every rank.
+        stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
+        seen: the model inside ``sharded``, for the features it keeps of its newest pass (``kept_features``).
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 
@@ -155,6 +159,7 @@ class Run:
     unsettled: Callable[[], None] | None = None
     records: Records = field(default_factory=Records)
     bytes: Bytes = field(default_factory=Bytes)
+    seen: Model | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -170,8 +175,19 @@ class Run:
             unsettled()
 
     @property
+    def probe(self) -> OnlineProbe | None:
+        """The classifier that is trained beside the model (``ONLINE_PROBE``)."""
+        probe: OnlineProbe | None = getattr(self.method, "online_probe", None)
+        return probe
+
+    def show_probe(self, batch: Batch) -> None:
+        """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""
+        if self.probe is not None and self.seen is not None:
+            self.probe.learn(self.seen.kept_features, batch)
+
+    @property
     def is_resumed(self) -> bool:
-        """The run goes on from a checkpoint: what is done once, at the start, was done."""
+        """The run resumes from a checkpoint: anything done once at the start has been done."""
         return self.first_step > 0
 
     @property
@@ -189,11 +205,11 @@ class Hook:
     """Base of all hooks; override what you need. Called in the order hooks were given, on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook must know again after a resume, as JSON can hold it; rank 0's is kept. Not a collective."""
+        """State for a resume, as JSON; rank 0's is saved. Not a collective."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave; on every rank, before ``on_start``."""
+        """Restore what ``state_dict`` returned; on every rank, before ``on_start``."""
 
     def on_start(self, run: Run) -> None:
         """After the model was sharded (and its checkpoint loaded, if ``run.is_resumed``), before the next step."""

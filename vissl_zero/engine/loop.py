@@ -58,7 +58,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
 
 @torch.no_grad()
 def _look_at_all(run: Run) -> None:
-    """Show the method what the untrained model makes of every image of the first epoch, in its views of that epoch."""
+    """Give the method the untrained model's outputs for every image, in the views of the first epoch."""
     dtype = getattr(torch, run.plan.sharding.precision.master)
     run.method.on_step(0, 0)
     with frozen_statistics(run.sharded.model):
@@ -95,20 +95,23 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
 def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float, hooks: Sequence[Hook]) -> Step:
     """One optimizer step over its micro-batches. ``started``: clock before the data was asked for.
 
-    Its figures are on their way when this returns: ``run.settle``, which the next step calls, reads them.
+    Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
     """
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     dtype = getattr(torch, run.plan.sharding.precision.master)
+    if run.device.type == "cpu" and _is_logged(run, run.step):
+        run.settle()  # figures of health may be a matrix as wide as the embeddings: not beside the activations
     method.on_step(run.step, run.epoch)
     watch = _watched(run) if run.step == run.first_step else nullcontext()
     accumulate = accumulate_exactly if run.plan.exact_accumulation and len(micro_batches) > 1 else _accumulate
     loss_sum = accumulate(run, micro_batches, dtype, watch)
-    is_logged = _is_logged(run)
+    is_logged = _is_logged(run, run.step + 1)
     if is_logged:
-        run.bytes = sharded.ledger()  # before the step: gradients are still there
+        run.bytes = sharded.ledger()  # before the step, while gradients exist
     result = sharded.step()
     sharded.zero_grad()
+    # After the update, as SwAV's prototypes must have unit length in every forward pass.
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
         sharded.follow(method.momentum(run.step), method.normalized_rows())
@@ -133,6 +136,7 @@ def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: fl
     )
     run.settle()  # the figures of the step before
     run.unsettled = partial(_settle, run, hooks, step, result, loss_sum, totals, is_logged)
+    # No later step would be better: raise now, on every rank.
     if result.is_stuck:
         run.settle()
     return step
@@ -151,6 +155,7 @@ def _settle(
     figures = totals()
     loss, num_asked, grad_norm = figures[:3].tolist()
     run.is_asked_to_stop = num_asked > 0
+    # The loss is the sum over all ranks, so every rank raises at the same step.
     if result.is_stuck or (not result.skipped and not math.isfinite(loss)):
         raise diverged(run, step, result, loss, local_loss)
     record = StepRecord(
@@ -166,7 +171,7 @@ def _settle(
 
 @contextmanager
 def _watched(run: Run) -> Iterator[None]:
-    """Around the first forward pass of a run: measure it, and see that nothing draws numbers of its own."""
+    """Around the first forward pass of a run: measure it, and refuse layers that draw from torch's global generator."""
     with run.sharded.measure_activations(), refuse_unkeyed_randomness(run.sharded.model):
         yield
 
@@ -187,6 +192,7 @@ def _accumulate(
                 outputs = method.run_student(sharded.model, batch)
                 loss = method.loss(outputs, batch, taught)
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
+        run.show_probe(batch)
         method.after_micro_batch(outputs, batch)
         loss_sum += loss.detach() * (batch.num_local / num_samples)
     return loss_sum
@@ -198,12 +204,11 @@ def _taught(sharded: Sharded, method: Method, batch: Batch) -> list[Any] | None:
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
-def _is_logged(run: Run) -> bool:
-    """Whether the coming step's memory and health are measured: the first two, every LOG_FREQUENCY-th, the last.
+def _is_logged(run: Run, step: int) -> bool:
+    """Whether memory and health are measured in a step: the first two, every LOG_FREQUENCY-th, the last.
 
     The optimizer has its state in the second. Walking over all tensors takes as long as a tenth of a small model's
     step, and figures of health may need the eigenvalues of a matrix.
     """
-    step = run.step + 1
     is_new = step - run.first_step <= 2
     return is_new or step % run.plan.config["LOG_FREQUENCY"] == 0 or step >= run.num_steps

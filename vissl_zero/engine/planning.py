@@ -1,4 +1,4 @@
-"""Ways to run a recipe in the memory there is: all of them with their forecasts, or the cheapest that fits.
+"""Ways to run a recipe in a given amount of memory: all of them with their forecasts, or the cheapest that fits.
 
 ``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
 as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import Composed
+from vissl_zero.config.fit_log import SHARE_LEFT, Choice, most_bytes, outcomes
 from vissl_zero.config.host import RESERVE, free_memory
+from vissl_zero.config.machine_profile import Machine
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
-from vissl_zero.engine.rehearsal import set_stage
+from vissl_zero.engine.dry_run import described_machine, set_stage
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.sharding.candidates import Budget, Candidate, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.calibration import cache_file, calibrate
+from vissl_zero.sharding.candidates import Budget, Candidate, after_failures, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.step_time import machine_for
 
 FIT = "fit"
 _GIB = 2**30
@@ -37,6 +41,7 @@ class Planned:
         budget: of a rank.
         assumed: sentences on what was assumed of the images.
         num_images: of the run.
+        machine: whose rates time the candidates.
     """
 
     plan: ResolvedRun
@@ -44,6 +49,7 @@ class Planned:
     budget: Budget
     assumed: tuple[str, ...]
     num_images: int
+    machine: Machine
 
     @property
     def chosen(self) -> Candidate | None:
@@ -51,28 +57,65 @@ class Planned:
         return next((candidate for candidate in self.candidates if candidate.is_chosen), None)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A configuration that ``fit`` may run: what to resolve instead of the one that says so.
+
+    Attributes:
+        cfg, notes, written: as ``resolve`` takes them.
+        candidate: what was taken.
+        budget: that it fits into.
+    """
+
+    cfg: RunConfig
+    notes: tuple[str, ...]
+    written: dict[str, Any]
+    candidate: Candidate
+    budget: Budget
+
+    def choice(self, run: ResolvedRun) -> Choice:
+        """For the launcher, with ``cfg`` resolved."""
+        assert self.candidate.forecast.step is not None
+        return Choice(run, str(self.candidate), self.candidate.forecast.step.peak_bytes, self.budget.memory)
+
+
 def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, Any]]:
     """Decide ``ZERO.LEVEL: fit``: the configuration, notes and written tree to resolve instead.
 
-    What names a level is returned as it is.
+    A configuration that names a level is returned unchanged.
 
     Raises:
         ConfigError, DataError: what the run would be refused for; or nothing fits, with the smallest memory that would.
     """
-    cfg = composed.run
-    if str(cfg.ZERO.LEVEL) != FIT:
-        return cfg, composed.notes, composed.written
-    planned = plan_run(cfg, composed.recipe)
-    chosen = planned.chosen
-    if chosen is None:
+    if str(composed.run.ZERO.LEVEL) != FIT:
+        return composed.run, composed.notes, composed.written
+    first = all_fitted(composed)[0]
+    return first.cfg, first.notes, first.written
+
+
+def all_fitted(composed: Composed) -> list[Fitted]:
+    """The same of ``ZERO.LEVEL: fit``, and after it what to go on with, in turn, where memory runs out all the same.
+
+    Raises: as ``fitted``.
+    """
+    planned = plan_run(composed.run, composed.recipe)
+    if planned.chosen is None:
         raise ConfigError([_nothing_fits(planned)])
-    said = f"config.ZERO.LEVEL=fit took {chosen}: {because(planned.candidates, planned.budget)}"
-    # Interpolations are put back into what is saved: none in the place of what was chosen.
+    # Saved files show interpolations again, but not in place of the chosen values.
     written = copy.deepcopy(composed.written)
     written.pop("ZERO", None)
     written.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
     written.get("MODEL", {}).pop("ACTIVATION_CHECKPOINTING", None)
-    return with_candidate(cfg, chosen), (*composed.notes, said), written
+    first, *others = after_failures(planned.candidates, SHARE_LEFT)
+    said = f"config.ZERO.LEVEL=fit took {first}: {because(planned.candidates, planned.budget)}"
+    reasons = [
+        said,
+        *(f"config.ZERO.LEVEL=fit took {other}: a plan forecast to fit ran out of memory." for other in others),
+    ]
+    return [
+        Fitted(with_candidate(composed.run, one), (*composed.notes, reason), written, one, planned.budget)
+        for one, reason in zip([first, *others], reasons, strict=True)
+    ]
 
 
 def plan_run(cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere") -> Planned:
@@ -99,18 +142,33 @@ def plan_run(cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere")
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
                 found += set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)).forecasts()
     budget = budget_of(cfg, plan)
-    return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source))
+    machine = described_machine(plan) or machine_for(plan.device)
+    return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source), machine)
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun) -> Budget:
-    """What a rank may use: as the configuration says, else what the machine has."""
+    """What a rank may use: as the configuration says, else what the machine has; less where the run has had too little.
+
+    A plan of this run folder that ran out of memory says what the forecasts of later ones must stay below.
+    """
+    budget = _given_budget(cfg, plan)
+    most = most_bytes(outcomes(Path(plan.run_dir)))
+    if most is None or most >= budget.memory:
+        return budget
+    return replace(budget, memory=most, source=f"{budget.source}, where a larger plan ran out of memory")
+
+
+def _given_budget(cfg: RunConfig, plan: ResolvedRun) -> Budget:
     zero = cfg.ZERO
     host = None if zero.HOST_MEMORY_GB is None else int(zero.HOST_MEMORY_GB * _GIB)
     disk = None if zero.DISK_GB is None else int(zero.DISK_GB * _GIB)
     if zero.MEMORY_GB is not None:
         return Budget(int(zero.MEMORY_GB * _GIB), host, disk, "config.ZERO.MEMORY_GB")
     given = cfg.MACHINE.MEMORY_GIB
-    if plan.device == "cuda":
+    machine = described_machine(plan)
+    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not given:
+        memory, what = int(machine.memory_gb * _GIB), machine.name
+    elif plan.device == "cuda":
         import torch
 
         found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
@@ -122,10 +180,20 @@ def budget_of(cfg: RunConfig, plan: ResolvedRun) -> Budget:
     return Budget(max(0, memory - RESERVE), host, disk, f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
 
 
+def measure_machine(folder: Path) -> tuple[Machine, Path]:
+    """Measure this machine's CPU, and the disk of ``folder``, and remember it; what was found, and the file of it.
+
+    Raises:
+        OSError: the folder or that file cannot be written.
+    """
+    return calibrate(folder), cache_file()
+
+
 def with_candidate(cfg: RunConfig, candidate: Candidate) -> RunConfig:
     """The configuration that a user would write to get this candidate."""
     cfg = copy.deepcopy(cfg)
     cfg.ZERO.MEMORY_GB = cfg.ZERO.HOST_MEMORY_GB = cfg.ZERO.DISK_GB = None
+    cfg.ZERO.MACHINE_PROFILE = None
     for path, value in candidate.settings().items():
         *blocks, key = path.split(".")
         setattr(functools.reduce(getattr, blocks, cfg), key, value)

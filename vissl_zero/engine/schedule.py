@@ -60,7 +60,7 @@ def _constant(value: float) -> Schedule:
 
 
 class Frozen:
-    """Parameters that stay as they are for the first steps (VISSL's ``TEMP_FROZEN_PARAMS_ITER_MAP``).
+    """Parameters that are frozen for the first steps (VISSL's ``TEMP_FROZEN_PARAMS_ITER_MAP``).
 
     Args:
         entries: pairs of full parameter name (VISSL's ``module.`` prefix is allowed) and number of optimizer steps.

@@ -1,9 +1,9 @@
-"""Save and stop: how a run is asked to end early, and how it says that it has.
+"""Save and stop: how to ask a run to end early, and the exit codes that report it.
 
 A run that is asked to stop finishes its optimizer step and the next, in which all ranks learn of it, saves, closes
-its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command goes on from there, on the same number
-of ranks or another. One rank that is asked is enough. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Whoever
-starts runs (the local launcher, a batch system) needs this file and nothing else::
+its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command resumes from there, on the same number
+of ranks or another. It is enough to ask one rank. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Launchers
+(the local one, a batch system) need only this file::
 
     from vissl_zero.engine import stopping
 
@@ -15,7 +15,8 @@ starts runs (the local launcher, a batch system) needs this file and nothing els
         requeue()
 
 A batch system that sends a warning signal before the end of a job (``#SBATCH --signal=USR1@300``) may send it to the
-launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal is gone) stays ignored under nohup. A second
+launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal was closed) stays ignored under nohup. A
+    second
 Ctrl-C ends at once, unsaved.
 
 Other exit codes: 0 done, 1 a crash, 2 the user's input.
@@ -61,7 +62,7 @@ def ask(reason: str, exit_code: int = STOPPED) -> None:
 
 
 def asked() -> Stop | None:
-    """What this rank was asked, or the time limit once it is reached; None: go on."""
+    """The request this rank got, or the time limit once it is reached; None: continue."""
     if _asked is not None:
         return _asked
     limit = deadline()
@@ -83,13 +84,13 @@ def deadline() -> float | None:
 
 
 def forget() -> None:
-    """As if nothing had been asked; for the next run of a process."""
+    """Forget all requests, for the next run of a process."""
     global _asked, _end_at
     _asked = _end_at = None
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """``SIGNALS``, but for a SIGHUP that is ignored: nohup has seen to that."""
+    """``SIGNALS``, without SIGHUP if nohup ignores it."""
     return tuple(s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.derive.optimizer import peak
@@ -75,7 +77,7 @@ class AccuracyHook(Hook):
         """Accuracy of the best head as it is now, which joins the curve. Collective."""
         if (ignored_label := _ignored_label(run)) is None:
             return None
-        # Opened anew each time: loader workers then live only as long as the evaluation.
+        # Opened each time, so that loader workers live only as long as the evaluation.
         _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
         if images is None or not (heads := accuracies(run, images, ignored_label)):
             return None
@@ -115,17 +117,38 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     Returns:
         Equal on every rank; empty if no image has a label.
     """
-    run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
     num_heads = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"])
-    counts = torch.zeros(2 * num_heads + 1, dtype=torch.int64, device=run.device)  # right by head, top-k by head, all
-    widths = [0] * num_heads
+    return accuracies_of(run, images, run.sharded.model, num_heads, lambda labels: labels != ignored_label)
+
+
+def accuracies_of(
+    run: Run,
+    images: EvalImages,
+    score: Callable[[list[Tensor]], list[Tensor]],
+    num_classifiers: int,
+    counts_label: Callable[[Tensor], Tensor],
+) -> list[Accuracy]:
+    """Accuracy of classifiers on top of the model, in evaluation mode. Collective.
+
+    Args:
+        run: with a sharded model in any mode.
+        images: of any number; each is counted once.
+        score: images of one resolution -> logits (n, C) of each classifier.
+        num_classifiers: how many ``score`` gives.
+        counts_label: labels (n,) -> which of the images count.
+    Returns:
+        Equal on every rank; empty if no image counts.
+    """
+    run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
+    counts = torch.zeros(2 * num_classifiers + 1, dtype=torch.int64, device=run.device)  # right, in top-k, all
+    widths = [0] * num_classifiers
     with run.sharded.evaluated(), evaluating(run.sharded.model):
         for batch, num_own in own_batches(run, images):
-            outputs = run.sharded.model(batch.images)
+            outputs = score(batch.images)
             widths = [logits.shape[1] for logits in outputs]
             if batch.targets is not None:
                 labels = batch.targets[:num_own]
-                is_counted = labels != ignored_label
+                is_counted = counts_label(labels)
                 top1, topk = [], []
                 for logits in outputs:
                     rows = logits[:num_own]
@@ -138,5 +161,5 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
         return []
     return [
         Accuracy(top1 / num_counted, topk / num_counted if width > TOP_K else None)
-        for top1, topk, width in zip(right[:num_heads], right[num_heads:], widths, strict=True)
+        for top1, topk, width in zip(right[:num_classifiers], right[num_classifiers:], widths, strict=True)
     ]

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vissl_zero.atomic import read_object
 from vissl_zero.data.eval_images import eval_images
 from vissl_zero.data.source import Source, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
@@ -150,7 +151,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
     folder = Path(folder)
     folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     try:
-        index = json.loads((folder / f"{split}.json").read_text(encoding="utf-8"))
+        index = read_object(folder / f"{split}.json")
         parts = [load_file(folder / Path(name).name) for name in index["shards"]]
         images = (folder / f"{split}_images.txt").read_text(encoding="utf-8").splitlines()
         places = torch.cat([part["image"] for part in parts])

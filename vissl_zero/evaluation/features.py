@@ -43,7 +43,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[Batch, int]]:
     """This rank's batches on its device, each with the number of samples in it that are this rank's own.
 
-    Rank 0 says every few seconds how far it is: nothing else is seen meanwhile.
+    Rank 0 prints its progress every few seconds, because nothing else is shown during that time.
 
     The number is 0 for the copy that a rank without a sample gets, so that all ranks call the model equally often:
     call it on every batch, whatever the number is.

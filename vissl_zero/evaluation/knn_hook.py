@@ -119,7 +119,7 @@ class KnnHook(Hook):
         return bool(self._options["ALSO_TOPK"] or self._options["ALSO_SIGMA"] or self._options["LIDAR_IMAGES"])
 
     def _look_closer(self, run: Run, measured: Measured) -> None:
-        """What is measured at the end alone, if asked for. Collective."""
+        """Optional figures of the end of a run. Collective."""
         options = self._options
         votes = [
             (k, sigma)
@@ -158,7 +158,7 @@ class KnnHook(Hook):
         assert self._query_source is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         data_cfg, seed = run.plan.config["DATA"], run.plan.seed
-        # Images are opened anew each time: loader workers then live only as long as the evaluation.
+        # Images are opened each time, so that loader workers live only as long as the evaluation.
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
             own = torch.tensor(self._own_places, device=index.rows.device)

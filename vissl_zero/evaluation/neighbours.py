@@ -1,4 +1,4 @@
-"""Which images a trunk holds to be alike, for people to look at."""
+"""Nearest neighbours in feature space, as pictures for the report."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
         run: with a sharded model in any mode; its running statistics must be those of all ranks already.
         source: the images.
         num_views: q.
-    Cost: n * num_views forward passes, shared among ranks; augmented anew.
+    Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
     """
     data_cfg: Mapping[str, Any] = run.plan.config["DATA"]
     pipeline = build_pipeline(data_cfg["TRAIN"]["TRANSFORMS"], "config.DATA.TRAIN.TRANSFORMS")

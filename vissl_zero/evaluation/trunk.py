@@ -142,7 +142,7 @@ def _config(weights: Weights) -> dict[str, Any]:
     else:
         path = weights.path.parent / RESOLVED_FILE
         if weights.path.name not in _WEIGHTS_FILES:
-            raise CheckpointError(f"{weights.path} does not say which trunk it is of. Give the run folder.")
+            raise CheckpointError(f"{weights.path} does not name its trunk. Give the run folder.")
         try:
             data = read_saved(path)
         except FileNotFoundError as error:
@@ -167,7 +167,7 @@ def _config(weights: Weights) -> dict[str, Any]:
     for key, value in leaves(trunk, "config.MODEL.TRUNK"):
         if isinstance(value, str) and "${" in value:
             raise CheckpointError(
-                f"{path}: {key} is {value}, and nothing is taken from the environment here. Write the value itself "
+                f"{path}: {key} is {value}, and environment variables are not read here. Write the value itself "
                 "into a copy of the file."
             )
     return config
@@ -178,8 +178,7 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
     if trunk_component(name) not in TRUNKS:
         trusting = f" It says that {modules} did; load_trunk(..., imports=True) imports that." if modules else ""
         raise CheckpointError(
-            f"{path} is of a run with a trunk of its own, {name!r}. Import the module that registers it first."
-            f"{trusting}"
+            f"{path} is of a run with a custom trunk, {name!r}. Import the module that registers it first.{trusting}"
         )
 
 
@@ -189,7 +188,7 @@ def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
     if any(abs(number) > limit for number in numbers):
-        raise CheckpointError(f"{weights.path} is of another trunk than its configuration describes, a far larger one.")
+        raise CheckpointError(f"{weights.path} does not fit its configuration: its trunk is far larger.")
     model = {**config["MODEL"], "HEAD": {**config["MODEL"]["HEAD"], "PARAMS": []}}
     with torch.device("meta"), _at_most(1000 + 100 * len(infos), weights.path):
         wanted = build_model(model).trunk.state_dict()
@@ -209,7 +208,7 @@ def _at_most(num_modules: int, path: Path) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > num_modules:
-            raise CheckpointError(f"{path} is of another trunk than its configuration describes, a far larger one.")
+            raise CheckpointError(f"{path} does not fit its configuration: its trunk is far larger.")
 
     handle = register_module_module_registration_hook(on_module)
     try:

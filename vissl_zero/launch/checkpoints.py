@@ -1,12 +1,12 @@
-"""A run and its checkpoints: where it goes on from, and the hooks that save it."""
+"""A run and its checkpoints: where it resumes, and the hooks that save it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import rich
 
+from vissl_zero.atomic import read_object
 from vissl_zero.checkpoint.replicated import RankCheck
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
@@ -15,9 +15,9 @@ from vissl_zero.reporting import summary
 
 
 def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
-    """Put ``run`` where its newest checkpoint was made, if it has one and may; the hooks to train with.
+    """Restore ``run`` from its newest checkpoint, if it has one and may resume; returns the hooks to train with.
 
-    Collective. None if there is nothing left to do: the run is over, and has written its summary.
+    Collective. Returns None if the run is complete and has written its summary.
 
     Raises:
         CheckpointError, ConfigError: see ``resume``.
@@ -43,12 +43,11 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
 
 
 def _is_over(run: Run) -> bool:
-    """Whether the summary of this very end of the run is there. The same on every rank, which share the folder."""
+    """Whether the summary of the run's last step exists. The same on every rank, because they share the folder."""
     try:
-        found = json.loads((run.folder / summary.FILE_NAME).read_text())
+        return read_object(run.folder / summary.FILE_NAME).get("num_steps") == run.step
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("num_steps") == run.step
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,7 @@
-"""How a rank that fails tells the others' parent why: one JSON file a rank, in the format torchrun reads too.
+"""How a failing rank reports the reason to its launcher: one JSON file per rank, in torchrun's format.
 
-torch's own record has whole seconds only, which cannot tell the rank that failed from those that lost their peer a
-moment later; ours adds nanoseconds.
+torch's record has a resolution of one second, which cannot separate the rank that failed from those that lost their
+peer a moment later; ours adds nanoseconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from vissl_zero.atomic import replacing
-from vissl_zero.errors import ProcessLostError, VisslZeroError
+from vissl_zero.atomic import read_object, replacing
+from vissl_zero.errors import OutOfMemoryError, ProcessLostError, VisslZeroError
 from vissl_zero.lifetime import signal_name
 
 FAILURE_FOLDER_VARIABLE = "VISSL_ZERO_FAILURES"
@@ -31,12 +31,14 @@ class Failure:
         time_ns: when, on this machine's clock; 0: the rank was killed, or left no record.
         is_user_error: the text is a sentence for the user, not a traceback.
         text: sentence or traceback.
+        is_out_of_memory: an allocation failed, or the kernel killed the rank for its memory.
     """
 
     rank: int
     time_ns: int
     is_user_error: bool
     text: str
+    is_out_of_memory: bool = False
 
 
 def write_failure(error: BaseException, rank: int) -> Failure:
@@ -47,7 +49,7 @@ def write_failure(error: BaseException, rank: int) -> Failure:
     is_user_error = isinstance(error, VisslZeroError)
     is_sentence = is_user_error or isinstance(error, ProcessLostError)
     text = str(error) if is_sentence else "".join(traceback.format_exception(error)).rstrip()
-    failure = Failure(rank, time.time_ns(), is_user_error, text)
+    failure = Failure(rank, time.time_ns(), is_user_error, text, isinstance(error, OutOfMemoryError))
     if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
         try:
             with replacing(Path(folder) / f"rank{rank}.json") as temporary:
@@ -61,19 +63,23 @@ def write_failure(error: BaseException, rank: int) -> Failure:
     return failure
 
 
-def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
+def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: bool = False) -> Failure:
     """The failure that took the run down: a rank killed by a signal that is not the launcher's own, else the earliest.
 
     Args:
         folder: where ranks wrote their failures.
         exit_codes: of the ranks that ended badly, as ``Popen.returncode`` gives them (negative: a signal).
+        is_short_of_memory: the kernel has killed processes for their memory meanwhile.
     """
     reports = [report for path in sorted(folder.glob("rank*.json")) if (report := _read(path)) is not None]
     reported = {report.rank for report in reports}
     for rank, code in sorted(exit_codes.items()):
         if rank not in reported and code < 0 and -code != signal.SIGTERM:
-            hint = " (often the kernel, out of memory)" if -code == signal.SIGKILL else ""
-            return Failure(rank, 0, False, f"rank {rank} was ended by {signal_name(-code)}{hint}.")
+            is_killed = -code == signal.SIGKILL
+            why = "by the kernel, out of memory" if is_short_of_memory else "often the kernel, out of memory"
+            hint = f" ({why})" if is_killed else ""
+            text = f"rank {rank} was ended by {signal_name(-code)}{hint}."
+            return Failure(rank, 0, False, text, is_killed and is_short_of_memory)
     if reports:
         return min(reports, key=lambda report: report.time_ns)
     rank, code = min(exit_codes.items(), default=(0, 1))
@@ -84,6 +90,6 @@ def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
 def _read(path: Path) -> Failure | None:
     """A report, or None if it is damaged."""
     try:
-        return Failure(**json.loads(path.read_text()))
+        return Failure(**read_object(path))
     except (OSError, ValueError, TypeError):
         return None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface through which ``host`` is reached, or None if that cannot be found out."""
+    """Name of the network interface through which ``host`` is reached, or None if it is unknown."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,4 +1,7 @@
-"""How a launcher and its ranks talk to ``KeyValueServer``, and how ranks are told where they meet. Imports no torch."""
+"""Client of ``KeyValueServer`` for launchers and ranks, and the variables that give ranks its address.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"
 # ... on several machines a server.
 ADDRESS_VARIABLE = "VISSL_ZERO_STORE_ADDRESS"
 SECRET_VARIABLE = "VISSL_ZERO_STORE_SECRET"
-ROUND_VARIABLE = "VISSL_ZERO_ROUND"
+GENERATION_VARIABLE = "VISSL_ZERO_GENERATION"
 _RETRY_S = 0.2
 
 
@@ -35,7 +38,7 @@ class Client:
         self._lock = threading.Lock()
 
     def call(self, *fields: bytes, answer_within_s: float | None = None) -> list[bytes]:
-        """One question and its answer.
+        """Send one request; returns its answer.
 
         Raises:
             RefusedError: the server has another secret.
@@ -56,7 +59,7 @@ class Client:
         return answer
 
     def _connect(self, deadline: float) -> socket.socket:
-        """The server may start later than its clients: tried again until the deadline."""
+        """Retry until the deadline, because the server may start later than its clients."""
         while True:
             try:
                 sock = socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic()))
@@ -75,7 +78,7 @@ class Client:
                 time.sleep(_RETRY_S)
 
     def beat(self, name: str) -> dict[str, float]:
-        """Say that ``name`` lives; seconds since each was last heard of."""
+        """Send a heartbeat of ``name``; returns the seconds since each name's last one."""
         ages: dict[str, float] = json.loads(self.call(b"beat", name.encode())[0])
         return ages
 

@@ -1,8 +1,9 @@
-"""The place where the machines of a run meet: a small key-value server that only holders of a secret can talk to.
+"""The server of a rendezvous: a small key-value store that only holders of a secret can use.
 
-torch's own TCPStore listens on every interface and lets anyone in. This server listens on one address, and both sides
-prove with HMAC-SHA256 over fresh random numbers that they know the run's secret before anything else is said. It holds
-what process groups need to start (addresses of peers), when each launcher was last heard of, and why the run ended.
+torch's TCPStore listens on every interface and accepts anyone. This server listens on one address, and both sides
+prove with HMAC-SHA256 over fresh random numbers that they know the run's secret, before any other message. It holds
+what process groups need to start (addresses of peers), the time of each launcher's last heartbeat, and why the run
+ended.
 
 Frames are a 4-byte length and fields of a 4-byte length each; nothing is ever unpickled.
 """
@@ -24,8 +25,8 @@ MAX_FRAME = 1 << 26
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0
-# Connections that have not proved anything yet: one more, and the oldest is cut. Who holds the secret is done within
-# milliseconds; a stranger who opens thousands and says nothing takes no more threads and descriptors than these.
+# Most connections that have not authenticated yet; beyond that, the oldest is closed. A holder of the secret needs
+# milliseconds. A stranger who opens thousands can use no more threads and descriptors than these.
 _MOST_GREETING = 64
 
 
@@ -78,18 +79,20 @@ def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
 
 
 def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
-    """Both sides show that they know ``secret`` without saying it.
+    """Both sides prove that they know ``secret`` without sending it.
 
     Raises:
         RefusedError: the other side does not.
         ConnectionError, TimeoutError: it is gone or says nothing.
     """
-    deadline = time.monotonic() + _HANDSHAKE_S  # of all of it, or a byte now and then would hold it for ever
+    # One deadline for the whole greeting: a byte at a time could hold the connection open forever.
+    deadline = time.monotonic() + _HANDSHAKE_S
     sock.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
     theirs = b"".join(receive(sock, 256, deadline))
     own, other = (b"server", b"client") if is_server else (b"client", b"server")
+    # An echo of our own number would let a stranger reflect our proof back to us.
     if len(theirs) != _NONCE_BYTES or theirs == ours:
         raise RefusedError("no proper greeting")
     send(sock, [_proof(secret, own, ours, theirs)])
@@ -97,8 +100,10 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
         proof = b"".join(receive(sock, 256, deadline))
     except ConnectionError as error:
         raise RefusedError("the other side ended the greeting") from error
+    # Compared in constant time, so that the time of a refusal tells nothing about the proof.
     if not hmac.compare_digest(proof, _proof(secret, other, theirs, ours)):
         raise RefusedError("the secrets differ")
+    # From here on, a wait may take as long as the launcher asks for.
     sock.settimeout(None)
 
 
@@ -113,7 +118,7 @@ class KeyValueServer:
         address: host and port to listen on; port 0 takes a free one.
         secret: of the run.
     Attributes:
-        address: what it listens on in fact.
+        address: what it actually listens on.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes):
@@ -153,7 +158,7 @@ class KeyValueServer:
                 with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it may just be done
                     oldest = next(iter(self._greeting))
                     self._greeting.pop(oldest, None)
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread is told so, and ends
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which ends
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -184,7 +189,7 @@ class KeyValueServer:
         return self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
 
     def _beat(self, name: str) -> bytes:
-        """Note that a launcher lives; give the seconds since each was last heard of."""
+        """Record a launcher's heartbeat; returns the seconds since each one's last."""
         now = time.monotonic()
         self._heard[name] = now
         return json.dumps({other: now - when for other, when in self._heard.items()}).encode()

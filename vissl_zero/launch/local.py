@@ -1,4 +1,4 @@
-"""N ranks on this machine, started again from the newest checkpoint where one is lost.
+"""N ranks on this machine, restarted from the newest checkpoint if one is lost.
 
 Rendezvous goes through files in a folder that only this user can enter: torch's TCPStore listens on every interface,
 even when told 127.0.0.1, so anyone who reaches the machine could join or disturb a run.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, Choice, note
+from vissl_zero.config.host import num_oom_kills
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
 from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import Failure, first_failure
-from vissl_zero.launch.membership import Membership
 from vissl_zero.launch.rank_group import RankGroup
+from vissl_zero.launch.rendezvous import Rendezvous
 from vissl_zero.lifetime import Scratch
 from vissl_zero.sharding.allocator import allocator_environment
 
@@ -26,55 +29,69 @@ _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
 
 def launch_local(
     plan: ResolvedRun,
-    membership: Membership | None = None,
+    rendezvous: Rendezvous | None = None,
     plan_folder: Path | None = None,
     began: float | None = None,
+    choices: Sequence[Choice] = (),
 ) -> int:
-    """Start this machine's ranks and wait for them; up to ``DISTRIBUTED.MAX_RESTARTS`` times again.
+    """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
     Args:
         plan: of the run.
-        membership: joined already, where other machines (or other launchers here) take part; they are started again
+        rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
             all together or not at all, by ``launch_member``.
         plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
+        choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out. Not with ``rendezvous``.
         began: when the time limit began to count, as Unix time; None: now.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
     """
-    most_restarts = 0 if membership else plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
-    num_procs = membership.place.procs if membership else plan.procs_per_node
+    most_restarts = 0 if rendezvous else plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
+    num_procs = rendezvous.spec.procs if rendezvous else plan.procs_per_node
     num_restarts = 0
-    environment = _environment(plan, membership, began or time.time())
+    began = began or time.time()
+    environment = _environment(plan, rendezvous, began)
+    if choices:
+        note(Path(plan.run_dir), choices[0], STARTED)
     while True:
+        num_kills = num_oom_kills()
         with Scratch() as private:
-            first_rank = membership.first_rank() if membership else 0
+            first_rank = rendezvous.first_rank() if rendezvous else 0
             folder = str(plan_folder or plan.run_dir)
             group = RankGroup(num_procs, first_rank, folder, private, _log_folder(plan), environment)
-            if membership:
-                membership.watch_over(group.end)
+            if rendezvous:
+                rendezvous.watch_over(group.end)
             try:
                 codes = group.wait()
             finally:
                 group.kill()
             bad = {rank: code for rank, code in codes.items() if code not in _NOT_FAILED}
-            # What ended before it could listen to the signal had nothing to save yet.
+            # A rank that ended before it handled signals had nothing to save.
             is_early = any(-code in stopping.SIGNALS for code in bad.values())
             if group.asked is not None and (not bad or is_early or group.was_killed_by_user):
                 return _stopped(plan, group.asked, codes, num_procs)
             if not bad and len(codes) == num_procs:
                 return max(codes.values())
-            failure = first_failure(private, bad)
-        if membership and (cause := membership.explain(failure)):
+            failure = first_failure(private, bad, is_short_of_memory=num_oom_kills() > num_kills)
+        if rendezvous and (cause := rendezvous.explain(failure)):
             print(f"{cause}\nThe run folder is {plan.run_dir}", file=sys.stderr)
-            return membership.exit_code
+            return rendezvous.exit_code
+        if failure.is_out_of_memory and choices and group.asked is None:
+            note(Path(plan.run_dir), choices[0], OUT_OF_MEMORY)
+            if len(choices) > 1 and num_restarts < most_restarts:
+                num_restarts += 1
+                choices = choices[1:]
+                plan = _smaller(choices[0], failure, num_restarts, most_restarts)
+                num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
+                continue
         if failure.is_user_error:
             print(failure.text, file=sys.stderr)
             return 2
         if group.asked is not None:
             stopping.ask(group.asked.reason, group.asked.exit_code)
             _explain(failure, plan)
-            print(f"It was asked to stop ({group.asked.reason}) and could not save any more.", file=sys.stderr)
+            print(f"It was asked to stop ({group.asked.reason}) and could no longer save.", file=sys.stderr)
             return 1
         if num_restarts >= most_restarts:
             _explain(failure, plan)
@@ -84,13 +101,24 @@ def launch_local(
         num_procs = plan.procs_per_node
 
 
+def _smaller(choice: Choice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+    """The plan of ``choice``, to go on with from the newest checkpoint, after saying so and noting it in the folder."""
+    cause = failure.text.rstrip()
+    text = f"Going on with {choice.plan}, forecast to take {choice.forecast_bytes / 2**30:.3g} GiB a rank"
+    print(f"{cause}\n{text} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    folder = Path(choice.run.run_dir)
+    save_resolved(choice.run, folder / "config.resolved.yaml")
+    note(folder, choice, STARTED)
+    return choice.run
+
+
 def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:
-    """The plan to start again with, after saying so."""
+    """Announce a restart; returns the plan for it."""
     least, most = plan.config["DISTRIBUTED"]["MIN_PROC_PER_NODE"], plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
     cause = failure.text.rstrip()
     ranks = "" if fewer is None else f" with {fewer.procs_per_node} of {plan.procs_per_node} processes"
-    print(f"{cause}\nStarting again{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    print(f"{cause}\nRestarting{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     if fewer is None:
         return plan
     save_resolved(fewer, Path(fewer.run_dir) / "config.resolved.yaml")
@@ -98,8 +126,9 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 
 
 def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
-    """A run that was asked to stop: done all the same, stopped, or (by a second Ctrl-C, or too early) not saved."""
-    stopping.ask(asked.reason, asked.exit_code)  # it means this process too, which may have other runs to start
+    """The exit code of a run that was asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
+    # The request is for this process too, which may have other runs to start.
+    stopping.ask(asked.reason, asked.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
     print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)
@@ -116,12 +145,12 @@ def _log_folder(plan: ResolvedRun) -> Path:
     return Path(plan.run_dir) / "logs"
 
 
-def _environment(plan: ResolvedRun, membership: Membership | None, began: float) -> dict[str, str]:
+def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
     """What the ranks inherit."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
-    if membership is not None:
-        environment |= membership.variables()
+    if rendezvous is not None:
+        environment |= rendezvous.variables()
     elif "GLOO_SOCKET_IFNAME" not in environment and Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
     if plan.device == "cpu":

@@ -15,9 +15,9 @@ from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
+from vissl_zero.launch.launcher_spec import LauncherSpec
 from vissl_zero.launch.local import launch_local
-from vissl_zero.launch.membership import CRASHED, Membership
-from vissl_zero.launch.place import Place
+from vissl_zero.launch.rendezvous import CRASHED, Rendezvous
 from vissl_zero.launch.run import prepare_folder
 from vissl_zero.launch.secret import load_secret
 from vissl_zero.lifetime import Scratch
@@ -31,7 +31,7 @@ def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
     """
     distributed = plan.config["DISTRIBUTED"]
     host, _, port = distributed["RUN_ID"].rpartition(":")
-    place = Place(
+    spec = LauncherSpec(
         index=node_id,
         count=plan.num_nodes,
         procs=plan.procs_per_node,
@@ -40,15 +40,15 @@ def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
         timeout_s=plan.sharding.timeout_s,
     )
     with prepare_folder(plan, user_yaml) if node_id == 0 else nullcontext():
-        return launch_member(plan, place)
+        return launch_member(plan, spec)
 
 
-def launch_member(plan: ResolvedRun, place: Place, announce: Path | None = None) -> int:
-    """Join, start the ranks and wait for them; again where one was lost, ``DISTRIBUTED.MAX_RESTARTS`` times at most.
+def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None = None) -> int:
+    """Join, start the ranks and wait for them; restart at most ``DISTRIBUTED.MAX_RESTARTS`` times if one is lost.
 
     Args:
         plan: of the run.
-        place: of this launcher.
+        spec: of this launcher.
         announce: file that launcher 0 writes its address to.
     Returns:
         Exit code, as ``launch_local``.
@@ -56,14 +56,14 @@ def launch_member(plan: ResolvedRun, place: Place, announce: Path | None = None)
         LaunchError: the machines do not find or accept each other.
     """
     most, began = plan.config["DISTRIBUTED"]["MAX_RESTARTS"], time.time()
-    before: Membership | None = None
+    before: Rendezvous | None = None
     while True:
-        membership = Membership(place, announce, before)
+        rendezvous = Rendezvous(spec, announce, before)
         code: int | None = 2
         try:
-            code = _round(plan, membership, began)
-            may_start_again = membership.may_start_again and stopping.asked() is None
-            if code == CRASHED and may_start_again and membership.num_restarts < most:
+            code = _generation(plan, rendezvous, began)
+            may_start_again = rendezvous.may_start_again and stopping.asked() is None
+            if code == CRASHED and may_start_again and rendezvous.num_restarts < most:
                 code = None
         except LaunchError as error:
             if before is None:
@@ -71,35 +71,35 @@ def launch_member(plan: ResolvedRun, place: Place, announce: Path | None = None)
             print(error, file=sys.stderr)
             return CRASHED
         finally:
-            membership.leave(code)
+            rendezvous.leave(code)
         if code is not None:
             return code
-        waits = f" Waiting {place.start_s:g} s for its command to be given again." if membership.is_someone_lost else ""
-        count = f"restart {membership.num_restarts + 1} of at most {most}"
-        print(f"Starting again ({count}).{waits}", file=sys.stderr, flush=True)
-        before, place = membership, dataclasses.replace(place, address=membership.address)
+        waits = f" Waiting {spec.start_s:g} s for it to be started again." if rendezvous.is_someone_lost else ""
+        count = f"restart {rendezvous.num_restarts + 1} of at most {most}"
+        print(f"Restarting ({count}).{waits}", file=sys.stderr, flush=True)
+        before, spec = rendezvous, dataclasses.replace(spec, address=rendezvous.address)
 
 
-def _round(plan: ResolvedRun, membership: Membership, began: float) -> int:
-    place = membership.place
-    if place.index == 0:
-        print(f"Waiting for {place.count - 1} more at {membership.address[0]}:{membership.address[1]}", flush=True)
-    run_dir = membership.join(fingerprint(plan), plan.run_dir)
+def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
+    spec = rendezvous.spec
+    if spec.index == 0:
+        print(f"Waiting for {spec.count - 1} more at {rendezvous.address[0]}:{rendezvous.address[1]}", flush=True)
+    run_dir = rendezvous.join(fingerprint(plan), plan.run_dir)
     plan = dataclasses.replace(plan, run_dir=run_dir)
     with Scratch() as private:
-        # The run folder may be of another machine's disk, and its name may have the clock in it: machine 0 decides.
+        # Machine 0 decides the run folder: its name may contain the time, and it may be on another machine's disk.
         save_resolved(plan, private / "config.resolved.yaml")
         try:
-            code = launch_local(plan, membership, private, began)
+            code = launch_local(plan, rendezvous, private, began)
         except OSError as error:
             raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {run_dir} here ({error.strerror}).") from error
-    if code == 0 and place.index > 0:
+    if code == 0 and spec.index > 0:
         print(f"Done; machine 0 has the results, in {run_dir}", file=sys.stderr)
     return code
 
 
 def fingerprint(plan: ResolvedRun) -> str:
-    """What must be equal on all machines: the plan, but for folders and what differs by machine."""
+    """A digest of what must be equal on all machines: the plan without folders and machine-specific values."""
     found = dataclasses.asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
         del found[name]

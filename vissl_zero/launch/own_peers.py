@@ -4,7 +4,7 @@ gloo listens on a loopback port and takes whoever comes first with a small numbe
 the process when strangers have taken the last descriptor. Every user of the machine can connect to that port. So the
 kernel is told to hold back what comes over a new connection (a socket filter on the listener, which its connections
 inherit) until the kernel's own list says that the other end belongs to this user. What strangers say is never heard.
-Once all peers are there, the port answers nobody.
+Once all peers are connected, the port accepts no one else.
 
 The first bytes of a peer are held back too, and come again after the kernel's 0.2 s: that is what a group costs.
 """
@@ -45,7 +45,7 @@ _NO_DATA = (
 )
 LISTEN = "0A"
 _ESTABLISHED, _SYN_SENT = "01", "02"
-_MOST_TRIES = 1000  # a stranger can be faster than the filter now and then, not always
+_MOST_TRIES = 1000  # a stranger may sometimes be faster than the filter, but not every time
 _POLL_S = 0.002
 
 
@@ -56,13 +56,13 @@ def own_peers_only() -> Iterator[bool]:
     Yields:
         Whether that is so: ``GLOO_SOCKET_IFNAME`` is the loopback interface, and the kernel has what it takes.
     Raises:
-        ProcessLostError: on making a group, somebody was faster every time.
+        ProcessLostError: when a group is made, a stranger was faster every time.
     """
     before = distributed_c10d.ProcessGroupGloo
     if os.environ.get(INTERFACE_VARIABLE) != LOOPBACK or not _can_filter():
         yield False
         return
-    # gloo takes strangers faster than they are hung up on, and would end the process without a free descriptor.
+    # gloo accepts strangers faster than we can close them, and crashes without a free descriptor.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     distributed_c10d.ProcessGroupGloo = _OwnPeersGloo  # type: ignore[misc]
@@ -108,7 +108,7 @@ class Connection:
 
     @property
     def is_own(self) -> bool:
-        """Whether a process of this user has it open. What nobody has open any more is listed as root's."""
+        """Whether a process of this user has it open. The kernel lists a closed one as root's."""
         return self.state == _ESTABLISHED and self.inode != "0" and self.uid == os.geteuid()
 
 
@@ -128,27 +128,29 @@ class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
 
 
 class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
-    """Stands for torch's class while ``own_peers_only`` is in force. Never made itself."""
+    """Replaces torch's class inside ``own_peers_only``. It has no instances."""
 
 
 def _closed_door() -> tuple[Any, _Door]:
-    """A device of gloo's whose listener was guarded before anybody has connected."""
+    """A gloo device whose listener was guarded before anyone could connect."""
     for _ in range(_MOST_TRIES):
         before = own_connections()
+        # gloo opens its listener here and does not give us the socket: we find it as the new one of this process.
         device = dist.ProcessGroupGloo.create_device(interface=LOOPBACK, lazy_init=False)  # all connect at once
         listeners = {inode: fd for inode, fd in own_connections().items() if inode not in before}
         door = _Door({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
+        # A stranger may connect between listen and filter. Then this port is lost; try another.
         if not door.was_open():
             return device, door
         del device
     raise ProcessLostError(
-        "Another user of this machine connects to every port that a rank listens on. Start where nobody else can: "
-        "unshare -rn sh -c 'ip link set lo up; exec vissl-zero ...'"
+        "Another user of this machine connects to every port that a rank listens on. Start in a network namespace of "
+        "your own: unshare -rn sh -c 'ip link set lo up; exec vissl-zero ...'"
     )
 
 
 class _Door:
-    """A guarded listener. Use it as a context while peers connect; afterwards it answers nobody.
+    """A guarded listener. Use it as a context while peers connect; afterwards it refuses everyone.
 
     Args:
         listeners: inode -> descriptor of the one socket.
@@ -162,7 +164,7 @@ class _Door:
         self._watch = Thread(target=self._watch_door, daemon=True, name="door of a process group")
 
     def was_open(self) -> bool:
-        """Whether somebody has connected already, before the filter was there."""
+        """Whether someone connected before the filter was set."""
         return any(row.local in self._addresses and row.state != LISTEN for row in connections())
 
     def __enter__(self) -> None:
@@ -173,7 +175,7 @@ class _Door:
         self._watch.join()
         for fd in self._listeners.values():
             _set_filter(fd, _NOTHING)
-        self._look()  # who came last
+        self._look()  # connections since the last look
 
     def _watch_door(self) -> None:
         while not self._is_over.wait(_POLL_S):
@@ -186,7 +188,7 @@ class _Door:
                 self._judge(new)
 
     def _judge(self, new: dict[str, int]) -> None:
-        """Let peers in, and hang up on strangers."""
+        """Accept peers, and close connections of strangers."""
         rows = connections()
         ends = {(row.local, row.remote): row for row in rows}
         for row in rows:
@@ -230,6 +232,6 @@ def _set_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool
 
 @contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """A descriptor of gloo's as Python's socket, gloo's own left open. Errors of a closed one are passed over."""
+    """A descriptor of gloo's as Python's socket, gloo's own left open. Errors of a closed one are ignored."""
     with suppress(OSError), ExitStack() as stack:
         yield stack.enter_context(socket.socket(fileno=os.dup(fd)))

@@ -14,7 +14,7 @@ from vissl_zero.errors import ProcessLostError
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_client import (
     ADDRESS_VARIABLE,
-    ROUND_VARIABLE,
+    GENERATION_VARIABLE,
     SECRET_VARIABLE,
     STORE_PATH_VARIABLE,
     Client,
@@ -40,7 +40,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         host, _, port = address.rpartition(":")
         secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
         served = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
-        store = dist.PrefixStore(os.environ[ROUND_VARIABLE], served)  # apart from ranks of a start before this one
+        store = dist.PrefixStore(os.environ[GENERATION_VARIABLE], served)  # apart from ranks of a start before this one
     elif path := os.environ.get(STORE_PATH_VARIABLE):
         store = dist.FileStore(path, world_size)
     else:
@@ -59,12 +59,12 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         if not is_guarded:
             require_own_peers()
         yield
-        dist.barrier()  # nobody closes connections that a slower rank still uses
+        dist.barrier()  # or a fast rank would close connections that a slower one still uses
         dist.destroy_process_group()
 
 
 def require_own_peers() -> None:
-    """See that nobody else has connected to this rank on this machine, whichever interface gloo listens on (Linux).
+    """Check that no other user has connected to this rank on this machine, whichever interface gloo listens on (Linux).
 
     Over loopback ``own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
     this one.
@@ -82,8 +82,8 @@ def require_own_peers() -> None:
         if other is not None and other.inode != "0" and not other.is_own:  # one that is closed fails by itself
             raise ProcessLostError(
                 f"Another user of this machine (uid {other.uid}) has connected to this rank while it was starting. "
-                "Start again, or where nobody else can connect: unshare -rn sh -c 'ip link set lo up; exec vissl-zero "
-                "...'"
+                "Start again, or in a network namespace of your own: unshare -rn sh -c 'ip link set lo up; exec "
+                "vissl-zero ...'"
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
 from vissl_zero.launch.key_value_client import STORE_PATH_VARIABLE
-from vissl_zero.launch.membership import WORLD_SIZE_VARIABLE
+from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
 from vissl_zero.lifetime import SCRATCH_VARIABLE
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
@@ -52,9 +52,9 @@ class RankGroup:
         self._first_rank = first_rank
         self._ranks: list[subprocess.Popen[bytes]] = []
         log_folder.mkdir(parents=True, exist_ok=True)
-        # Where there are several machines, ``membership`` adds the numbers and the store to the environment.
+        # Where there are several machines, ``rendezvous`` adds the numbers and the store to the environment.
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
-        # torch makes the folder of its compiler when it is imported, in /tmp for ever if nobody names another.
+        # torch creates its compiler's folder on import, and leaves it in /tmp unless given another.
         shared |= {"TORCHINDUCTOR_CACHE_DIR": str(private / "inductor")} | environment
         shared |= {
             "WORLD_SIZE": str(num_procs),

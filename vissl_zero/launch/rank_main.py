@@ -10,13 +10,13 @@ from types import FrameType
 
 from vissl_zero.engine import stopping
 from vissl_zero.lifetime import end_with_parent
-from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
+from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
 
 def main() -> int:
     """Train as one rank; see ``worker.main``."""
     tolerate_lost_output()
-    end_with_parent(int(os.environ["VISSL_ZERO_LAUNCHER"]))  # nobody else would end it, and the lock is gone then
+    end_with_parent(int(os.environ["VISSL_ZERO_LAUNCHER"]))  # else it would outlive its launcher, which holds the lock
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
     signal.signal(signal.SIGINT, _on_ctrl_c)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from vissl_zero.atomic import irregular, replacing
+from vissl_zero.config.fit_log import Choice
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
@@ -16,6 +18,7 @@ from vissl_zero.launch.run_lock import RunLock
 _OUR_FILES = {
     "config.resolved.yaml",
     "config.user.yaml",
+    "forecasts.jsonl",
     "metrics.jsonl",
     "report.png",
     "run.lock",
@@ -89,18 +92,19 @@ def require_free(folder: Path, plan: ResolvedRun) -> None:
     )
 
 
-def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
+def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[Choice] = ()) -> int:
     """Run to the end, or submit; returns the exit code.
 
     Args:
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
         node_id: number of this machine, where machines are started by hand.
+        choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out; on one machine.
     """
     if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
-        from vissl_zero.launch.dry_run import dry_run
+        from vissl_zero.launch.print_dry_run import print_dry_run
 
-        return dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
+        return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config["SLURM"]["USE_SLURM"]:
@@ -114,10 +118,10 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0) -> int:
     from vissl_zero.launch.local import launch_local
 
     with prepare_folder(plan, user_yaml):
-        with suppress(OSError, ValueError):  # nobody reads it
+        with suppress(OSError, ValueError):  # the terminal is gone
             ranks = "1 process" if plan.procs_per_node == 1 else f"{plan.procs_per_node} processes"
             print(f"Starting {plan.recipe} in {ranks} on {plan.device}: {plan.run_dir}", flush=True)
-        return launch_local(plan)
+        return launch_local(plan, choices=choices)
 
 
 def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:

@@ -126,6 +126,6 @@ def _refused(folder: Path, owner: dict[str, Any]) -> LaunchError:
     job = f", job {owner['job']}" if owner.get("job") else ""
     who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown machine')}{job}"
     return LaunchError(
-        f"config.CHECKPOINT.DIR: a run is under way in {folder} ({who}). "
-        "Name another folder, or end that run first; it can be continued in the same folder."
+        f"config.CHECKPOINT.DIR: a run is active in {folder} ({who}). "
+        "Name another folder, or end that run first; it can be resumed in the same folder."
     )

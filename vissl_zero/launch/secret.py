@@ -30,7 +30,7 @@ def load_secret(path_name: str | None) -> bytes:
         raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: cannot read {path} ({error.strerror}).") from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise LaunchError(
-            f"config.DISTRIBUTED.SECRET_FILE: {path} must belong to you and be closed to others. chmod 600 it."
+            f"config.DISTRIBUTED.SECRET_FILE: {path} must belong to you and be private. Run chmod 600 on it."
         )
     if len(content) < 16:
         raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: {path} must hold at least 16 bytes. Delete it to make one.")

@@ -64,9 +64,7 @@ def _ask_cluster(plan: ResolvedRun) -> None:
     with tempfile.NamedTemporaryFile("w", prefix="vissl_zero_", suffix=".sh") as file:
         file.write(script(plan))
         file.flush()
-        answer = subprocess.run(
-            ["sbatch", "--test-only", file.name], capture_output=True, text=True, check=False, timeout=120
-        )
+        answer = _answer(["sbatch", "--test-only", file.name])
     if answer.returncode:
         lines = [line.removeprefix("sbatch: error: ") for line in answer.stderr.splitlines() if line.strip()]
         asked = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
@@ -78,6 +76,17 @@ def _ask_cluster(plan: ResolvedRun) -> None:
         )
 
 
+def _answer(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"config.SLURM: {command[0]} has not answered within {_ANSWER_S:g} s. Nothing was submitted. Try again "
+            "once the cluster answers (sinfo shows it)."
+        ) from error
+
+
+_ANSWER_S = 120.0
 _SIZES = (
     "partition",
     "account",
@@ -93,9 +102,7 @@ _SIZES = (
 
 def _offer() -> str:
     """What the partitions have, in a sentence; nothing if sinfo does not say."""
-    answer = subprocess.run(
-        ["sinfo", "-h", "-o", "%R|%D|%c|%m|%G"], capture_output=True, text=True, check=False, timeout=60
-    )
+    answer = _answer(["sinfo", "-h", "-o", "%R|%D|%c|%m|%G"])
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
     texts = []
     for name, nodes, cores, megabytes, resources in rows:

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vissl_zero.atomic import read_object, replacing
+
 
 @dataclass(frozen=True)
 class Submitted:
@@ -36,7 +38,8 @@ def jobs_folder() -> Path:
 def note(job: Submitted) -> None:
     """Write it to ``slurm.json`` in the run folder and into ``jobs_folder``; says so if that cannot be written."""
     text = json.dumps(asdict(job), indent=2) + "\n"
-    (Path(job.run_dir) / "slurm.json").write_text(text)
+    with replacing(Path(job.run_dir) / "slurm.json") as temporary:
+        temporary.write_text(text)
     try:
         jobs_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         (jobs_folder() / f"{job.job_id}.json").write_text(text)
@@ -49,7 +52,7 @@ def noted() -> list[Submitted]:
     found = []
     for path in jobs_folder().glob("*.json"):
         try:
-            found.append(Submitted(**json.loads(path.read_text())))
+            found.append(Submitted(**read_object(path)))
         except (OSError, ValueError, TypeError):
             continue
     return sorted(found, key=lambda job: job.submitted)

@@ -54,9 +54,9 @@ class SlurmTask:
 
     def _launch(self) -> int:
         from vissl_zero.config.resolve import load_resolved
+        from vissl_zero.launch.launcher_spec import LauncherSpec
         from vissl_zero.launch.local import launch_local
         from vissl_zero.launch.machines import launch_member
-        from vissl_zero.launch.place import Place
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")
@@ -64,7 +64,7 @@ class SlurmTask:
             return launch_local(plan)
         meeting = Path(self.folder) / f"meet_{_job_id()}_{_number('SLURM_RESTART_COUNT')}.json"
         address = (_own_address(), plan.config["SLURM"]["PORT_ID"]) if index == 0 else _read_address(meeting)
-        place = Place(
+        spec = LauncherSpec(
             index=index,
             count=count,
             procs=plan.world_size // count,
@@ -75,7 +75,7 @@ class SlurmTask:
             start_s=_MEET_S,
             comes_back=False,
         )
-        return launch_member(plan, place, announce=meeting if index == 0 else None)
+        return launch_member(plan, spec, announce=meeting if index == 0 else None)
 
 
 def requeue(max_requeues: int) -> int:
@@ -86,8 +86,8 @@ def requeue(max_requeues: int) -> int:
     times = _number("SLURM_RESTART_COUNT")
     if times >= max_requeues:
         print(
-            f"Saved and stopped. Not queued again: that was done {times} times, and config.SLURM.MAX_REQUEUES is "
-            f"{max_requeues}. The same command goes on from the checkpoint.",
+            f"Saved and stopped. Not requeued: it was requeued {times} times already, and config.SLURM.MAX_REQUEUES is "
+            f"{max_requeues}. The same command resumes from the checkpoint.",
             flush=True,
         )
         return STOPPED
@@ -95,7 +95,7 @@ def requeue(max_requeues: int) -> int:
     if state != "RUNNING":  # cancelled, or being requeued by someone else
         print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
         return STOPPED
-    print(f"Saved and stopped; queued again ({times + 1} of at most {max_requeues} times).", flush=True)
+    print(f"Saved and stopped; requeued ({times + 1} of at most {max_requeues} times).", flush=True)
     subprocess.run(["scontrol", "requeue", _job_id()], check=False, timeout=60)
     time.sleep(60.0)  # SLURM ends this job now; one that ended by itself before that would not be queued
     return STOPPED

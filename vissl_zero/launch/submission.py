@@ -1,4 +1,4 @@
-"""What a submitted job is read from: a copy of the code, and a folder where nobody else may ever be able to write.
+"""What a submitted job is read from: a copy of the code, and a folder that no other user can ever write to.
 
 submitit unpickles what it finds in the folder, so whoever can write into it, or replace it, runs code as the user.
 """
@@ -57,7 +57,7 @@ def private_folder(path: Path) -> Path:
     status = path.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
-            f"{_KEY}: {path} must belong to you and be closed to others, because jobs run what they find there (it "
+            f"{_KEY}: {path} must belong to you and be private, because jobs run what they find there (it "
             f"belongs to {_user(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):o}). chmod 700 it, or name "
             "another folder."
         )
@@ -84,7 +84,7 @@ def _who_else_can_replace(status: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether nobody but the user is in a group (each user has one of their own on many systems)."""
+    """Whether the user is the only member of a group (many systems give each user a private group)."""
     if gid == 0:
         return True
     try:

@@ -28,7 +28,7 @@ _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
 def claim(folder: Path, overrides: Sequence[str]) -> bool:
     """Take a folder for a job; whether there is anything left to do.
 
-    An attempt that was interrupted is continued from its checkpoint, or made anew if it has none.
+    An interrupted attempt resumes from its checkpoint, or starts from scratch if it has none.
 
     Raises:
         LaunchError: the folder holds a run of something else.
@@ -37,8 +37,8 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
     is_foreign = note.overrides != list(overrides) if note else (folder / "metrics.jsonl").exists()
     if is_foreign:
         raise LaunchError(
-            f"hydra.sweep.dir: {folder} holds another job than this one ({' '.join(overrides)}). Name another folder, "
-            "or give the very command that began there to do what is missing."
+            f"hydra.sweep.dir: {folder} holds a different job ({' '.join(overrides)}). Name another folder, "
+            "or repeat the command that was started there to run the missing jobs."
         )
     if is_done(folder):
         return False
@@ -68,8 +68,8 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     try:
         if any(word.lstrip("+").startswith("config.CHECKPOINT.DIR=") for word in overrides):
             raise LaunchError(
-                "config.CHECKPOINT.DIR: every job of a sweep has a folder of its own. Leave it out, and name the "
-                "folder of all of them with hydra.sweep.dir=<folder>."
+                "config.CHECKPOINT.DIR: each job of a sweep gets its own folder. Leave it out, and name the sweep's "
+                "folder with hydra.sweep.dir=<folder>."
             )
         if not claim(folder, overrides):
             print(f"done before: {folder}")
@@ -100,8 +100,8 @@ class SweepFolder(Callback):
         """Remember where the sweep goes; close the folder that submitit unpickles from.
 
         Raises:
-            SystemExit: that folder is open to others, or a text for sbatch has several lines. (Hydra goes on after any
-                other exception of a callback.)
+            SystemExit: that folder is open to others, or a text for sbatch has several lines. (Hydra continues after
+                any other exception of a callback.)
         """
         global _sweep_dir
         _sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
@@ -134,7 +134,7 @@ def _check(launcher: Any) -> None:
 
 def _two_lines(key: str, value: str) -> Problem:
     must = "must be one line of printable text: the next line would be read as an option or a command"
-    return Problem(f"hydra.launcher.{key}", repr(value), must, "Take the line breaks out.")
+    return Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
 
 
 def finish_sweep() -> int | None:
@@ -157,7 +157,7 @@ def finish_sweep() -> int | None:
     missing = sum(not is_done(path) for path, _ in notes)
     again = f"The same command with hydra.sweep.dir={folder} does those."
     if stopping.asked() is not None:
-        print(f"Stopped: some jobs are not done or have not begun. {again}")
+        print(f"Stopped: some jobs are unfinished or were not started. {again}")
     elif missing:
         print(f"{missing} of {len(notes)} jobs are not done. {again}")
     return max((note.code or 0 for _, note in notes), default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vissl_zero.checkpoint.first_weights import load_first_weights
+from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping
@@ -17,12 +17,13 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.launch.checkpoints import with_checkpoints
 from vissl_zero.launch.failure import write_failure
-from vissl_zero.launch.membership import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.launch.process_group import process_group
+from vissl_zero.launch.rendezvous import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.registry import load_plugins
 from vissl_zero.reporting.hooks import build_hooks
+from vissl_zero.reporting.lossy_output import tolerate_lost_output
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
-from vissl_zero.reporting.tolerant_stream import tolerate_lost_output
+from vissl_zero.sharding.memory import resident_bytes
 
 
 def rank_device(plan: ResolvedRun) -> torch.device:
@@ -47,8 +48,16 @@ def train_rank(plan: ResolvedRun) -> int:
     if limit is not None and stopping.deadline() is None:  # else the launcher has set it
         stopping.end_at(time.time() + 60 * limit)
     run = None
+    device = rank_device(plan)
+    held_before = resident_bytes() if device.type == "cpu" else 0
     try:
-        run, schedules, frozen = build_run(plan, rank_device(plan), lambda model: load_first_weights(model, plan))
+        run, schedules, frozen = build_run(
+            plan,
+            device,
+            lambda model: load_first_weights(model, plan),
+            lambda teacher: load_teacher(teacher, plan),
+        )
+        run.results["memory_before_bytes"] = held_before
         hooks = with_checkpoints(run, build_hooks(plan))
         if hooks is None:
             return 0

@@ -40,8 +40,8 @@ def clustering_health(sums: Tensor, dim: int, num_prototypes: Sequence[int]) -> 
         dim: D, of the embeddings.
         num_prototypes: K_i of each layer.
     Returns:
-        ``assignment_entropy``: mean entropy of a row over ln K, mean over layers; 1: samples are told apart no more.
-        ``prototypes_in_use``: prototypes that are the first choice of at least one row, summed over layers.
+        ``assignment_entropy``: mean entropy of a row over ln K, mean over layers; 1: all samples get the same
+        assignment. ``prototypes_in_use``: prototypes that are the first choice of at least one row, summed over layers.
         ``effective_rank``: see ``effective_rank``; 1: all embeddings point the same way.
     Cost: one transfer to the host and the eigenvalues of a D x D matrix.
     """
@@ -164,7 +164,7 @@ class ClusteringCollapse(CollapseRule):
 
     Args:
         guessing: loss of a model that gives every prototype the same probability.
-        patience: steps without any progress before *stuck* is said.
+        patience: steps without progress before the warning *stuck*.
         advice: what helps, as the end of a sentence.
     """
 
@@ -218,7 +218,7 @@ class RankCollapse(CollapseRule):
     Either it falls below ``LEAST`` from at least twice that, or it stays below for ``patience`` steps on end.
 
     Args:
-        patience: steps without any progress before *stuck* is said.
+        patience: steps without progress before the warning *stuck*.
     """
 
     LEAST = 1.5

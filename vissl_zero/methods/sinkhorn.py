@@ -9,8 +9,10 @@ from vissl_zero.collectives import all_reduce_max, all_reduce_sum
 
 
 @torch.no_grad()
-def sinkhorn(scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | None = None) -> Tensor:
-    """Soft assignments that use all prototypes equally over the samples of all ranks.
+def sinkhorn(
+    scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | None = None, powerlaw: float = 0.0
+) -> Tensor:
+    """Soft assignments that use all prototypes equally (or by a power law) over the samples of all ranks.
 
     Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
     logarithm: small epsilons neither overflow nor leave a prototype with a sum of zero, so nothing depends on a
@@ -22,13 +24,15 @@ def sinkhorn(scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | No
         epsilon: weight of the entropy; smaller is harder.
         num_iters: rounds; 0 gives the softmax of ``scores / epsilon``.
         counts: (C, n) bool, samples that count; the others are assigned like them, but use nothing. None: all count.
+        powerlaw: prototype i, from 1, has a share proportional to i to the power of minus this; 0: equal shares.
     Returns:
         (C, n, K), each row sums to 1. The same for a sample however samples are spread over ranks, up to rounding.
     Cost: two all-reduces of C * K numbers per round.
     """
     logits = scores / epsilon
+    shares = -powerlaw * torch.log(torch.arange(1, scores.shape[2] + 1, dtype=scores.dtype, device=scores.device))
     for _ in range(num_iters):
-        logits = logits - _logsumexp_over_samples(logits, counts)
+        logits = logits - _logsumexp_over_samples(logits, counts) + shares
         logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
     return torch.softmax(logits, dim=2)
 

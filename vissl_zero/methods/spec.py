@@ -44,9 +44,13 @@ class MethodSpec:
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Keys of the loss that other blocks decide: key -> (value, the block), such as ``(4, "transforms")``.
 
-        They win over what the recipe says, which is then told so. None as a value: the block does not say.
+        They override the recipe, with a note. A value of None leaves the recipe's.
         """
         return {}
+
+    def takes_other_model(self, cfg: RunConfig) -> bool:
+        """Whether the teacher is the model under DISTILLATION, with weights of its own."""
+        return False
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
         """What is wrong with a recipe that names one of ``losses``; the types of the keys have been checked."""
@@ -132,7 +136,7 @@ def patch_trunk(cfg: RunConfig, mask_token: bool = False) -> list[Problem]:
         if name not in TRUNKS.builtin():
             return []
         must = f"must be a vision transformer for {cfg.LOSS['name']}, which looks at patches"
-        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, say."
+        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, for example."
         return [Problem(f"{key}.NAME", name, must, fix)]
     field = "VISION_TRANSFORMERS.USE_MASK_TOKEN" if is_own else "PARAMS.use_mask_token"
     has_token = (
@@ -181,7 +185,7 @@ def _reached(method: str) -> str:
 
 def cifar_table() -> str:
     """What was reached on CIFAR-10's images, a row for each run, in Markdown."""
-    lines = ["| method | seed | kNN top-1: untrained -> trained (raw pixels) | linear top-1, likewise | min, date |"]
+    lines = ["| method | seed | kNN top-1: untrained -> trained (raw pixels) | linear top-1, the same | min, date |"]
     lines.append(f"|{' --- |' * 5}")
     for name, figures in json.loads(FIGURES.read_text()).items():
         for seed, run in figures.get("cifar10", {}).items():

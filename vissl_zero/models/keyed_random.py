@@ -5,14 +5,14 @@ is the same at every level and world size. ``key_random_layers`` puts such layer
 ``refuse_unkeyed_randomness`` finds, by name, a layer that draws from torch's global generator all the same.
 
 The generator is the finaliser of splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) over a
-counter, in int64 tensor arithmetic, which wraps around alike on CPU and GPU.
+counter, in int64 tensor arithmetic, which wraps around in the same way on CPU and GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +103,17 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch
     Raises:
         RuntimeError: no key was set, or it is for another number of samples.
     """
+    return _bits(rows, row_size, layer, device, epoch)
+
+
+def change_drawing(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Put ``wrap`` around what draws, once in a process: a compiler must not take the step's number for a constant."""
+    global _bits
+    if _bits is _draw:
+        _bits = wrap(_draw)
+
+
+def _draw(rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None) -> Tensor:
     if _current is None:
         raise RuntimeError(
             "A keyed layer ran in training without a key: call set_random_key(seed, step, sample_ids) first."
@@ -126,6 +137,9 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch
         row_key = _mix(row_key + (torch.arange(rows, device=device) % num_windows) * _signed(_GAMMA))
     element = torch.arange(1, row_size + 1, device=device) * _signed(_GAMMA)
     return _shift_right(_mix(row_key[:, None] + element), 64 - NUM_BITS)
+
+
+_bits: Callable[..., Tensor] = _draw
 
 
 class KeyedDropout(nn.Module):

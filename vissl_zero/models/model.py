@@ -34,11 +34,16 @@ class Model(nn.Module):
 
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
+        keeps_features: ``kept_features`` holds the trunk's features of the newest pass in training mode, without graph.
+        features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
     """
 
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module], taps: Taps | None = None):
         super().__init__()
         self.trunk_is_frozen = False
+        self.keeps_features = False
+        self.kept_features: list[Tensor] = []
+        self.features_are_embeddings = False
         self._is_checked = False
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
@@ -60,7 +65,7 @@ class Model(nn.Module):
         Args:
             images: R tensors (b_r, 3, H_r, W_r), crop-major.
             probe: (q, D) rows that the heads score in the same pass, without gradient.
-            features_only: stop after the trunk.
+            features_only: stop after the trunk, or after the first head where ``features_are_embeddings``.
             see: decides which patches are hidden, seen and asked for; None: all are seen.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
@@ -76,6 +81,11 @@ class Model(nn.Module):
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
+        if self.keeps_features and self.training:
+            self.kept_features = [rows.detach() for rows in features]
+        if features_only and self.features_are_embeddings:
+            outputs: Any = self.heads[0](torch.cat(features))
+            return list(getattr(outputs, "embeddings", outputs).split([len(rows) for rows in features]))
         if features_only:
             return features
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
@@ -135,7 +145,7 @@ def _require_patches(trunk: nn.Module) -> nn.Module:
     """The trunk, which must have patches to hide and to show."""
     if not hasattr(trunk, "pooled"):
         must = "must be a vision transformer: the method or its head looks at patches"
-        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, say."
+        fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, for example."
         raise ConfigError([Problem("config.MODEL.TRUNK.NAME", type(trunk).__name__, must, fix)])
     return trunk
 
@@ -177,7 +187,8 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
     trunk_config, head_config = model_config["TRUNK"], model_config["HEAD"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
-        trunk = _build_trunk(trunk_config)
+        trunk = build_trunk(trunk_config)
+        _see_as(trunk, str(model_config.get("INPUT_TYPE", "rgb")), trunk_config["NAME"])
         settings = model_config.get("FEATURE_EVAL_SETTINGS", {})
         taps, heads = build_taps(trunk, settings), []
         for head_name, given in head_config["PARAMS"]:
@@ -188,6 +199,7 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
+    model.features_are_embeddings = bool(settings.get("FREEZE_TRUNK_AND_HEAD", False))
     for module in model.heads.modules():
         if isinstance(module, MLP):
             module.first_scale = float(head_config.get("PARAMS_MULTIPLIER", 1.0))
@@ -198,7 +210,19 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
     return model
 
 
-def _build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
+def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
+    """Let a trunk see the channels of its images otherwise, as VISSL's INPUT_TYPE says. In place."""
+    if input_type == "bgr":
+        trunk.register_forward_pre_hook(lambda _, args: ([x.flip(1) for x in args[0]], *args[1:]))
+    if input_type == "lab" and name == "resnet":
+        stem: Any = trunk.get_submodule("stem")
+        first = stem[0]
+        stem[0] = nn.Conv2d(1, first.out_channels, first.kernel_size, first.stride, first.padding, bias=False)
+        trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
+
+
+def build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
+    """The trunk of ``config.MODEL.TRUNK`` after resolution, which has ``feature_dim``. Raises ConfigError."""
     name = trunk_config["NAME"]
     component = TRUNKS.get(trunk_component(name))
     options = trunk_config.get(TRUNK_BLOCKS.get(name, "PARAMS")) or {}

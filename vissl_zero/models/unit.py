@@ -7,8 +7,9 @@ resolution. Sharding hangs on the unit's ``__call__``: call units, never their l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +41,26 @@ class Unit(nn.Sequential):
         """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ."""
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # Reentrant checkpointing of sharded modules gives wrong gradients with two forwards in one backward.
-            result: list[Tensor] = checkpoint(
-                self._apply_layers, xs, use_reentrant=False, context_fn=recomputation_contexts
-            )
+            result: list[Tensor] = checkpoint(self.each, xs, use_reentrant=False, context_fn=recomputation_contexts)
             return result
-        return self._apply_layers(xs)
+        return self.each(xs)
 
-    def each(self, apply: Callable[[int, Tensor], Tensor], xs: list[Tensor]) -> list[Tensor]:
-        """``apply(index, x)`` for each resolution, which keyed random layers are told of."""
+    def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
+        """``apply_layers`` for each resolution, and give keyed random layers its index.
+
+        Args:
+            xs: R tensors.
+            others: further arguments, one per resolution each; None: None for all of them.
+        """
         outputs = []
         for index, x in enumerate(xs):
             with resolution_scope(index, len(x)):
-                outputs.append(apply(index, x))
+                outputs.append(self.apply_layers(x, *(other[index] if other else None for other in others)))
         return outputs
 
-    def _apply_layers(self, xs: list[Tensor]) -> list[Tensor]:
-        return self.each(lambda _index, x: super(Unit, self).forward(x), xs)
+    def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layers on one resolution; of the unit's forward pass this is what is compiled."""
+        return super().forward(x)
 
 
 def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

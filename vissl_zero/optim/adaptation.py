@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rates (LARC, LARS) as a change of the gradient, from norms of whole tensors.
+"""Layer-wise adaptive rates (LARC, LARS) as a change of the gradient, from norms of full tensors.
 
 The norms come from outside, so the formulas are the same whether a tensor is whole, sharded or flattened. Nothing here
 reads a value on the host or branches on one: all ranks launch the same kernels.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorNorms:
-    """Squared norms of T whole parameters and their gradients, unscaled and clipped, identical on every rank.
+    """Squared norms of T full parameters and their gradients, unscaled and clipped, identical on every rank.
 
     Attributes:
         param_sq: (T,) squared L2 norm of each parameter.
@@ -45,7 +45,7 @@ class Adaptation(ABC):
             norms: of T tensors.
             lr: (T,) learning rate of each tensor's group; may be 0.
             weight_decay: (T,) of each tensor's group.
-            num_dims: (T,) integers, dimensions of each whole tensor (a shard may have fewer).
+            num_dims: (T,) integers, dimensions of each full tensor (a shard may have fewer).
         Returns:
             scale (T,) and decay (T,), in the dtype of the norms. Not a collective; no host synchronisation.
         """

@@ -1,4 +1,4 @@
-"""AdamW that keeps its state in 8 bits, by blocks of the whole tensor: a quarter of float32's memory."""
+"""AdamW that keeps its state in 8 bits, by blocks of the full tensor: a quarter of float32's memory."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ def _zero(is_signed: bool) -> int:
 
 @OPTIMIZERS.register("adamw_8bit", config=AdamW8bitConfig)
 def adamw_8bit(groups: Groups, **options: Any) -> torch.optim.Optimizer:
-    """AdamW with state of 8 bits an element, by blocks of the whole tensor."""
+    """AdamW with state of 8 bits an element, by blocks of the full tensor."""
     return AdamW8bit(groups, **options)

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW from torch, in their fused kernels on CPU and CUDA alike; LARS, Lion and schedule-free AdamW.
+"""SGD, Adam and AdamW from torch, in their fused kernels on CPU and CUDA; LARS, Lion and schedule-free AdamW.
 
 One kernel reads and writes each element once and needs no temporaries: with 20 M float32 parameters on one CPU core,
 18 ms for SGD and 23 ms for AdamW against 66 and 146 ms (foreach) or 59 and 76 ms (one tensor at a time). Cutting a
@@ -91,7 +91,7 @@ def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Op
 
 @OPTIMIZERS.register("adamw_schedule_free", config=ScheduleFreeConfig)
 def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), **options: Any) -> torch.optim.Optimizer:
-    """AdamW that needs no schedule: an average of its weights is what is evaluated and exported."""
+    """AdamW without a schedule; an average of its weights is evaluated and exported."""
     from schedulefree import AdamWScheduleFree
 
     built = AdamWScheduleFree(groups, betas=(betas[0], betas[1]), **options)

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from vissl_zero.collectives import rank
 from vissl_zero.config.resolved import OptimizerPlan
+from vissl_zero.config.vissl import ALIASES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _HEAD_PREFIX = "heads."
@@ -68,7 +69,7 @@ def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
 
 def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     _warn_of_unmatched(plan.non_regularized, model)
-    heads = [f"head_{index}" for index in range(len(plan.head_lr_factors))] or ["head"]
+    heads = [f"head_{index}" for index in range(max(len(plan.head_lr_factors), len(plan.head_rules)))] or ["head"]
     members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
     for name, parameter, module in _owned_parameters(model):
         if parameter.requires_grad:
@@ -217,7 +218,13 @@ def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
         return False
     if not plan.regularize_bias and _BIAS.search(name.rpartition(".")[2]):
         return False
-    return plan.regularize_bn or not is_norm(module)
+    return _norms_decay(name, plan) or not is_norm(module)
+
+
+def _norms_decay(name: str, plan: OptimizerPlan) -> bool:
+    own = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
+    says = own.get("regularize_bn")
+    return plan.regularize_bn if says is None else bool(says)
 
 
 def _part(name: str, heads: Sequence[str]) -> str:
@@ -230,13 +237,19 @@ def _group(part: str, is_decayed: bool, names: Iterable[str], plan: OptimizerPla
     is_head = part != "trunk"
     weight_decay = plan.head_weight_decay if is_head else plan.weight_decay
     factor = plan.head_lr_factors[int(part.rpartition("_")[2])] if is_head and plan.head_lr_factors else 1.0
+    if is_head and plan.head_rules:
+        own = plan.head_rules[int(part.rpartition("_")[2])]
+        factor, weight_decay = own["lr"], plan.weight_decay if own["weight_decay"] is None else own["weight_decay"]
     name = part + ("" if is_decayed else "_no_decay")
     return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0, factor)
 
 
 def _warn_of_unmatched(parts: Iterable[str], model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
-    unmatched = [part for part in parts if not any(part in name for name in names)]
+    known = [name for name in parts if any(name in full for full in names)]
+    twins = {ours for theirs, ours in ALIASES["parameters"].items() if theirs in known}
+    twins |= {theirs for theirs, ours in ALIASES["parameters"].items() if ours in known}
+    unmatched = [part for part in parts if part not in known and part not in twins]
     if unmatched and rank() == 0:
         logging.getLogger(__name__).warning(
             "config.OPTIMIZER.non_regularized_parameters: no parameter's name contains %s, so it has no effect.",

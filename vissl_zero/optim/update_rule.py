@@ -1,4 +1,4 @@
-"""What an optimizer looks at to update an element: that element alone, its whole tensor, or more. Found by trial.
+"""What an optimizer looks at to update an element: that element alone, its full tensor, or more. Found by trial.
 
 A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
 nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
@@ -26,7 +26,7 @@ ELEMENT_WISE = frozenset(
 
 _INSTEAD = "Use SGD, Adam, AdamW, LARC or LARS, or level 0."
 _NOT_OPTIONS = {"params", "param_names"}
-_NOT_SETTINGS = {*_NOT_OPTIONS, "name", "lr", "initial_lr", "lr_scale"}  # groups that differ in these act alike
+_NOT_SETTINGS = {*_NOT_OPTIONS, "name", "lr", "initial_lr", "lr_scale"}  # groups may differ in these
 _TOLERANCE = 1e-6  # of a step's largest change: room for an update computed in float32, which may round by position
 _ROUNDING = 1e-13  # of the largest value: what float64 leaves of a change that is very small
 _MAX_REAL_ELEMENTS = 2**17
@@ -46,7 +46,7 @@ class UpdateRule(enum.Enum):
     """What the update of one element depends on."""
 
     ELEMENT_WISE = "that element alone"
-    PER_TENSOR = "its whole tensor"
+    PER_TENSOR = "its full tensor"
 
 
 def update_rule(
@@ -56,7 +56,7 @@ def update_rule(
 
     Args:
         optimizer: left as it is; copies of it run, without its state, with the settings of each group.
-        shapes: of the whole parameters of each group.
+        shapes: of the full parameters of each group.
         is_flattened: pieces will be one-dimensional, not rows.
     Raises:
         ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
@@ -92,7 +92,7 @@ def _try_out(
     together = _run(optimizer, small)
     for (_, case), alone, beside in zip(small, apart, together, strict=True):
         if not _agree(alone, beside, case):
-            must = "must update each tensor from that tensor alone, and not by chance: ranks hold different ones"
+            must = "must update each tensor from that tensor alone and without randomness: ranks hold different tensors"
             fix = f"Switch off what it computes from all tensors (a gradient norm: use clip_grad instead). {_INSTEAD}"
             raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
     if not all(
@@ -114,7 +114,7 @@ def _runs_on_pieces(
 ) -> bool:
     try:
         alone = [_run(optimizer, [(index, piece)])[0] for piece in case.pieces(is_flattened)]
-    except Exception:  # noqa: BLE001 - it ran on the whole tensor; on rows, or on none, it need not
+    except Exception:  # noqa: BLE001 - it ran on the full tensor; on rows, or on none, it need not
         return False
     joined = [torch.cat(parts).view(case.start.shape) for parts in zip(*alone, strict=True)]
     return _agree(changes, joined, case)
@@ -142,7 +142,7 @@ def _small_cases(shape: tuple[int, ...], device: torch.device) -> list[_Case]:
 
 
 def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
-    """Values on which clamps, masks and thresholds decide one way for the whole tensor and another for its rows."""
+    """Values on which clamps, masks and thresholds decide one way for the full tensor and another for its rows."""
     random, top = _random(shape, device), slice(0, shape[0] // 2 if shape else None)
     start, first, silent, small = random(), random(), random(), random() * 0.02
     silent[top if shape else ...] = 0.0

@@ -1,6 +1,6 @@
-"""Optimizers that look at whole tensors: Muon, NorMuon, LAMB and Adafactor, each from the library that has it.
+"""Optimizers that look at full tensors: Muon, NorMuon, LAMB and Adafactor, each from the library that has it.
 
-Above level 0, ``sharding/whole_tensors.py`` gives them whole tensors, each on one rank.
+Above level 0, ``sharding/whole_tensors.py`` gives them full tensors, each on one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training state of a loop of one's own in a checkpoint folder: the format that recipes write, streamed both ways."""
+"""Training state of a custom loop in a checkpoint folder: the format that recipes write, streamed both ways."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
 
 
 def load_state(sharded: Sharded, folder: Path) -> int:
-    """Restore the newest whole checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
+    """Restore the newest complete checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
 
     Collective; ranks share the reading of checksums.
 

@@ -11,7 +11,7 @@ from typing import Any
 from vissl_zero.errors import ConfigError, Problem
 
 _MARK = "zero_optimization"
-# What a loop of one's own decides itself, and what tunes messages that are made here in another way.
+# Keys that a custom loop decides itself, and keys that tune messages that this engine sends differently.
 _IN_VAIN = {
     "train_batch_size": "your loader decides it",
     "train_micro_batch_size_per_gpu": "your loader decides it",
@@ -66,7 +66,7 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         notes.append(f"zero.{name} has no effect: {_IN_VAIN[name]}.")
         keys.pop(name)
     for name, value in zero.items():
-        must, fix = "is a key of DeepSpeed's that has no counterpart", "Leave it out."
+        must, fix = "is a DeepSpeed key without a counterpart", "Leave it out."
         problems.append(Problem(f"zero.{_MARK}.{name}", repr(value), must, fix))
     for name in [name for name in keys if name in _OWN_OPTIMIZER]:
         problems.append(Problem(f"zero.{name}", "", "is not read from zero", _OWN_OPTIMIZER[name]))
@@ -81,7 +81,7 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
                 must = "cannot be a fixed number: the scale follows the gradients"
                 fix = "Write 0, or leave it out."
                 problems.append(Problem("zero.fp16.loss_scale", str(given[name]["loss_scale"]), must, fix))
-            notes += [f"zero.{name}.{key} has no effect: the loss scale has a rule of its own." for key in block]
+            notes += [f"zero.{name}.{key} has no effect: the loss scale follows its own rule." for key in block]
     if problems:
         raise ConfigError(problems)
     return keys, notes

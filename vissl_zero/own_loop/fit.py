@@ -1,4 +1,4 @@
-"""``level="fit"`` for a loop of one's own: the cheapest plan within a budget that trains the same.
+"""``level="fit"`` for a custom loop: the cheapest plan within a budget that trains the same.
 
 The model is copied with fake tensors, which have shapes and no memory, and one forward and backward pass over a sample
 is recorded on the copy. Recomputation and micro-batches are the loop's own: levels and tiers are chosen here.
@@ -140,7 +140,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
     except Exception as error:
-        must = f"must be one that copy.deepcopy can copy, to forecast it ({type(error).__name__}: {error})"
+        must = f"must support copy.deepcopy, to be forecast ({type(error).__name__}: {error})"
         raise ConfigError([Problem("model", type(model).__name__, must, "Write level=0, 1, 2 or 3.")]) from error
 
 

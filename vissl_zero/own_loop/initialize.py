@@ -1,10 +1,10 @@
-"""ZeRO for a training loop of one's own: one call, no YAML needed."""
+"""ZeRO for a custom training loop: one call, no YAML needed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
 from vissl_zero.config.resolved import NO_UNITS, ShardingPlan, keeps_parameters_whole
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.own_loop.fit import choose_plan
 from vissl_zero.own_loop.number_formats import choose_precision
 from vissl_zero.own_loop.optimizer import ZeroOptimizer
@@ -20,11 +20,10 @@ from vissl_zero.own_loop.process_group import join_ranks, training_device
 from vissl_zero.own_loop.settings import read_settings
 from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.parameter_guard import is_marked_sharded, mark_sharded
 from vissl_zero.sharding.replica_check import require_equal
-from vissl_zero.sharding.watch import refuse_wrapping
 
 M = TypeVar("M", bound=nn.Module)
-_MARK = "_vissl_zero_is_sharded"
 
 
 def initialize(
@@ -65,9 +64,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
         raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
-    if getattr(model, _MARK, False):
-        fix = "Build the model anew, or go on with the optimizer it has."
-        raise ConfigError([Problem("model", type(model).__name__, "has been given to initialize() before", fix)])
+    if is_marked_sharded(model):
+        fix = "Build the model again, or keep the optimizer it has."
+        raise ConfigError([Problem("model", type(model).__name__, "was already passed to initialize()", fix)])
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model)
     where = training_device(model) if device is None else torch.device(device)
@@ -88,6 +87,7 @@ def initialize(
         verbose=settings.verbose,
         seed=seed,
         keep_gradients=settings.keep_gradients,
+        compile="inductor" if settings.compile else "",
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
@@ -108,8 +108,7 @@ def initialize(
     with unchanged_on_error(optimizer):
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
-    setattr(model, _MARK, True)
-    refuse_wrapping(model)
+    mark_sharded(model)
     outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
@@ -126,6 +125,7 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
         "clip_grad",
         "precision",
         "keep_gradients",
+        "compile",
         "seed",
     )
     tiers = {
@@ -171,3 +171,11 @@ def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
         return
     wrapper.module = _Body(module.forward)
     module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)
+    module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
+
+
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise VisslZeroError(
+        "A model that its engine runs in a wrapper cannot be copied or pickled: a copy would run the original. Take "
+        "full weights with full_state() or full_parameters(), or leave zero.engine out."
+    )

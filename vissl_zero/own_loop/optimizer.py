@@ -1,4 +1,4 @@
-"""What a loop of one's own holds: a torch optimizer that knows loss scaling, accumulation and sharding."""
+"""The optimizer of a custom loop: a torch optimizer that handles loss scaling, accumulation and sharding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, on every k-th call under accumulation; then forget the gradients, which the update has changed.
 
-        Unscale, agree on inf, clip, adapt, update: in this order, with norms over whole parameters. A step whose
+        Unscale, agree on inf, clip, adapt, update: in this order, with norms over full parameters. A step whose
         gradients hold an inf under loss scaling changes nothing but the scale.
 
         Args:
@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
             names = ", ".join(self.last_step.nonfinite_gradients()[:3])
             raise VisslZeroError(
-                f"Gradients hold an inf or NaN at a loss scale of 1 too ({names}): every step would be skipped. "
+                f"Gradients hold an inf or NaN even at a loss scale of 1 ({names}): every step would be skipped. "
                 "Look at the loss and the data; lower the learning rate, or compute in bf16."
             )
         return loss
@@ -101,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Forget the gradients; between the calls that make one update, keep them.
 
         Args:
-            set_to_none: must stay True: a gradient that is there counts as one to take a step for.
+            set_to_none: must stay True, because an existing gradient would make its parameter take part in the step.
         """
         if not set_to_none:
             raise VisslZeroError("zero_grad(set_to_none=False) is not supported; leave the argument out.")
@@ -121,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
 
-        Tensors are shared with the training state, not copied; what rests on NVMe is read into memory, all of it
+        Tensors are shared with the training state, not copied; what is on NVMe is read into memory, all of it
         (``save`` does without). ``torch.save`` writes it; every rank has its own.
 
         Raises:
@@ -133,7 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
 
-        Also takes what ``state_dict`` of the plain torch optimizer gave, on every rank alike: optimizer state and
+        Also takes what ``state_dict`` of the plain torch optimizer gave, the same on every rank: optimizer state and
         options of groups, at any level. Parameters stay as they are then.
 
         Raises:
@@ -159,7 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         save_state(self._sharded, Path(folder), self.num_updates)
 
     def load(self, folder: str | Path) -> None:
-        """Restore parameters, optimizer state, buffers, loss scale and groups from the newest whole checkpoint.
+        """Restore parameters, optimizer state, buffers, loss scale and groups from the newest complete checkpoint.
 
         Args:
             folder: that ``save`` was given; all data are read against their checksums first.
@@ -173,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Whole parameters by full name, on every rank, to read. Takes the memory of all of them."""
+        """Full parameters by full name, on every rank, to read. Takes the memory of all of them."""
         with self._sharded.full_parameters(), torch.no_grad():
             yield self._with_tied(dict(self._sharded.named_parameters()))
 
@@ -187,9 +187,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield
 
     def full_state(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks.
+        """Full parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks.
 
-        A tied parameter is there under each of its names, as in ``state_dict()`` of the plain model.
+        A tied parameter appears under each of its names, as in ``state_dict()`` of the plain model.
         """
         return self._with_tied(self._sharded.full_state())
 
@@ -216,7 +216,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._num_micro_batches:
             raise VisslZeroError(
                 f"{method} was called after {self._num_micro_batches} of {self._accumulation_steps} calls of step(), "
-                "with gradients waiting that it does not hold. Call it after an update."
+                "while gradients are pending that it cannot store. Call it after an update."
             )
 
     def _watch(self, module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -23,7 +23,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         device: of this rank.
         timeout_s: of every collective of a group started here.
     Raises:
-        ConfigError: torchrun's environment is there in part.
+        ConfigError: torchrun's environment is incomplete.
     """
     if dist.is_initialized():
         return

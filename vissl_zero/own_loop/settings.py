@@ -46,6 +46,7 @@ class _Keys:
     engine: str = "auto"
     shard_group_size: int = -1
     keep_gradients: bool = False
+    compile: bool = False
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     disk_gb: float | None = None
@@ -69,6 +70,7 @@ class ZeroSettings:
         shard_group_size: ranks that share one copy of the state; -1: all.
         engine: a name of the STRATEGIES registry.
         keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
+        compile: compile each unit with torch.compile.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -88,6 +90,7 @@ class ZeroSettings:
     verbose: bool = False
     shard_group_size: int = -1
     keep_gradients: bool = False
+    compile: bool = False
     engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
@@ -145,6 +148,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
         keep_gradients=keys.keep_gradients,
+        compile=keys.compile,
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
@@ -243,7 +247,9 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     for key in _BUDGET:
         value = getattr(keys, key)
         if value is not None and not value > 0:
-            found.append(Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out for what there is."))
+            found.append(
+                Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out to use what is available.")
+            )
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found

@@ -113,7 +113,7 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
     names = {param: name for name, param in model.named_parameters()}
     foreign = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
-        fix = "Build it from model.parameters() of the very model that is given."
+        fix = "Build it from the parameters of the same model."
         raise ConfigError([Problem("optimizer", str(foreign[0]), "has a parameter that is not the model's", fix)])
     groups = [
         ParamGroup(
@@ -127,6 +127,8 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
         for group, local, state in zip(optimizer.param_groups, local_groups, initial, strict=True):
             group["params"] = list(local["params"])
             for param in local["params"] if state else ():
+                if not param.requires_grad:
+                    continue
                 optimizer.state[param] = {key: make(param) for key, make in state.items()}
         return optimizer, None
 
@@ -136,12 +138,14 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
 def _initial_state(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> dict[str, Callable[[Tensor], Any]]:
-    """How to make anew the state that an optimizer has before its first step: Adagrad's sums, which are all alike.
+    """How to rebuild the state that an optimizer has before its first step: Adagrad's sums, all of one value.
+
+    Frozen parameters need none.
 
     Raises:
         ConfigError: it has made steps.
     """
-    table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel()]
+    table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
     first = table[0] if table else {}
     if first is None or any(row != first for row in table):
         fix = "Give it before its first step, and load its state through load_state_dict afterwards."

@@ -137,7 +137,7 @@ def _compare(
     notes: list[str],
 ) -> Verdict:
     model, optimizer = _built(build, seed, dtype)
-    used = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+    used = next((param.dtype for param in model.parameters() if param.requires_grad), torch.float32)
     tolerance = _TOLERANCES.get(used, 1e-2) if tolerance is None else tolerance
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not _is_synchronised(m) for m in model.modules()):
         notes.append("batch norm is not synchronised: each rank normalises its own rows. Use nn.SyncBatchNorm.")
@@ -273,7 +273,15 @@ def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 def _options(settings: ZeroSettings) -> dict[str, Any]:
     """``zero`` without half precision."""
-    names = ("level", "gradient_accumulation_steps", "clip_grad", "wrap_threshold", "shard_group_size", "engine")
+    names = (
+        "level",
+        "gradient_accumulation_steps",
+        "clip_grad",
+        "keep_gradients",
+        "wrap_threshold",
+        "shard_group_size",
+        "engine",
+    )
     return {name: getattr(settings, name) for name in names} | {
         "offload_optimizer_config": asdict(settings.offload_optimizer),
         "offload_param_config": asdict(settings.offload_params),

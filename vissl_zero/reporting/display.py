@@ -39,7 +39,7 @@ class LiveDisplay(Hook):
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run)
-        # What others print to stdout or stderr meanwhile appears above the frame.
+        # Other output to stdout or stderr appears above the frame.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
         # rich hides the cursor; a rank that is killed would leave the user's terminal without one.
@@ -126,6 +126,9 @@ def _evaluation(run: Run) -> list[RenderableType]:
     if run.results.get("top1_latest") is not None:
         curve = [top1 for _, top1 in run.results["top1_by_step"]]
         parts.append(f"top-1 on TEST {100 * curve[-1]:.1f} % (best {100 * max(curve):.1f} %)  {sparkline(curve, 16)}")
+    if run.results.get("probe_top1_latest") is not None:
+        curve = [top1 for _, top1 in run.results["probe_top1_by_step"]]
+        parts.append(f"linear probe {100 * curve[-1]:.1f} %  {sparkline(curve, 16)}")
     return [Text("   ".join(parts), no_wrap=True, overflow="ellipsis")] if parts else []
 
 
@@ -147,6 +150,12 @@ def _memory(run: Run, record: StepRecord) -> RenderableType:
 
 
 _LONGEST_SILENCE_S = 10.0
+_LATEST = {
+    "top1_latest": "top-1 on TEST",
+    "top5_latest": "top-5",
+    "knn_top1_latest": "kNN top-1",
+    "probe_top1_latest": "linear probe",
+}
 
 
 class PlainLines(Hook):
@@ -171,8 +180,7 @@ class PlainLines(Hook):
         self._epoch_started = time.monotonic()
         self._epoch_losses.clear()
         # What hooks after this one measured at the end of the epoch before.
-        names = {"top1_latest": "top-1 on TEST", "top5_latest": "top-5", "knn_top1_latest": "kNN top-1"}
-        figures = {text: run.results.get(name) for name, text in names.items()}
+        figures = {text: run.results.get(name) for name, text in _LATEST.items()}
         if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
             self._say(f"after epoch {run.epoch}: {said}")
 

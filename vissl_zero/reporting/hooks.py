@@ -7,6 +7,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.knn_hook import KnnHook
+from vissl_zero.evaluation.online_probe_hook import OnlineProbeHook
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.collapse import CollapseWatch
 from vissl_zero.reporting.display import Display
@@ -33,6 +34,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     options = plan.config["HOOKS"]
     knn = KnnHook(plan)
     hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
+    if plan.config["ONLINE_PROBE"]["USE_PROBE"]:
+        hooks.append(OnlineProbeHook())
     if plan.config["CHECKPOINT"]["SAVE_BEST"]:
         hooks.append(BestWeights())
     for name in options["EXTRA"]:

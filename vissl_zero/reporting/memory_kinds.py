@@ -11,9 +11,9 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.sharding.strategy import Bytes
 
-# What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured from
-# outside (resident memory on the CPU, allocated on CUDA) and holds code, data and caches too; ``params_step_peak`` is
-# what ``params`` grows to for a moment while units are gathered.
+# What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured for
+# the process as a whole (resident set size on the CPU, allocated on CUDA), so it has code, data and caches too;
+# ``params_step_peak`` is the peak of ``params`` while units are gathered.
 KINDS = {
     "params": "parameters",
     "grads": "gradients",
@@ -58,7 +58,7 @@ class PeakMemory(Hook):
         self._largest = self._newest = Bytes()
 
     def on_step(self, run: Run, step: Step) -> None:
-        if step.bytes is not self._newest:  # measured anew
+        if step.bytes is not self._newest:  # a new measurement
             self._newest = step.bytes
             self._largest = largest((self._largest, step.bytes))
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import rich
 from rich.console import Console
 
-from vissl_zero.atomic import replacing
+from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
 from vissl_zero.sharding.strategy import Bytes
 
@@ -21,7 +21,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile(Hook):
-    """Writes a line per step as soon as its figures are there (0.1 ms), so that a crash loses one at most.
+    """Writes a line per step as soon as its figures exist (0.1 ms), so a crash loses at most one.
 
     A resumed run has its earlier records back from the file. A disk that is full, or fails, does not end the run: lines
     wait in memory and are written when it takes them again.
@@ -108,7 +108,7 @@ def _forget_after(path: Path, step: int, records: Records) -> None:
     with path.open(encoding="utf-8") as old, replacing(path) as temporary, temporary.open("w", encoding="utf-8") as new:
         for text in old:
             try:
-                entry = json.loads(text)
+                entry = as_object(text)
                 if entry["step"] > step:
                     continue
                 records.append(record_from(entry))

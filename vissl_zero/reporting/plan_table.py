@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from vissl_zero.engine.forecast_history import Past
 from vissl_zero.engine.planning import Planned, overrides_of
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.sharding.candidates import Candidate, because
@@ -45,6 +47,8 @@ def plan_lines(planned: Planned) -> Iterator[str]:
         f"{plan.global_batch} images a step, {planned.num_images:,} in all"
     )
     yield f"budget: {bytes_text(planned.budget.memory)} a rank ({planned.budget.source})"
+    machine = planned.machine
+    yield f"time: as of {machine.name}{f' ({machine.source})' if machine.source else ''}"
     yield from (f"assumed: {sentence}" for sentence in planned.assumed)
     unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
     yield from (f"not known: {reason}" for reason in sorted(unknown))
@@ -58,6 +62,19 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     yield f"write: {' '.join(overrides_of(chosen))}"
 
 
+def history_table(rows: Sequence[Past]) -> Table:
+    """One row per plan that was run."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "plan", "forecast", "measured", "error", "outcome"):
+        is_text = title in ("run", "plan", "outcome")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        sizes = ("?" if size is None else bytes_text(size) for size in (row.forecast_bytes, row.measured_bytes))
+        error = "?" if row.error is None else f"{row.error:+.1%}"
+        table.add_row(str(row.folder), row.plan, *sizes, error, row.outcome)
+    return table
+
+
 def as_json(planned: Planned) -> dict[str, Any]:
     """For ``--json``: per rank, bytes; null: not known."""
     return {
@@ -69,6 +86,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
             "disk_bytes": planned.budget.disk,
             "source": planned.budget.source,
         },
+        "machine": asdict(planned.machine),
         "num_images": planned.num_images,
         "assumed": list(planned.assumed),
         "candidates": [_json(candidate) for candidate in planned.candidates],

@@ -25,7 +25,7 @@ class ReportImage(Hook):
 
     Args:
         knn: the run's kNN hook, for its curve and neighbours.
-        console: where to say that the file is there.
+        console: where to print the file's path.
     """
 
     def __init__(self, knn: KnnHook, console: Console | None = None):
@@ -95,7 +95,7 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
         found.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
     if summary["knn_top1_after"] is not None:
         before, after = summary["knn_top1_before"], percent(summary["knn_top1_after"])
-        # A run that goes on from an imported checkpoint has not seen its own beginning.
+        # A run that resumes from an imported checkpoint has not seen its own beginning.
         knn = (after, "kNN top-1") if before is None else (f"{100 * before:.1f} → {after}", "kNN top-1, before → after")
         found.append(knn)
     if summary.get("top1") is not None:

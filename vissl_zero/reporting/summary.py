@@ -101,6 +101,8 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("LiDAR", f"{views:.1f}  (dimensions that tell images apart, over their views)"))
     for vote, share in (summary.get("knn_top1_by_vote") or {}).items():
         lines.append((f"kNN {vote}", percent(share)))
+    if summary.get("probe_top1") is not None:
+        lines.append(("linear probe", f"{percent(summary['probe_top1'])}  (trained beside the model)"))
     if "top1" in summary:
         lines += _accuracy(summary)
     if summary["num_steps"]:
@@ -148,9 +150,9 @@ def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
     grid.add_column("peak memory", no_wrap=True)
     for name in columns:
         grid.add_column(name, justify="right", no_wrap=True)
-    outside = "allocated on the GPU" if run.device.type == "cuda" else "resident (whole process)"
+    outside = "allocated on the GPU" if run.device.type == "cuda" else "resident set size"
     held = shown_kinds(*(Bytes(**memory) for memory in per_rank))
-    rows = {**held, "params_step_peak": "parameters, fullest moment", "peak": outside}
+    rows = {**held, "params_step_peak": "parameters, peak", "peak": outside}
     for kind, name in rows.items():
         grid.add_row(name, *(bytes_text(memory[kind]) for memory in columns.values()))
     return grid

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vissl_zero.atomic import replacing
+from vissl_zero.atomic import read_object, replacing
 
 FILE_NAME = "job.json"
 
@@ -34,18 +34,19 @@ class JobNote:
 def read_note(folder: Path) -> JobNote | None:
     """The note of a job's folder; None if there is none that can be read."""
     try:
-        return JobNote(**json.loads((folder / FILE_NAME).read_text()))
+        note = JobNote(**read_object(folder / FILE_NAME))
     except (OSError, ValueError, TypeError):
         return None
+    is_list = isinstance(note.overrides, list) and all(isinstance(word, str) for word in note.overrides)
+    return note if is_list and (note.code is None or type(note.code) is int) else None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """``summary.json`` of a job, empty if it did not get that far."""
     try:
-        found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        return read_object(folder / "summary.json")
     except (OSError, ValueError):
         return {}
-    return found
 
 
 def is_done(folder: Path) -> bool:

@@ -55,7 +55,7 @@ class TensorBoard(Hook):
     def _give_up(self, error: OSError) -> None:
         """A disk that is full does not end the run; its event files end here."""
         self._writer = None
-        print(f"warning: {FOLDER_NAME} cannot be written any more ({error.strerror}); training goes on.", flush=True)
+        print(f"warning: {FOLDER_NAME} cannot be written any more ({error.strerror}); training continues.", flush=True)
 
     def _write_results(self, run: Run) -> None:
         """Evaluation results that are new or have changed."""

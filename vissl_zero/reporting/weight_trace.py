@@ -1,4 +1,4 @@
-"""Whole weights after every step, for comparing two runs parameter by parameter (``vissl-zero verify``)."""
+"""Full weights after every step, for comparing two runs parameter by parameter (``vissl-zero verify``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = "weight_trace"
 
 @HOOKS.register("weight_trace")
 class WeightTrace(Hook):
-    """Saves the whole weights after every step into the run folder's weight_trace/ (large: one model per step)."""
+    """Saves the full weights after every step into the run folder's weight_trace/ (large: one model per step)."""
 
     def on_start(self, run: Run) -> None:
         """Save what training starts from, as step 0. Collective."""

@@ -1,4 +1,4 @@
-"""``weights.safetensors``: the trained model's whole parameters and buffers under their plain names."""
+"""``weights.safetensors``: the trained model's full parameters and buffers under their plain names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _write(run: Run, name: str, which: str = "student") -> None:
             stream_weights(tensors, run.folder / name, metadata, run.is_main)
     except OSError as error:
         raise CheckpointError(
-            f"{run.folder / name} cannot be written ({error}). Make room; the same command goes on from the last "
+            f"{run.folder / name} cannot be written ({error}). Make room; the same command resumes from the last "
             "checkpoint."
         ) from error
 
@@ -84,7 +84,7 @@ def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[st
     Collective. The file is complete or not there; one tensor at a time is in memory.
 
     Args:
-        tensors: alike on every rank.
+        tensors: the same on every rank.
         path: where to; an older file is replaced.
         metadata: strings for the file's header.
         is_writer: this is the rank that writes; the others take part in the gathering.

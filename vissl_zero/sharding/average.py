@@ -17,7 +17,7 @@ class WeightAverage:
 
     The average of an element depends on that element alone, so the average of a shard is the shard of the average: it
     is exact at every level, and costs one more copy of what the rank holds (in memory, also where the shards themselves
-    rest on a disk). Integer buffers (counters) are copied.
+    are on disk). Integer buffers (counters) are copied.
 
     Args:
         shards: this rank's part of every parameter.

@@ -91,6 +91,7 @@ class BatchNorm(_BatchNorm):
             return F.batch_norm(input, *running, self.weight, self.bias, training=True, momentum=momentum, eps=self.eps)
         output, mean, var, count = _Synchronised.apply(input, self.weight, self.bias, self.eps, self.group)
         if is_counted:
+            # torch normalises with the biased variance, and tracks the unbiased one.
             unbiased = var * (count / (count - 1).clamp(min=1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)  # type: ignore[union-attr]
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)  # type: ignore[union-attr]
@@ -127,6 +128,7 @@ class _Synchronised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
+        # The only gradient that counts is the output's: mean, variance and count are marked non-differentiable.
         grad = grads[0].contiguous()
         grad_weight, grad_bias = mean.new_zeros(2, len(mean))
         if x.numel():  # the kernel divides by the number of rows
@@ -137,6 +139,7 @@ class _Synchronised(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)
+            # Statistics depend on the rows of all ranks, and so does the gradient through them.
             dist.all_reduce(sums, group=ctx.group)
             grad_mean, grad_dot = sums / count
             # weight * inv_std * (grad - grad_mean - (x - mean) * inv_std * grad_dot), as three channel-wise factors
@@ -163,6 +166,7 @@ def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
         # The kernel inside batch norm itself: 5 times faster on the CPU than torch.var_mean.
         mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
         local[:num_channels], local[num_channels:-1] = mean, var
+        # A rank without rows sends a count of 0, and so a weight of 0.
         local[-1] = x.numel() // num_channels
     gathered = local.new_empty(group.size(), local.numel())
     dist.all_gather(list(gathered.unbind()), local, group=group)  # the form whose name torch 2.11 and 2.13 share

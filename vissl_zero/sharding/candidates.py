@@ -31,7 +31,7 @@ class Budget:
     source: str = ""
 
     def excess(self, forecast: Forecast) -> int | None:
-        """Bytes too much in memory, host memory and disk together; 0: it fits; None: not known."""
+        """Bytes over the budget in memory, host memory and disk together; 0: it fits; None: not known."""
         step = forecast.step
         if step is None:
             return None
@@ -130,7 +130,7 @@ def sharding_plans(
                 for params in param_tiers if level == 3 else param_tiers[:1]:
                     is_offloaded = {optimizer.device, params.device} != {"none"}
                     if world_size == 1 and level and not is_offloaded:
-                        continue  # there is nobody to share with
+                        continue  # a single rank: nothing to shard over
                     if params.device != "none" and optimizer.device == "none":
                         continue  # the state is larger, and read once a step
                     yield replace(
@@ -163,6 +163,23 @@ def rank_candidates(found: Found, budget: Budget) -> list[Candidate]:
     return candidates
 
 
+def after_failures(candidates: Sequence[Candidate], share_left: float) -> list[Candidate]:
+    """The chosen one of ``rank_candidates``, and what to take in turn should each run out of memory all the same.
+
+    Each is the cheapest of those that fit with a forecast of at most ``share_left`` of the one before; the last is the
+    smallest of all, by however little.
+    """
+    fitting = [(c.forecast.step.peak_bytes, c) for c in candidates if c.fits and c.forecast.step is not None]
+    found: list[Candidate] = []
+    most = float("inf")
+    for peak, candidate in fitting:  # cheapest first
+        if peak <= most:
+            found.append(candidate)
+            least, most = peak, share_left * peak
+    smallest, last = min(fitting, key=lambda pair: pair[0])
+    return [*found, last] if smallest < least else found
+
+
 def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     """Why the chosen one of ``rank_candidates`` was chosen, as one clause."""
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
@@ -186,7 +203,7 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate | None:
 def nothing_fits(
     candidates: Sequence[Candidate], budget: Budget, *, level: str, memory: str, disk: str, others: str, block: str = ""
 ) -> Problem:
-    """What to say where ``rank_candidates`` chose none: the smallest memory that would do, or that none is known.
+    """The problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
 
     Args:
         level, memory: the words that a user writes for the two keys.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vissl_zero.config.machine_profile import Machine
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.unit import Unit
@@ -70,6 +71,7 @@ class Subject:
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         teacher: what ``Sharded.adopt_teacher`` will be given.
         loss: buffers of it are counted.
+        machine: whose rates estimate the time; None: what is assumed of the device.
     """
 
     model: nn.Module
@@ -83,6 +85,7 @@ class Subject:
     teacher: nn.Module | None = None
     loss: nn.Module | None = None
     num_nodes: int = 1
+    machine: Machine | None = None
 
 
 class Forecaster:
@@ -123,8 +126,16 @@ class Forecaster:
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace):
-            nodes, machine = subject.num_nodes, machine_for(subject.device_type)
-            seconds = step_seconds(trace, facts, plan, subject.world_size, nodes, micro_batches, machine)
+            seconds = step_seconds(
+                trace,
+                facts,
+                plan,
+                subject.world_size,
+                subject.num_nodes,
+                micro_batches,
+                subject.machine or machine_for(subject.device_type),
+                subject.device_type,
+            )
         if isinstance(trace, StepTrace) and plan.engine != "torch":
             unknown = f"the {plan.engine} engine's own buffers are not modelled"
         elif isinstance(trace, StepTrace):
@@ -158,7 +169,7 @@ class Forecaster:
         return self._traces[checkpointed]
 
     def _rule(self, plan: ShardingPlan) -> UpdateRule:
-        """How far the optimizer looks: tried out once for all plans that may be refused for the same reasons."""
+        """The reach of the optimizer's update, found by one trial for all plans that may be refused for it."""
         is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
         key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
         if key not in self._rules:
@@ -266,7 +277,7 @@ def _shard(param: Tensor, num_ranks: int) -> Tensor:
 
 
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
-    """Of the very optimizer, stepped twice on shards of the right sizes: the first step makes its state."""
+    """Measured on the optimizer itself, stepped twice on shards of these sizes: the first step creates its state."""
     params = dict(subject.model.named_parameters())
     trained = [name for group in subject.groups for name in group.params]
     owners = dict(zip(trained, deal([params[name].numel() for name in trained], num_ranks), strict=True))

@@ -25,7 +25,7 @@ class GradientAverage:
     """The mean over all ranks of each gradient, taken by the end of every backward pass.
 
     Parameters are packed into buckets in the order in which gradients are expected, the last parameters first. A bucket
-    is sent as soon as all its gradients are there, while the backward pass continues; the others follow at its end. A
+    is sent as soon as all its gradients exist, while the backward pass continues; the others follow at its end. A
     gradient that only some ranks have counts as zero on the others; one that no rank has stays None. Ranks may run
     different numbers of backward passes: a rank that has no more sends zeros.
 
@@ -95,6 +95,7 @@ class GradientAverage:
             self._is_callback_queued = True
             call_after_backward(self._after_backward)
         self._ready.add(param)
+        # Buckets are sent in one fixed order, or ranks would pair different ones.
         while len(self._sent) < len(self._buckets) and self._ready.issuperset(self._buckets[len(self._sent)]):
             self._send_next()
 
@@ -128,6 +129,8 @@ class GradientAverage:
         """The backward pass has ended: send the rest, and put the means in the place of the gradients."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
+        # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by
+        # one.
         late = [param.grad for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
         table = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
@@ -137,6 +140,7 @@ class GradientAverage:
         for _, sent in self._sent:
             sent.wait()
         work.wait()
+        # A gradient that no rank has must stay None: zero would still move parameters by decay and momentum.
         is_present, is_late = table.view(2, -1).tolist()
         places = iter(zip(is_present, is_late, late, strict=True))
         for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):

@@ -1,7 +1,7 @@
 """Weights for a model that was built on the meta device, drawn a unit at a time so that no rank ever holds them all.
 
 A module that owns parameters or buffers must have ``reset_parameters()`` (torch's layers do), and that must fill all of
-them. It runs on whole tensors, in float32, under a generator keyed by (seed, full name): the weights depend on neither
+them. It runs on full tensors, in float32, under a generator keyed by (seed, full name): the weights depend on neither
 the world size nor the level nor the order of construction.
 """
 
@@ -70,7 +70,7 @@ def _reset_of(owner: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Whole, on the CPU, float32; NaN so that what nobody fills is found."""
+    """The full tensor on the CPU, float32. Filled with NaN, so that anything left uninitialised is found."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)

@@ -43,14 +43,14 @@ class Storages:
 
 
 def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards, and whole parameters where units are gathered at this moment."""
+    """This rank's shards, and full parameters where units are gathered at this moment."""
     storages = Storages(shard.local for shard in shards)
     storages.add(model.parameters())
     return storages
 
 
 def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards of gradients, and whole gradients that wait for the last micro-batch."""
+    """This rank's shards of gradients, and full gradients that wait for the last micro-batch."""
     storages = Storages(shard.local_grad() for shard in shards)
     storages.add(real_grad(param) for param in model.parameters())
     return storages
@@ -69,13 +69,26 @@ def peak_bytes(device: torch.device) -> int:
     """Largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss: a process inherits that from the one that started it
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    found = _status("VmHWM")  # not ru_maxrss: a process inherits that from the one that started it
+    if found is not None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int | None:
+    """What this process has in memory now; None where the system does not say."""
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    """A figure of Linux on this process, bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 class ActivationCounter(TorchDispatchMode):

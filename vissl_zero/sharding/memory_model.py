@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
-from vissl_zero.sharding.exchange.choose import SLOT_BYTES
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_comm.open_communicator import SLOT_BYTES
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
@@ -36,7 +36,7 @@ KINDS = (
     "offload_buffers",
 )
 _NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/offload.md)
-_NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients, likewise
+_NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients in memory
 _HUGE_PAGE = 2**21
 _POINTS = 400  # of a drawn timeline
 
@@ -59,7 +59,7 @@ class ParamFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole parameter."""
+        """Of the full parameter."""
         return torch.Size(self.shape).numel() * self.itemsize
 
     def padded(self, num_ranks: int) -> int:
@@ -74,7 +74,7 @@ class UpdateFacts:
     """What the optimizer step of one rank takes.
 
     Attributes:
-        state_bytes: optimizer state at rest.
+        state_bytes: optimizer state between steps.
         num_state_keys: state tensors per parameter.
         temporary_bytes: most that is alive at once besides, while it runs.
     """
@@ -90,7 +90,7 @@ class ModelFacts:
 
     Attributes:
         params: of the model, by full name, in its order.
-        buffer_bytes: running statistics and the like, and buffers of the loss.
+        buffer_bytes: running statistics and other buffers, and buffers of the loss.
         average_bytes: a running average of the weights keeps, of the whole model; 0 without one.
         teacher: parameters of the teacher, by full name; empty without one.
         teacher_buffer_bytes: its buffers.
@@ -252,7 +252,7 @@ class _Step:
         """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
         if self.device_type != "cpu" or self.num_ranks == 1:
             return
-        slots = 2 * Exchange.LAG * SLOT_BYTES
+        slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
         per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
         yield "communication", per_exchange
         if self.is_whole:  # of zeros and of ones, for gradients that are not there
@@ -301,7 +301,7 @@ class _Step:
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
     def free(self, unit: str, gathered: set[str], kind: str) -> None:
-        """A unit's whole parameters go."""
+        """A unit's full parameters go."""
         if unit in gathered:
             gathered.remove(unit)
             self.change(kind, -int(self.whole_unit(unit) * self.compute_share))

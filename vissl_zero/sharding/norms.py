@@ -1,4 +1,4 @@
-"""Norms of whole parameters and gradients from the shards this rank holds, in one collective for all of them."""
+"""Norms of full parameters and gradients from the shards this rank holds, in one collective for all of them."""
 
 from __future__ import annotations
 

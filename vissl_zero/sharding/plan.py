@@ -50,7 +50,7 @@ class WrapPlan:
         compute: dtype that parameters have in forward and backward.
         units: in the order in which they are to be wrapped.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
-        whole_bytes: parameters that are whole on a rank at the fullest moment of a step, beside its shards: all of them
+        whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards: all of them
             at levels 1 and 2; at level 3 the unit in use, the one fetched ahead and the root.
     """
 

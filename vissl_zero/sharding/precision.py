@@ -23,7 +23,7 @@ class LossScale:
     """The factor the loss is multiplied by. Halves after a step with an inf or NaN, doubles after many without.
 
     The rule and its constants are those of https://arxiv.org/abs/1710.03740 and of torch.amp.GradScaler. Equal on all
-    ranks as long as all are told the same outcome of every step.
+    ranks as long as every rank is given the same outcome of every step.
 
     Attributes:
         scale: the factor now.

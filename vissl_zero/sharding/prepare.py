@@ -11,13 +11,14 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.unit import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
-from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.compilation import compile_units
+from vissl_zero.sharding.plan import WrapPlan, model_units, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
 
 
 def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:
-    """Decide the units of ``model``; set its number formats, batch norm and recomputation, in place.
+    """Decide the units of ``model``; set its number formats, batch norm, recomputation and compilation, in place.
 
     Collective; the process group must be up, but for level 0.
 
@@ -28,7 +29,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     """
     _refuse_embeddings(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
-    model.to(dtype=dtype_of(plan.precision.master))
+    _cast_to_master(model, dtype_of(plan.precision.master))
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
     is_recomputed = bool(wrap_plan.checkpointed)
@@ -37,8 +38,17 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         unit = model.get_submodule(name)
         assert isinstance(unit, Unit), name
         unit.checkpoint = True
+    if plan.compile:
+        compile_units(model, model_units(model) or [model], plan.compile)
     run_in_precision(model, plan.precision, device)
     return wrap_plan
+
+
+def _cast_to_master(model: nn.Module, master: torch.dtype) -> None:
+    """A model in half precision gets masters. One of several formats keeps them; so do buffers beside masters."""
+    formats = {param.dtype for param in model.parameters()}
+    if len(formats) == 1 and formats != {master}:
+        model.to(dtype=master)
 
 
 def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:

@@ -1,4 +1,4 @@
-"""This rank's training state as one dict, to go on under the same layout.
+"""This rank's training state as one dict, to resume under the same layout.
 
 ``{"layout": {...}, "params": {name: entry}, "optimizer": {"groups": [...], "state": {name: {key: entry or number}}},
 "buffers": {name: tensor}, "loss_scale": {...} or None, "average": {"params": {name: entry}, "buffers": {name: tensor}}

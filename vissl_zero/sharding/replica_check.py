@@ -104,7 +104,7 @@ class StepCheck:
             has_problem, *differs = (found[i] != -found[i + len(values)] for i in range(len(values)))
             marks = [bool(mark) for mark in found[2 * len(values) :]]
             if problem is None and has_problem:
-                raise VisslZeroError("No update was made: another rank cannot go on; see its message.")
+                raise VisslZeroError("No update was made: another rank cannot continue; see its message.")
             if problem is None and (names := [fact for fact, d in zip(facts, differs, strict=True) if d]):
                 raise VisslZeroError(f"No update was made: the ranks differ in {names[0]}.")
         if problem is not None:

@@ -28,22 +28,22 @@ class Shard:
         name: full name, without any wrapper's prefix.
         source: the parameter as the model holds it: a DTensor, or ``local`` itself where nothing is sharded.
         local: this rank's rows; possibly none.
-        full_shape: of the whole parameter.
-        first_element: place of the first of their elements in the whole parameter, flattened.
-        is_counted: whether sums over ranks take this rank's part. A scalar cannot be cut, so every rank has it, and one
-            counts.
+        full_shape: of the full parameter.
+        first_element: place of the first of their elements in the full parameter, flattened.
+        contributes_to_norm: whether this rank's part enters sums over ranks. Scalars are replicated; one rank
+            contributes to sums.
         num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
-        is_stored: values and gradient rest on a disk; ``local`` and its gradient have a shape and no memory.
+        is_on_disk: values and gradient are on disk; ``local`` and its gradient are meta tensors.
     """
 
-    is_stored: ClassVar[bool] = False
+    is_on_disk: ClassVar[bool] = False
 
     name: str
     source: nn.Parameter
     local: nn.Parameter
     full_shape: torch.Size
     first_element: int = 0
-    is_counted: bool = True
+    contributes_to_norm: bool = True
     num_copies: int = 1
     copy: int = 0
 
@@ -62,7 +62,7 @@ class Shard:
         return self.local.detach()
 
     def held(self) -> Tensor:
-        """What this rank holds of the parameter where it computes, to read: these rows, or all where it is whole."""
+        """This rank's elements of the parameter on the device, read-only: its rows, or all if it is replicated."""
         return self.values()
 
     def held_shape(self) -> torch.Size:
@@ -98,13 +98,13 @@ class Shard:
         self.local.grad = None
 
     def whole(self) -> Tensor:
-        """The whole parameter, on every rank. Collective; costs one all-gather of it."""
+        """The full parameter, on every rank. Collective; costs one all-gather of it."""
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """Divide each row (dim 0) of the whole parameter by its L2 norm, in place; shards are whole rows."""
+        """Divide each row (dim 0) of the full parameter by its L2 norm, in place; shards are whole rows."""
         divide_by_norms(self.local)
 
 
@@ -118,7 +118,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
     is_first = group is None or group.rank() == 0
     for name, source in model.named_parameters():
         if not isinstance(source, DTensor):
-            yield whole_shard(name, source, is_counted=is_first)
+            yield whole_shard(name, source, contributes_to_norm=is_first)
             continue
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
@@ -128,10 +128,12 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
         yield Shard(name, source, local, source.shape, first_element, num_copies=num_copies, copy=copy)
 
 
-def whole_shard(name: str, param: nn.Parameter, is_counted: bool = True) -> Shard:
+def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True) -> Shard:
     """The shard of a parameter that every rank of the world holds whole."""
     copies = collectives.world_size(), collectives.rank()
-    return Shard(name, param, param, param.shape, is_counted=is_counted, num_copies=copies[0], copy=copies[1])
+    return Shard(
+        name, param, param, param.shape, contributes_to_norm=contributes_to_norm, num_copies=copies[0], copy=copies[1]
+    )
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:

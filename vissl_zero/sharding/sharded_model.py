@@ -25,6 +25,7 @@ from vissl_zero.sharding.memory import (
     parameter_storages,
     peak_bytes,
 )
+from vissl_zero.sharding.parameter_guard import ParameterGuard
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.prepare import prepare
@@ -46,7 +47,6 @@ from vissl_zero.sharding.state import (
 )
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult, WholeTensor
-from vissl_zero.sharding.watch import Watch
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
@@ -106,7 +106,7 @@ class ShardedModel(Sharded):
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(device)
-        self._watch = Watch(module, self._shards.values(), self.optimizer)
+        self._parameter_guard = ParameterGuard(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
         self._teacher: ShardedModel | None = None
         self._frozen: frozenset[str] = frozenset()
@@ -126,13 +126,13 @@ class ShardedModel(Sharded):
 
     def _problem(self) -> str | None:
         """Why an update would be wrong: something on this rank has been changed behind the back of sharding."""
-        return self._watch.problem()
+        return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
         """What must be the same on every rank in this step."""
         rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         return {
-            "the learning rate or weight decay of a group. Set them alike on every rank": digest_of(rates),
+            "the learning rate or weight decay of a group. Set them to the same values on every rank": digest_of(rates),
             "which parameters are frozen. Freeze the same ones on every rank": digest_of(
                 sorted(self._frozen), [shard.source.requires_grad for shard in self._trained]
             ),
@@ -167,16 +167,19 @@ class ShardedModel(Sharded):
 
     def step(self) -> StepResult:
         """See ``Sharded``."""
+        # Full copies would keep the old values after the update.
         self._before_shards_change()
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
+        # The last moment to refuse: nothing has been updated yet, and all ranks learn of it together.
         present = self._step_check.require_equal(self._problem(), self._facts(), self._has_gradients())
         for shard, is_present in zip(self._trained, present, strict=False):
             if not is_present:
                 shard.forget_grad()
+        # An asynchronous checkpoint may still copy the shards that are about to change.
         self._wait_for_readers()
-        with self._watch.own_step():
+        with self._parameter_guard.own_step():
             result = self._stepper.step(self._frozen)
         if not result.skipped:
             for shard in self._trained:
@@ -252,6 +255,7 @@ class ShardedModel(Sharded):
             return
         self._wait_for_readers()
         self._before_shards_change()
+        # Going back by the optimizer's own formula would round: keep the training weights instead.
         trained = [shard.values().clone() for shard in self._trained]
         optimizer.eval()
         for shard in self._trained:
@@ -279,7 +283,7 @@ class ShardedModel(Sharded):
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """See ``Sharded``. The model itself is left as it is; only ``named_parameters`` gives whole tensors."""
+        """See ``Sharded``. The model itself is left as it is; only ``named_parameters`` gives full tensors."""
         self._whole = {name: shard.whole() for name, shard in self._shards.items()}
         try:
             yield
@@ -292,7 +296,7 @@ class ShardedModel(Sharded):
             yield from self._whole.items()
         else:
             yield from (
-                (name, shard.values() if shard.is_stored else shard.local) for name, shard in self._shards.items()
+                (name, shard.values() if shard.is_on_disk else shard.local) for name, shard in self._shards.items()
             )
 
     def full_teacher_state(self) -> dict[str, Tensor]:
@@ -311,7 +315,7 @@ class ShardedModel(Sharded):
         for tensor in self.whole_tensors():
             whole = tensor.read()
             if collectives.rank() == 0:
-                # copy: the file is written later, and training may go on meanwhile
+                # copy: the file is written later, and training may continue meanwhile
                 state[tensor.name] = whole.to("cpu", copy=True)
         return state
 

@@ -1,4 +1,4 @@
-"""What a rank must write to go on later under any layout, each tensor with its place in the whole.
+"""What a rank must write so that a run can resume under any layout: each tensor with its place in the full one.
 
 ``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
 ``restore_state`` takes from such a store whatever runs this rank needs, however it was cut when it was written.
@@ -31,12 +31,12 @@ class Part:
 
     Attributes:
         name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
-        full_shape: of the whole tensor.
-        first_element: place of the first element in the whole tensor, flattened.
+        full_shape: of the full tensor.
+        first_element: place of the first element in the full tensor, flattened.
         num_elements: length of the run.
         dtype: of the elements.
         read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
-        is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat the tier they rest on.
+        is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat their offload tier.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Part:
 
 
 class SavedState(Protocol):
-    """Where a saved state is read from: whole tensors by name, of which any run of elements may be had."""
+    """Where a saved state is read from: full tensors by name, of which any run of elements may be had."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a whole tensor; None if there is none of that name."""
+        """Shape of a full tensor; None if there is none of that name."""
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Number format of a tensor; None if there is none of that name."""
@@ -91,7 +91,7 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
         CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
     """
     for shard in shards.values():
-        yield from _part(MODEL + shard.name, shard, shard.local, shard.values if shard.is_stored else None)
+        yield from _part(MODEL + shard.name, shard, shard.local, shard.values if shard.is_on_disk else None)
     if isinstance(optimizer, StreamedOptimizer) and optimizer.is_on_disk:
         yield from _streamed_parts(shards, optimizer)
         return
@@ -121,7 +121,7 @@ def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterat
 def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
     """What this rank stores of the teacher's parameters. Not a collective."""
     for name, shard in shards.items():
-        yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_stored else None)
+        yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
 
 
 @torch.no_grad()
@@ -303,13 +303,13 @@ def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Mapping[str, Shard]:
-    """What the optimizer's state of this rank is cut as: the shards, or the whole tensors that it owns."""
+    """What the optimizer's state of this rank is cut as: the shards, or the full tensors that it owns."""
     return optimizer.owned if isinstance(optimizer, WholeTensorOptimizer) else shards
 
 
 def _read_values(saved: SavedState, name: str, shard: Shard) -> None:
     """Fill a parameter's shard, wherever it rests."""
-    if shard.is_stored:
+    if shard.is_on_disk:
         values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
         _read(saved, name, shard, values)
         shard.assign(values)
@@ -344,7 +344,7 @@ def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) ->
     """Whether state has an element for each of the parameter's.
 
     Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
-    ``mu_product``, ASGD's ``eta``) are told apart by name.
+    ``mu_product``, ASGD's ``eta``) are recognised by name.
     """
     return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key in per_element)
 

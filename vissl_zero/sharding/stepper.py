@@ -43,7 +43,7 @@ class Clipping:
 
         Args:
             names: T full names.
-            grad_sq: squared norms of the T whole gradients.
+            grad_sq: squared norms of the T full gradients.
         """
         if self.per == "model":
             norms = grad_sq.sum().sqrt()
@@ -58,13 +58,13 @@ class Clipping:
 
 
 def _part(name: str) -> str:
-    """``trunk``, or a head such as ``heads.0``; of somebody else's model its first name."""
+    """``trunk``, or a head such as ``heads.0``; for other models the first part of the name."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if first == "heads" and rest else first
 
 
 class Stepper:
-    """Runs the base optimizer on local shards as one process would run it on whole parameters.
+    """Runs the base optimizer on local shards as one process would run it on full parameters.
 
     Args:
         shards: the trained parameters; the same names in the same order on every rank.
@@ -104,30 +104,34 @@ class Stepper:
         Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
             outcome decides what to do: under loss scaling, and where this rank lacks a gradient that others may have.
         """
+        # A temporarily frozen parameter may still get a gradient. Without one, the optimizer skips it.
         for shard in self._shards:
             if shard.name in frozen:
                 shard.local.grad = None
         shards = [shard for shard in self._shards if shard.name not in frozen]
         scale = self._loss_scale.scale if self._loss_scale else 1.0
+        # Unscale first: norms, clipping and adaptation are defined on true gradients.
         if scale != 1.0:
             _multiply(shards, 1.0 / scale)
         norms = self._norms(shards)
         names = [shard.name for shard in shards]
         grad_norm = norms.grad_sq.sum().sqrt()
         if self._loss_scale is not None:
+            # One inf or NaN anywhere makes the norm non-finite, so no separate search is needed.
             found_inf = not bool(torch.isfinite(grad_norm))
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
         self._rescale(shards, norms)
+        # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
         return StepResult(grad_norm, False, scale, names, norms.grad_sq)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
-        """Norms of the whole tensors; a gradient that no rank has counts as zero."""
-        table = torch.stack(self._sums([shard for shard in shards if not shard.is_stored]), dim=1)
-        if any(shard.is_stored for shard in shards):
+        """Norms of the full tensors; a gradient that no rank has counts as zero."""
+        table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
+        if any(shard.is_on_disk for shard in shards):
             table = self._with_stored(shards, table)
         table = sum_over_ranks(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
@@ -137,8 +141,13 @@ class Stepper:
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
         """Rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
         nothing = torch.empty(0, device=_device(shards), dtype=_dtype(shards))
-        params = [shard.values() if shard.is_counted and self._adaptation is not None else nothing for shard in shards]
-        grads = [shard.grad() if shard.is_counted and shard.local.grad is not None else nothing for shard in shards]
+        params = [
+            shard.values() if shard.contributes_to_norm and self._adaptation is not None else nothing
+            for shard in shards
+        ]
+        grads = [
+            shard.grad() if shard.contributes_to_norm and shard.local.grad is not None else nothing for shard in shards
+        ]
         grad_sq = squared_norms(grads)
         present = [float(shard.local.grad is not None) for shard in shards]
         rows = [grad_sq, self._constant("present", present, grad_sq)]
@@ -148,10 +157,10 @@ class Stepper:
         return rows
 
     def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
-        """Insert the sums of shards that rest on a disk, which come to memory one by one."""
+        """Insert the sums of shards on disk, which are read into memory one by one."""
         others = iter(in_memory)
         return torch.stack(
-            [torch.stack(self._sums([shard]))[:, 0] if shard.is_stored else next(others) for shard in shards]
+            [torch.stack(self._sums([shard]))[:, 0] if shard.is_on_disk else next(others) for shard in shards]
         )
 
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
@@ -166,10 +175,11 @@ class Stepper:
                 shard.set_zero_grad()
 
     def _constant(self, what: str, values: Sequence[float], like: Tensor) -> Tensor:
-        """``values`` as a tensor beside ``like``, made anew only where they differ from those of the last step."""
+        """``values`` as a tensor on ``like``'s device. The last step's tensor is reused if the values are equal."""
         key = (tuple(values), like.dtype, like.device)
         known, tensor = self._constants.get(what, (None, like))
         if known != key:
+            # From pinned memory, so that the copy does not wait for the device.
             host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
             tensor = host.to(like.device, non_blocking=True)
             self._constants[what] = key, tensor
@@ -185,6 +195,7 @@ class Stepper:
                 _multiply(shards, clip)
             return
         if clip is not None:
+            # Adaptation sees clipped gradients. Their norms follow from the factors, without another all-reduce.
             norms = TensorNorms(param_sq=norms.param_sq, grad_sq=norms.grad_sq * clip**2, dot=norms.dot * clip)
         groups = [self._optimizer.param_groups[self._group_of[shard.name]] for shard in shards]
         scale, decay = self._adaptation.coefficients(
@@ -198,9 +209,9 @@ class Stepper:
         factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:
-            if shard.is_stored:
+            if shard.is_on_disk:
                 shard.change_grad(g, p)
-        chosen = [row for row in chosen if not row[0].is_stored]
+        chosen = [row for row in chosen if not row[0].is_on_disk]
         if chosen:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
@@ -219,7 +230,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     for shard, own in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
-        if shard.is_stored:
+        if shard.is_on_disk:
             shard.change_grad(own)
         else:
             in_memory.append((shard.local.grad, own))
@@ -235,7 +246,7 @@ def _grads(shards: Sequence[Shard]) -> list[Tensor]:
 
 def _device(shards: Sequence[Shard]) -> torch.device:
     """Where the sums of ``shards`` are made."""
-    return shards[0].local.device if shards and not shards[0].is_stored else torch.device("cpu")
+    return shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")
 
 
 def _dtype(shards: Sequence[Shard]) -> torch.dtype:

@@ -68,13 +68,13 @@ class Bytes:
 
     Attributes:
         params: parameters: this rank's shards, and whole ones where units are gathered at this moment.
-        grads: gradients, likewise.
+        grads: gradients, counted in the same way.
         optimizer: state of the optimizer, its step counters apart.
         activations: what the forward pass that was measured kept alive for the backward pass.
-        buffers: running statistics and the like, and the running average of the weights.
+        buffers: running statistics and other buffers, and the running average of the weights.
         teacher: parameters and buffers of the teacher: its shards, and whole ones where units are gathered.
         peak: largest so far: resident memory on CPU, allocated on CUDA.
-        params_step_peak: parameters at the fullest moment of a step, by the wrap plan: shards, and the units that are
+        params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
             whole at once.
     """
 
@@ -94,7 +94,7 @@ class WholeTensor:
 
     Attributes:
         name: full name.
-        dtype, shape: of the whole tensor.
+        dtype, shape: of the full tensor.
         read: gives it; what rank 0 gets counts. A collective: every rank reads the same ones in the same order.
     """
 
@@ -108,7 +108,7 @@ class Sharded(ABC):
     """A model and its optimizer under one ZeRO level of one engine.
 
     Attributes:
-        model: call this (``sharded.model(crops)``), in training and evaluation alike; under no_grad too.
+        model: call this (``sharded.model(crops)``), in training and evaluation; under no_grad too.
         optimizer: torch optimizer over this rank's shards. Set ``lr`` and ``weight_decay`` in its ``param_groups``
             (each has the ``name`` of its ParamGroup); never call its ``step`` or ``zero_grad``.
     """
@@ -205,15 +205,18 @@ class Sharded(ABC):
 
     @abstractmethod
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, ``named_parameters`` yields whole tensors on every rank (read only). Takes the memory of all."""
+        """Inside, ``named_parameters`` yields full tensors on every rank (read only). Takes the memory of all."""
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Full names (no wrapper prefix) and this rank's shard, or the whole tensors inside ``full_parameters``."""
+        """Full names (no wrapper prefix) and this rank's shard, or the full tensors inside ``full_parameters``."""
 
     @abstractmethod
     def whole_tensors(self) -> list[WholeTensor]:
-        """Parameters and saved buffers, alike on every rank, to be gathered one by one. Not a collective itself."""
+        """Parameters and saved buffers, in the same order on every rank, to be gathered one by one.
+
+        Not a collective itself.
+        """
 
     @abstractmethod
     def whole_teacher_tensors(self) -> list[WholeTensor]:
@@ -221,7 +224,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def full_state(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers on the CPU, gathered one by one: the dict on rank 0, empty elsewhere."""
+        """Full parameters and buffers on the CPU, gathered one by one: the dict on rank 0, empty elsewhere."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -250,10 +253,10 @@ class Sharded(ABC):
 
     @abstractmethod
     def before_next_change(self, wait: Callable[[], object]) -> None:
-        """Call ``wait`` once, before anything that ``parts`` gave changes: somebody is still reading it.
+        """Call ``wait`` once, before anything that ``parts`` returned changes, because a reader still uses it.
 
-        Forward and backward passes change none of it, so training goes on meanwhile. ``wait`` must return in the end,
-        and call no collective. Not a collective.
+        Forward and backward passes change none of it, so training continues in the meantime. ``wait`` must return in
+        the end, and call no collective. Not a collective.
         """
 
     @abstractmethod
@@ -274,7 +277,7 @@ class Sharded(ABC):
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:
-        """What all ranks hold alike if nothing has gone wrong, by full name; memory is shared. Not a collective."""
+        """Tensors that must be equal on all ranks, by full name; memory is shared. Not a collective."""
 
     @abstractmethod
     def restore(self, saved: SavedState) -> None:
@@ -306,7 +309,7 @@ class Sharded(ABC):
 
 
 _WHOLE_TENSORS = (
-    "The optimizer looks at whole tensors: each is gathered to one rank, updated there and sent back. A step moves "
+    "The optimizer looks at full tensors: each is gathered to one rank, updated there and sent back. A step moves "
     "gradients once more and parameters twice more than with an element-wise optimizer; state is 1/N on each rank."
 )
 
@@ -339,7 +342,7 @@ class Strategy(ABC):
         rule = update_rule_of(build_optimizer, model, groups, plan)
         if rule is UpdateRule.PER_TENSOR:
             plan = dataclasses.replace(plan, needs_whole_tensors=True)
-            if collectives.rank() == 0:
+            if collectives.rank() == 0 and plan.level:
                 logging.getLogger(__name__).warning("%s", _WHOLE_TENSORS)
         return self._shard(model, groups, build_optimizer, plan, device)
 
@@ -362,7 +365,9 @@ class Strategy(ABC):
 def update_rule_of(
     build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
 ) -> UpdateRule:
-    """How far the optimizer looks to update an element: see ``optim/update_rule.py``. Not asked at level 0.
+    """How far the optimizer looks to update an element: see ``optim/update_rule.py``.
+
+    Not asked at level 0, unless all levels are to give the same bits.
 
     Args:
         build_optimizer: is called with tiny tensors of as many dimensions as the parameters have.
@@ -370,10 +375,10 @@ def update_rule_of(
         groups: parameter groups by full name.
         plan: what is to run.
     Raises:
-        ConfigError: its update couples tensors, or cannot be tried, or needs whole tensors where ``plan`` asks for
+        ConfigError: its update couples tensors, or cannot be tried, or needs full tensors where ``plan`` asks for
             something that cannot give them.
     """
-    if plan.level == 0:
+    if plan.level == 0 and not plan.deterministic:
         return UpdateRule.ELEMENT_WISE
     params = dict(model.named_parameters())
     shapes = [[tuple(params[name].shape) for name in group.params] for group in groups]
@@ -394,9 +399,8 @@ def update_rule_of(
         reasons = {
             "the fairscale engine": plan.engine == "fairscale",
             "state or parameters on NVMe": "nvme" in (plan.offload_optimizer.device, plan.offload_params.device),
-            "TRAINER.DETERMINISTIC": plan.deterministic,
         }
-        name, must = type(optimizer).__name__, "updates whole tensors, which cannot go with "
+        name, must = type(optimizer).__name__, "updates full tensors, which cannot go with "
         fix = "Use an element-wise optimizer such as AdamW, or do without it."
         if found := [Problem("optimizer", name, must + what, fix) for what, is_asked in reasons.items() if is_asked]:
             raise ConfigError(found)

@@ -43,7 +43,7 @@ def follow(teacher: ShardedModel, student: ShardedModel, momentum: float, unit_r
     teacher._before_shards_change()
     for name, shard in teacher._shards.items():
         value = student._shards[name].held()
-        if shard.is_stored:
+        if shard.is_on_disk:
             moved = shard.values()
             follow_(moved, value.to(moved.device), momentum)
             shard.assign(moved)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from vissl_zero.errors import VisslZeroError
@@ -49,6 +52,21 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def runs_in_data_parallel() -> bool:
+    """Whether the forward pass of a ``DistributedDataParallel`` runs on this rank. torch.compile relies on it too."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
+def is_building_data_parallel() -> bool:
+    """Whether a ``DistributedDataParallel`` is being built around the caller. Costs a walk over the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is DistributedDataParallel.__init__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -90,7 +108,7 @@ def is_in_reentrant_checkpoint() -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether somebody looks at the tensors that the running forward pass saves: only the innermost hooks would run."""
+    """Whether saved-tensor hooks are active in the running forward pass: only the innermost ones would run."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -111,7 +129,7 @@ def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) ->
     ``method`` weakly: else a model, its optimizer and their process groups would live until the process ends.
 
     Raises (in the backward pass):
-        VisslZeroError: the object is gone, and nobody would average the gradient.
+        VisslZeroError: the object is gone, so the gradient would not be averaged.
     """
     target = weakref.WeakMethod(method)
 
@@ -126,3 +144,50 @@ def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) ->
 
     for param in params:
         param.register_post_accumulate_grad_hook(hook)
+
+
+def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
+    """``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
+
+    From now on, code that ``torch.compile`` fails on runs as it is, in this process, and is no error.
+    """
+    import torch._dynamo.config as settings
+
+    settings.suppress_errors = True
+    settings.recompile_limit = max(settings.recompile_limit, max_graphs)
+    known = inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}  # newer torch
+    found: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **options)
+    return found
+
+
+def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Code for a traced graph, by a backend of ``torch.compile``. Raises whatever the backend raises."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(backend)(graph, inputs)
+
+
+@cache
+def left_out_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which ``torch.compile`` will not look into: a graph ends before it and another begins behind it."""
+    left_out: Callable[..., Any] = torch.compiler.disable(function)
+    return left_out
+
+
+class Tracing:
+    """Counts what ``torch.compile`` has traced since this was made."""
+
+    def __init__(self) -> None:
+        self._before = self._counts()
+
+    def has_failed(self) -> bool:
+        """Functions were to be traced, and none of them could be."""
+        tried, done = (now - before for now, before in zip(self._counts(), self._before, strict=True))
+        return tried > 0 and done == 0
+
+    @staticmethod
+    def _counts() -> tuple[int, int]:
+        from torch._dynamo.utils import counters
+
+        return counters["frames"]["total"], counters["frames"]["ok"]

@@ -1,7 +1,7 @@
-"""Optimizers that need whole tensors (Muon, LAMB, Adafactor, ...) on shards: each tensor is updated by one rank.
+"""Optimizers that need full tensors (Muon, LAMB, Adafactor, ...) on shards: each tensor is updated by one rank.
 
 A step gathers every gradient, and the parameter, from the ranks that hold its rows to the rank that owns it, runs the
-optimizer there on whole tensors, and sends the updated rows back: the update does not know that anything is sharded, so
+optimizer there on full tensors, and sends the updated rows back: the update does not know that anything is sharded, so
 it is the same at every level and on any number of ranks. Optimizer state lives with the owner, 1/N of it on each rank.
 Where every rank holds parameters whole (levels 1 and 2 on the CPU), they are not sent to the owner.
 """
@@ -36,22 +36,23 @@ def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """Runs an optimizer on whole tensors that this rank owns, for shards that all ranks hold.
+    """Runs an optimizer on full tensors that this rank owns, for shards that all ranks hold.
 
     ``param_groups`` are those of the optimizer inside, so that rates and counters are the same ones, with all shards as
-    their parameters; during its step, with the whole tensors this rank owns. ``state`` belongs to these.
+    their parameters; during its step, with the full tensors this rank owns. ``state`` belongs to these.
 
     Args:
-        build: of the optimizer, over whole tensors.
+        build: of the optimizer, over full tensors.
         groups: its groups, over ``local`` of ``shards``.
         shards: of all trained parameters, the same names in the same order on every rank.
         group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
     Attributes:
         inner: the optimizer.
         adaptation: that ``build`` returned.
-        owned: by full name, the whole tensors of this rank; without memory between steps.
+        owned: by full name, the full tensors of this rank; without memory between steps.
     Cost: a step moves (N-1)/N of all gradients to owners, of all parameters where ranks hold rows only, and of all
-    parameters back; a rank holds 1/N of both whole meanwhile. ``num_sent``: bytes that this rank sent to others so far.
+    parameters back; a rank holds 1/N of both in full during the step. ``num_sent``: bytes that this rank sent to others
+    so far.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         rank, num_ranks = group.rank(), group.size()
         self._owners = deal([shard.full_shape.numel() for shard in shards], num_ranks)
         spans: list[Any] = [None] * num_ranks
+        # Engines cut tensors in different ways, so each rank tells the others where its parts begin.
         dist.all_gather_object(spans, [(s.first_element, s.local.numel()) for s in shards], group=group)
         self._spans: list[list[tuple[int, int]]] = spans
         copies = collectives.world_size() // num_ranks
@@ -102,6 +104,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Update from ``local.grad`` of the shards; a tensor that no rank has a gradient of stays. Collective."""
         assert closure is None
         self._gather()
+        # Outside of a step, groups show sharded parameters. The inner optimizer must find the full ones in them.
         self._show(self._whole_params)
         try:
             self.inner.step()
@@ -115,15 +118,16 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             group["params"] = own
 
     def _forget(self) -> None:
-        """Give back the memory of whole tensors; they keep their shapes."""
+        """Give back the memory of full tensors; they keep their shapes."""
         for whole in self._wholes:
             if whole is not None:
                 whole.grad = None
+                # The tensor objects must stay: the state of the inner optimizer is keyed by them.
                 whole.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Fill this rank's whole tensors and their gradients from the shards of all ranks."""
+        """Fill this rank's full tensors and their gradients from the shards of all ranks."""
         outgoing = [
             _packed(
                 [
@@ -142,6 +146,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
             if self._is_held[index]:
                 whole.copy_(self._shards[index].source)
+        # Each message ends with a flag per tensor: whether that rank had a gradient.
         flags_at = [
             sum((2 - self._is_held[index]) * spans[index][1] * self._shards[index].local.itemsize for index in mine)
             for spans in self._spans
@@ -220,7 +225,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _unpack(message: Tensor, targets: Sequence[tuple[Tensor | None, int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Copy what ``_packed`` put in to ``targets`` (None: pass over) of so many elements each."""
+    """Copy what ``_packed`` put in to ``targets`` (None: skip) of so many elements each."""
     start = 0
     for (target, numel), dtype in zip(targets, dtypes, strict=True):
         stop = start + numel * dtype.itemsize

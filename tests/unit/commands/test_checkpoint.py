@@ -18,7 +18,7 @@ from torchvision.models import resnet18
 from torchvision.models.regnet import BlockParams, RegNet
 
 from vissl_zero.models.model import build_model
-from vissl_zero.models.other_names import to_other_names, to_our_names
+from vissl_zero.models.weight_names import to_other_names, to_our_names
 
 
 @pytest.fixture(scope="module")

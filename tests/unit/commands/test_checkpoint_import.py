@@ -27,7 +27,7 @@ from tests.unit.commands.vissl_files import (
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.cli import main
-from vissl_zero.models.other_names import to_other_names
+from vissl_zero.models.weight_names import to_other_names
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_momentum_finds_its_parameters_however_vissl_has_sorted_them(tmp_path, c
     names = {param: name for name, param in model.named_parameters()}
     keys = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
     expected = {f"optimizer/{key}/{names[p]}": state[key] for p, state in optimizer.state.items() for key in keys}
-    assert f"Optimizer state is taken: {', '.join([*keys, 'step'][: len(keys) + is_adamw])} of " in said
+    assert f"Optimizer state is imported: {', '.join([*keys, 'step'][: len(keys) + is_adamw])} of " in said
     with open_checkpoint(tmp_path / "run" / "checkpoints" / "step_000000420") as checkpoint:
         found = {name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith("optimizer/")}
         steps = {"step": {"dtype": "float32", "value": 2.0}} if is_adamw else {}
@@ -182,13 +182,13 @@ def _hostile(state):
 @pytest.mark.parametrize(
     ("change", "words", "says"),
     [
-        (_shuffled, SGD, "not taken: its numbers, which stand for parameters, fit no order in which VISSL sorts the"),
-        (_of_other_kind, SGD, "not taken: mu: not state of SGD, Adam or AdamW"),
-        (_hostile, SGD, "not taken: the file holds none that torch's optimizers have written"),
+        (_shuffled, SGD, "not imported: its numbers, which stand for parameters, fit no order in which VISSL sorts"),
+        (_of_other_kind, SGD, "not imported: mu: not state of SGD, Adam or AdamW"),
+        (_hostile, SGD, "not imported: the file holds none that torch's optimizers have written"),
         (
             None,
             ("config.OPTIMIZER.name=adamw",),
-            "not taken: it is momentum_buffer, and the recipe's optimizer is adamw",
+            "not imported: it is momentum_buffer, and the recipe's optimizer is adamw",
         ),
     ],
 )
@@ -339,7 +339,7 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path, model, capsys):
     ("name", "words", "says"),
     [
         ("none", [], "There is no file"),
-        ("cut", [], "is damaged or no file of torch.save|is refused"),
+        ("cut", [], "is damaged, or not a torch.save file|is refused"),
         ("text", [], "damaged or no safetensors file"),
         ("one_shard", [], "is one shard of a checkpoint. Give the file that lists all of them"),
         ("list", [], "holds no state dict but a list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,13 @@ import pytest
 import yaml
 
 from vissl_zero.cli import main
+from vissl_zero.commands.explain import explain
+from vissl_zero.commands.plan import plan
+from vissl_zero.commands.train import train
 from vissl_zero.config.account import account_of
 from vissl_zero.config.internal_paths import public_equivalent, with_public_paths
-from vissl_zero.config.recipe_files import recipe_file, recipe_files
+from vissl_zero.config.recipe_files import recipe_file, recipe_files, recipe_text
+from vissl_zero.errors import ConfigError
 
 RECIPE = """# @package _global_
 config:
@@ -134,3 +139,41 @@ def test_no_torch_is_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("digits/swav: accepted")
+
+
+LAUGHS = "x0: &x0 [a]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{LAUGHS}config:\n  IMPORTS: *x9\n", "more than 100,000 values, with aliases unfolded"),
+        ("config: &c\n  DATA: *c\n", "stands in its own block"),
+        ("config: " + "[" * 5000 + "]" * 5000, "nested deeper than 50 levels"),
+        ("config:\n  SEED_VALUE: " + "9" * 5000, "a number of more than 1000 digits"),
+        ("config: \udc80", "can't decode byte 0x80"),
+        ("config: [", "while parsing"),
+        (None, "it is a named pipe"),
+    ],
+)
+def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reason: str) -> None:
+    """Hydra unfolds aliases for ever, and its YAML reader ends in RecursionError, ValueError or UnicodeDecodeError."""
+    path = tmp_path / "config" / "x.yaml"
+    path.parent.mkdir()
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    for asked in (lambda: recipe_text(path), lambda: train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])):
+        with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
+            asked()
+    if text is not None:
+        for command in (plan, explain):
+            with pytest.raises(ConfigError, match="must be a recipe that can be read"):
+                command([str(path)])
+
+
+def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\n")
+    assert recipe_text(tmp_path / "x.yaml").startswith("a: &a")

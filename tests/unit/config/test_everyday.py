@@ -76,7 +76,7 @@ def test_own_test_images_are_not_shown_to_a_trunk_of_digits(photos: Path) -> Non
 
 @pytest.mark.parametrize("value", ["[[a]]", "[{a: 1}]"])
 def test_what_is_no_text_is_no_path(value: str) -> None:
-    assert "must be a text or a list of texts" in refusal(DIGITS, f"config.DATA.TRAIN.DATA_PATHS={value}")
+    assert "must be a string or a list of strings" in refusal(DIGITS, f"config.DATA.TRAIN.DATA_PATHS={value}")
 
 
 def test_no_data_is_refused_rather_than_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ _HEAD = "OPTIMIZER.head_optimizer_params"
         ("OPTIMIZER.param_schedulers.lr_head.update_interval=step", f"{_HEAD}.use_different_lr=true", "is off"),
         ("HOOKS.EMA_MODEL.DECAY=0.5", "HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true", "is off"),
         ("DISTRIBUTED.MIN_PROC_PER_NODE=1", "DISTRIBUTED.MAX_RESTARTS=1", "is not set"),
-        ("DISTRIBUTED.RUN_ID=a:1", "DISTRIBUTED.NUM_NODES=2", "nobody to meet"),
+        ("DISTRIBUTED.RUN_ID=a:1", "DISTRIBUTED.NUM_NODES=2", "needs no rendezvous"),
         ("TRAINER.EXACT_ACCUMULATION=true", "ZERO.gradient_accumulation_steps=2", "one micro-batch"),
         ("MODEL.TRUNK.RESNETS.DEPTH=18", "MODEL.TRUNK.NAME=resnet", "the trunk is regnet"),
         (
@@ -47,6 +47,13 @@ def test_only_learning_rates_are_scaled():
 @pytest.mark.parametrize("recipe", ["quickstart/swav_digits", "pretrain/swav/regnet_16gf", "benchmark/linear"])
 def test_recipes_of_ours_set_nothing_in_vain(recipe):
     assert inactive_keys(load(recipe)) == []
+
+
+def test_a_weight_decay_of_the_heads_that_is_no_other():
+    words = [f"config.{_HEAD}.use_different_wd=true", f"config.{_HEAD}.weight_decay=0.01"]
+    (note,) = inactive_keys(load("quickstart/swav_digits", words))
+    assert "use_different_wd has no effect: the heads' weight decay is that of the trunk" in note
+    assert inactive_keys(load("quickstart/swav_digits", [*words, "config.OPTIMIZER.weight_decay=0.1"])) == []
 
 
 @pytest.mark.parametrize(

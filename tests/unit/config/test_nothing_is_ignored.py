@@ -43,6 +43,7 @@ KEYS: dict[str, Any] = {
     f"{ZERO}clip_grad": 1.0,
     f"{ZERO}clip_grad_per": "tensor",
     **{f"{ZERO}{key}": 1.0 for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB")},
+    f"{ZERO}MACHINE_PROFILE": "h200x8",
     f"{MODEL}ACTIVATION_CHECKPOINTING__EVERY_N_BLOCKS": 2,
     f"{MODEL}GRAD_CLIP__MAX_NORM": 3.0,
     f"{MODEL}SYNC_BN_CONFIG__GROUP_SIZE": 2,
@@ -51,6 +52,7 @@ KEYS: dict[str, Any] = {
     f"{OPTIMIZER}keep_files": True,
     **{f"{PARAM}{key}": value for key, value in {**NVME, "pin_memory": False, "fast_init": 5}.items()},
     f"{PARAM}max_in_cpu": 7.0,
+    "TRAINER__COMPILE": True,
 }
 
 

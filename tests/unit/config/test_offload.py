@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(optimizer, params, level
             True,
             (
                 "z.offload_optimizer_config.pin_memory has no effect: "
-                "what the update needs rests with the parameters already.",
+                "what the update needs is stored with the parameters already.",
                 "z.offload_param_config.pin_memory has no effect with device: nvme.",
             ),
         ),

@@ -51,7 +51,7 @@ FORMS: dict[int, tuple[dict[str, Any], dict[str, Any], str, int]] = {
 # row -> (OPTIMIZER, other keys, what is said)
 REFUSED: dict[int, tuple[dict[str, Any], dict[str, Any], str]] = {
     8: (DOCUMENTED | {"use_zero": False}, {}, "config.OPTIMIZER.use_zero: contradicts name: zero (got False)"),
-    9: ({"name": "zero", "momentum": 0.9}, {}, "Write config.OPTIMIZER.base_optimizer.name=sgd, say, or"),
+    9: ({"name": "zero", "momentum": 0.9}, {}, "Write config.OPTIMIZER.base_optimizer.name=sgd, for example, or"),
     10: ({"name": "adam", "base_optimizer": {"name": "sgd"}}, {}, "must name one optimizer (got 'adam' and"),
     12: ({"name": "zero", "base_optimizer": {"name": "zero"}}, {}, "not zero itself"),
     17: (DOCUMENTED, SDP | FSDP, "config.MODEL.SHARDED_DDP_SETUP.USE_SDP: cannot go with"),

@@ -8,6 +8,7 @@ from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
 from vissl_zero.config.derive.placement import global_batch, placement
 from vissl_zero.config.derive.sharding import sharding_plan
 from vissl_zero.config.host import Host, _shares, idle_cores, this_host, torchrun_ranks
+from vissl_zero.errors import ConfigError
 
 NCCL = "cpu:gloo,cuda:nccl"
 
@@ -84,6 +85,12 @@ def test_torchrun_decides_the_ranks():
     assert torchrun_ranks({"RANK": "0"}) is None
     (restarts,) = placement(config(DISTRIBUTED__MAX_RESTARTS=1), host).notes
     assert "MAX_RESTARTS has no effect under torchrun, which has --max-restarts" in restarts
+
+
+@pytest.mark.parametrize("spoilt", [{"RANK": "x"}, {"WORLD_SIZE": "-2"}, {"LOCAL_WORLD_SIZE": "x"}, {"RANK": "4"}])
+def test_numbers_of_processes_that_make_no_sense_are_refused(spoilt: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"must number the processes of a run .*Unset them"):
+        torchrun_ranks({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"} | LOCAL_2 | spoilt)
 
 
 LOCAL_2 = {"LOCAL_WORLD_SIZE": "2"}

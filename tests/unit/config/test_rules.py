@@ -66,11 +66,15 @@ REFUSALS = {
     ),
     "same bits on fairscale": (
         {"TRAINER__DETERMINISTIC": True, "ZERO__LEVEL": 2, "ZERO__ENGINE": "fairscale"},
-        "config.TRAINER.DETERMINISTIC: cannot be had on fairscale",
+        "config.TRAINER.DETERMINISTIC: is not available on fairscale",
+    ),
+    "same bits of compiled units": (
+        {"TRAINER__DETERMINISTIC": True, "TRAINER__COMPILE": True},
+        "config.TRAINER.DETERMINISTIC: is not available with config.TRAINER.COMPILE",
     ),
     "same bits in shard groups": (
         {"TRAINER__DETERMINISTIC": True, "ZERO__SHARD_GROUP_SIZE": 2, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
-        "config.TRAINER.DETERMINISTIC: cannot be had with shard groups",
+        "config.TRAINER.DETERMINISTIC: is not available with shard groups",
     ),
     "average decay": (
         {"HOOKS__EMA_MODEL__DECAY": 1.5},
@@ -196,7 +200,7 @@ REFUSALS = {
         "config.MODEL.TRUNK.VISION_TRANSFORMERS.QK_SCALE",
     ),
     "resnet depth": ({"MODEL__TRUNK__NAME": "resnet", "MODEL__TRUNK__RESNETS__DEPTH": 51}, "must be 18 or 34 or 50"),
-    "keys for a trunk of one's own": ({"MODEL__TRUNK__PARAMS": {"a": 1}}, "is for trunks of your own"),
+    "keys for a user's own trunk": ({"MODEL__TRUNK__PARAMS": {"a": 1}}, "is for trunks of your own"),
     "optimizer": ({"OPTIMIZER__name": "adma"}, "Did you mean 'adam'"),
     "epochs": ({"OPTIMIZER__num_epochs": 0}, "config.OPTIMIZER.num_epochs: must be at least 1"),
     "betas": ({"OPTIMIZER__betas": [0.9, 1.0]}, "config.OPTIMIZER.betas: must be two numbers from 0 to below 1"),
@@ -230,7 +234,7 @@ REFUSALS = {
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
-        "EXTRACT_TRUNK_FEATURES_ONLY: must be False: nothing else is implemented (got True)",
+        "EXTRACT_TRUNK_FEATURES_ONLY: needs EVAL_MODE_ON (got True)",
     ),
     "frozen trunk outside evaluation": (
         {"MODEL__FEATURE_EVAL_SETTINGS__FREEZE_TRUNK_ONLY": True},

@@ -78,7 +78,7 @@ def test_a_trunk_of_ones_own_must_be_imported_by_the_user(tmp_path):
 
 
 def test_without_a_run_it_says_what_to_write(tmp_path):
-    with pytest.raises(ConfigError, match=r"TRUNK.NAME: needs weights to begin with"):
+    with pytest.raises(ConfigError, match=r"TRUNK.NAME: needs initial weights"):
         resolved(None)
     with pytest.raises(ConfigError, match=r"PARAMS_FILE: must name a run folder, .* that exists \(got '/none'\)"):
         resolved("/none")

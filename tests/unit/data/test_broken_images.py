@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 import warnings
 import zlib
@@ -14,7 +15,9 @@ from PIL import Image
 
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
+from vissl_zero.data.labels import relabel
 from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.data.sources.disk_filelist import read_list
 from vissl_zero.errors import DataError
 
 
@@ -48,7 +51,7 @@ def flip_a_byte_of_a_png(path: Path) -> None:
         (empty, "it is not an image"),
         (postscript, "it is not an image"),
         (flip_a_byte_of_a_png, "png|broken|crc|checksum|incorrect"),
-        (Path.unlink, "the file is not there any more"),
+        (Path.unlink, "the file no longer exists"),
     ],
 )
 def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, damage: Callable[[Path], Any], reason: str) -> None:
@@ -58,6 +61,46 @@ def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, damage: Callable
         BrokenImageError, match=rf"(?i)^The image {path} cannot be used: .*({reason}).* Delete or repair"
     ):
         read_image(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_named_pipe_in_a_list_of_images_does_not_wait_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.png")
+    with pytest.raises(BrokenImageError, match="it is a named pipe, not a file"):
+        read_image(tmp_path / "x.png")
+
+
+def _npy(header: str, content: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04",
+        _npy('"""'),
+        _npy("(" * 9000),
+        _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000000,), }"),
+        _npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({10**60},), }}"),
+        _npy(f"{{'descr': '<U0', 'fortran_order': False, 'shape': ({2**62},), }}"),
+        _npy("{'descr': '<U1', 'fortran_order': False, 'shape': (2,), }", b"\xff" * 8),
+        None,
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_hostile_npy_file_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+    """numpy's own parsers raise TokenError, EOFError, OverflowError, MemoryError and BadZipFile."""
+    path = tmp_path / "x.npy"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    source: Any = range(3)
+    with pytest.raises(DataError, match=r"The label file .*x\.npy"):
+        relabel(source, (str(path),), ())
+    with pytest.raises(DataError, match=r"The list of images .*x\.npy"):
+        read_list(path, "config.DATA.TRAIN.DATA_PATHS")
 
 
 def claim_size(path: Path, width: int, height: int) -> None:
@@ -112,6 +155,16 @@ def test_a_skipped_image_is_replaced_by_the_next_readable_one(
     assert sorted(Path(message.split(":")[0]).name for message in said) == ["0.png", "5.jpg"]
 
 
+def test_the_name_of_a_skipped_image_cannot_reach_the_terminal_as_a_command(
+    make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (photos / "a/5.jpg").rename(photos / "a/5\x1b[2J\udc80.jpg")
+    scramble(photos / "a/5\x1b[2J\udc80.jpg")
+    list(loader(make_data("disk_folder", photos, broken="skip")).epoch(0))
+    (said,) = [message for message in caplog.messages if message.startswith("Skipping")]
+    assert r"a/5\x1b[2J\udc80.jpg" in said and "\x1b" not in said
+
+
 def test_a_skipped_image_is_said_once_and_the_same_everywhere(
     make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,5 +202,5 @@ def test_grey_of_16_bits_becomes_grey_of_8(tmp_path, name):
 def test_pixels_whose_range_is_not_known_are_refused(tmp_path, kind, says):
     """Pillow alone would make them black, or white."""
     Image.fromarray(np.array([[0, 1], [0.5, 0.25]]).astype(kind)).save(tmp_path / "image.tif")
-    with pytest.raises(BrokenImageError, match=f"its pixels are {says}, and which of them is white is not known"):
+    with pytest.raises(BrokenImageError, match=f"its pixels are {says}, with an unknown white level"):
         read_image(tmp_path / "image.tif")

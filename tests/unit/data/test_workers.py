@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,25 @@ if __name__ == "__main__":
                 print("a step", flush=True)
     except DataError as error:
         sys.exit(str(error))
+"""
+
+# The same, with a process that takes long to begin. A worker imports the script that its creator runs.
+SLOW_SCRIPT = f"""
+import pathlib, time
+from vissl_zero.data import workers
+
+if __name__ == "__mp_main__" and pathlib.Path("a worker is slow").exists():
+    pathlib.Path("it imports").touch()
+    time.sleep(60)
+if __name__ == "__main__":
+    workers._PRELOAD.append("slow_to_import")
+{SCRIPT}"""
+SLOW_MODULE = """
+import pathlib, time
+
+if pathlib.Path("a fork server is slow").exists():
+    pathlib.Path("it imports").touch()
+    time.sleep(60)
 """
 
 
@@ -118,6 +137,23 @@ def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(short_path: P
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("slow", ["fork server", "worker"])
+def test_a_loading_process_goes_with_its_rank_while_it_still_imports(short_path: Path, slow: str) -> None:
+    """On a busy machine importing torch takes a minute, in which neither of them looks at its pipes."""
+    (short_path / "script.py").write_text(SLOW_SCRIPT)
+    (short_path / "slow_to_import.py").write_text(SLOW_MODULE)
+    (short_path / f"a {slow} is slow").touch()
+    process = _start(short_path, "8", script=["script.py"])
+    while not (short_path / "it imports").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert any("forkserver" in row for row in _of_group(process.pid))
+    process.kill()
+    process.wait()
+    _until(lambda: not _of_group(process.pid), seconds=2.0)
+
+
+@pytest.mark.timeout(180)
 def test_a_small_dev_shm_is_a_sentence(short_path: Path) -> None:
     """torch prints the error in a thread of the worker and drops the batch, for which the rank then waits."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
@@ -129,14 +165,16 @@ def test_a_small_dev_shm_is_a_sentence(short_path: Path) -> None:
     assert "/dev/shm has no room for a micro-batch of" in err and "No space left on device" in err
 
 
-def _start(folder: Path, batch: str, prefix: list[str] | None = None) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, batch: str, prefix: Sequence[str] = (), script: Sequence[str] = ("-c", SCRIPT)
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*(prefix or []), sys.executable, "-c", SCRIPT, batch],
+        [*prefix, sys.executable, *script, batch],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{ROOT}:{folder}"},
         start_new_session=True,
     )
 
@@ -156,13 +194,13 @@ def _command(pid: int) -> str:
 
 
 def _of_group(group: int) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "pgid,stat,args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-ww", "-eo", "pgid,stat,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(maxsplit=2) for line in listing.splitlines()]
     return [row[2] for row in rows if row[0] == str(group) and not row[1].startswith("Z")]
 
 
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+def _until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)

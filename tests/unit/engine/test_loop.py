@@ -134,6 +134,16 @@ def test_a_step_waits_for_the_device_once_and_for_a_step_that_is_over(tmp_path):
     assert count.by_step == {step: {"loop.py": 1} | (is_logged if step in (3, 5) else {}) for step in range(3, 8)}
 
 
+def test_figures_of_health_are_not_held_beside_the_next_steps_activations(tmp_path):
+    run, schedules, frozen = build_run(
+        make_plan(make_config() | {"LOG_FREQUENCY": 4}, tmp_path, max_steps=7), torch.device("cpu")
+    )
+    held = []
+    run.sharded.model.register_forward_pre_hook(lambda *_: held.append(run.unsettled is not None))
+    train(run, schedules, frozen, [])
+    assert held == [False, False, False, True, False, True, True]  # steps 1, 2 and 4 have such figures; others a few
+
+
 class _Spoil(Hook):
     """From step ``step`` on the loss is no number. Notes which steps had a record."""
 

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.eval_images import build_eval_images
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.rehearsal import rehearse
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook, accuracies
 from vissl_zero.methods.method import Method
@@ -61,7 +61,7 @@ def test_images_that_cannot_be_evaluated_on_are_found_before_training():
     with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
         AccuracyHook().on_start(run)
     with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
-        rehearse(run.plan)
+        dry_run(run.plan)
 
 
 def probe(folder, factors, **changes):

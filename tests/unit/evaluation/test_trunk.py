@@ -76,10 +76,10 @@ def test_nothing_that_the_folder_names_is_run(folder, tmp_path, monkeypatch):
     assert "planted_trunk" in file.read_text()
     vissl_zero.load_trunk(folder)
     file.write_text(file.read_text().replace("NAME: regnet", "NAME: planted"))
-    with pytest.raises(CheckpointError, match=r"trunk of its own, 'planted'\. Import the module .* planted_trunk did"):
+    with pytest.raises(CheckpointError, match=r"custom trunk, 'planted'\. Import the module .* planted_trunk did"):
         vissl_zero.load_trunk(folder)
     assert not canary.exists()
-    with pytest.raises(CheckpointError, match=r"trunk of its own"):
+    with pytest.raises(CheckpointError, match=r"custom trunk"):
         vissl_zero.load_trunk(folder, imports=True)
     assert canary.exists(), "on request"
 
@@ -167,11 +167,15 @@ def test_a_damaged_configuration(folder, text):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("depth: 3", "depth: 1000000000", "a far larger one|must be at most 10000"),
-        ("depth: 3", "depth: 9000", "a far larger one"),
+        ("depth: 3", "depth: 1000000000", "its trunk is far larger|must be at most 10000"),
+        ("depth: 3", "depth: 9000", "its trunk is far larger"),
         ("depth: 3", "depth: -1", "No trunk can be built"),
         ("depth: 3", "depth: [3]", "No trunk can be built"),
-        ("depth: 3", "depth: ${oc.env:HOME}", r"config\.MODEL\.TRUNK\.REGNET\.depth is \$\{oc.env:HOME\}, and nothing"),
+        (
+            "depth: 3",
+            "depth: ${oc.env:HOME}",
+            r"config\.MODEL\.TRUNK\.REGNET\.depth is \$\{oc.env:HOME\}, and environment",
+        ),
     ],
 )
 def test_a_hostile_configuration(folder, old, new, says):

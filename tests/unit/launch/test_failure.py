@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vissl_zero.errors import ConfigError, ProcessLostError
+from vissl_zero.errors import ConfigError, OutOfMemoryError, ProcessLostError
 from vissl_zero.launch import failure
 from vissl_zero.launch.failure import first_failure, write_failure
 
@@ -45,3 +45,14 @@ def test_a_lost_worker_is_a_sentence_and_a_crash(tmp_path: Path, monkeypatch: py
     write_failure(ProcessLostError("worker 1 is gone."), 0)
     found = first_failure(tmp_path, {0: 1})
     assert found.text == "worker 1 is gone." and not found.is_user_error
+
+
+def test_memory_that_ran_out_is_told_from_other_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation that failed says so itself; of a rank that was killed the kernel's counter does."""
+    monkeypatch.setenv(failure.FAILURE_FOLDER_VARIABLE, str(tmp_path))
+    assert first_failure(tmp_path, {0: -9}, is_short_of_memory=True).is_out_of_memory
+    assert "by the kernel, out of memory" in first_failure(tmp_path, {0: -9}, is_short_of_memory=True).text
+    assert not first_failure(tmp_path, {0: -9}).is_out_of_memory
+    assert not first_failure(tmp_path, {0: -11}, is_short_of_memory=True).is_out_of_memory
+    write_failure(OutOfMemoryError("an allocation of 1 GiB failed."), 0)
+    assert first_failure(tmp_path, {0: 2}).is_out_of_memory

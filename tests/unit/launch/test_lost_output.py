@@ -1,4 +1,4 @@
-"""Output that nobody reads, closed streams and other locales, through the command line."""
+"""Lost output, closed streams and other locales, through the command line."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def test_a_reader_that_has_enough_leaves_no_error_and_no_folder(tmp_path: Path, 
     done = bash(tmp_path, f"{COMMAND} {what} | head -n 1; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["list recipes", "config=quickstart/swav_digits --cfg job"])
+def test_an_answer_that_a_full_disk_cuts_short_is_no_success(tmp_path: Path, what: str) -> None:
+    done = bash(tmp_path, f"{COMMAND} {what} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "stdout: cannot be written (No space left on device). The output is incomplete.\n"
 
 
 @pytest.mark.timeout(120)

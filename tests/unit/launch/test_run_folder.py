@@ -12,9 +12,13 @@ from vissl_zero.launch.run import prepare_folder
 
 
 def test_both_configurations_are_there_at_once_or_not_at_all(tmp_path):
-    (tmp_path / "config.user.yaml").write_text("old")
+    names = ("config.user.yaml", "config.resolved.yaml")
+    for name in names:
+        (tmp_path / name).write_text("old")
+        (tmp_path / f"first.{name}").hardlink_to(tmp_path / name)  # shows what is written in place
     prepare_folder(make_plan(make_config(), tmp_path), "new\n").release()
     assert (tmp_path / "config.user.yaml").read_text() == "new\n"
+    assert [(tmp_path / f"first.{name}").read_text() for name in names] == ["old", "old"]
     assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 

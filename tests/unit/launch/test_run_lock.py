@@ -21,7 +21,7 @@ HOLD += "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.slee
 def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
     with RunLock(tmp_path), pytest.raises(LaunchError) as caught:
         RunLock(tmp_path)
-    assert f"a run is under way in {tmp_path} (process {os.getpid()} on " in str(caught.value)
+    assert f"a run is active in {tmp_path} (process {os.getpid()} on " in str(caught.value)
     RunLock(tmp_path).release()
 
 

@@ -1,4 +1,4 @@
-"""What is handed to SLURM: no line that nobody wrote, no folder that others can write to."""
+"""What is submitted to SLURM: no line that the user did not write, no folder that others can write to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
+from vissl_zero.launch import slurm
 from vissl_zero.launch.slurm_script import code_folder, script
 from vissl_zero.launch.submission import private_folder, snapshot
 
@@ -81,9 +82,9 @@ def test_the_script_says_what_the_keys_say():
         ("ADDITIONAL_PARAMETERS", {"a\n": 1}, "must be a long option of sbatch"),
         ("ADDITIONAL_PARAMETERS", {"output": "/tmp/x"}, "Use config.SLURM.LOG_FOLDER"),
         ("ADDITIONAL_PARAMETERS", {"job_name": "x"}, "Use config.SLURM.NAME"),
-        ("ADDITIONAL_PARAMETERS", {"exclusive": False}, "Leave it out to be without it"),
+        ("ADDITIONAL_PARAMETERS", {"exclusive": False}, "Leave it out to turn it off"),
         ("SETUP", ["module load a\n #SBATCH --partition=urgent"], "must be shell commands, not options"),
-        ("LOG_FOLDER", "logs/%j", "must have no %"),
+        ("LOG_FOLDER", "logs/%j", "must not contain %"),
         ("TIME_HOURS", 0, "must leave time to run"),
         ("SIGNAL_DELAY_S", 300000, "must be less than the time limit, 259200 s"),
         ("TASK_PER", "gpu", "must be node or process"),
@@ -96,7 +97,7 @@ def test_what_cannot_be_meant_is_refused(key, value, message):
     assert complaints(CPU_HOST, **{f"SLURM__{key}": value}) == []  # not submitted: no effect
 
 
-@pytest.mark.parametrize(("folder", "message"), [("/runs/a\n#SBATCH --x", "must be one line"), ("/r/%j", "have no %")])
+@pytest.mark.parametrize(("folder", "message"), [("/runs/a\n#SBATCH --x", "must be one line"), ("/r/%j", "contain %")])
 def test_a_run_folder_cannot_add_a_line_to_the_script(folder, message):
     found = complaints(CPU_HOST, SLURM__USE_SLURM=True, CHECKPOINT__DIR=folder)
     assert len(found) == 1 and "config.CHECKPOINT.DIR" in found[0] and message in found[0]
@@ -116,11 +117,22 @@ def test_quotes_and_dollars_stay_text():
     assert shlex.split(found["comment"]) == [comment]
 
 
+def test_a_cluster_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch):
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_ANSWER_S", 0.3)
+    with pytest.raises(LaunchError, match=r"sbatch has not answered within 0\.3 s\. Nothing was submitted"):
+        slurm.submit(planned(f"config.CHECKPOINT.DIR={tmp_path / 'run'}"), "")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_submission_folder_is_private(tmp_path):
     folder = private_folder(tmp_path / "run/slurm")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o770)
-    with pytest.raises(LaunchError, match="closed to others"):
+    with pytest.raises(LaunchError, match="private"):
         private_folder(folder)
 
 

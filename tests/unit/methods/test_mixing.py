@@ -130,7 +130,7 @@ def test_a_recipe_writes_it_where_vissl_has_it():
     (found,) = complaints(DATA__TRAIN__COLLATE_FUNCTION="cutmixup_collator")
     assert "the loss swav_loss has no labels to mix" in found
     (found,) = complaints(DATA__TEST__COLLATE_FUNCTION="cutmixup_collator")
-    assert "must not mix what is evaluated" in found
+    assert "must not mix the images of an evaluation" in found
 
 
 def test_params_multiplier_scales_the_first_weights_of_mlps():

@@ -19,7 +19,7 @@ from vissl_zero.methods.byol.method import byol_loss
 from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
 from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.dinov2.method import dinov2_loss
-from vissl_zero.methods.distillation.method import distillation_loss
+from vissl_zero.methods.distillation.method import dino_distillation_loss, distillation_loss
 from vissl_zero.methods.ibot.method import masked_patch_loss
 from vissl_zero.methods.ijepa.method import latent_regression
 from vissl_zero.methods.koleo import koleo
@@ -229,6 +229,16 @@ def test_cluster_memory_leaves_unknown_images_out():
 def test_distillation():
     """vissl 09270ed distillation_loss.py, kl_divergence at temperature 3."""
     _is(distillation_loss(A, B, 3.0), 0.49994182496656436)
+    entropy = -(F.softmax(B / 3, dim=1) * F.log_softmax(B / 3, dim=1)).sum(dim=1).mean() * 9
+    _is(distillation_loss(A, B, 3.0, "cross_entropy") - entropy, 0.49994182496656436)
+    _is(distillation_loss(A, B, 3.0, "mse"), F.mse_loss(A, B).item())
+
+
+@pytest.mark.parametrize(("is_swapped", "published"), [(False, 14.524817088940654), (True, 13.122937714616986)])
+def test_dino_distillation(is_swapped: bool, published: float):
+    """vissl 09270ed dino_distillation_loss.py, 5 crops, of which the teacher sees 2, temperatures 0.07 and 0.1."""
+    student, teacher = _randn(0, 5, 3, 6), _randn(1, 2, 3, 6)
+    _is(dino_distillation_loss(student, F.softmax(teacher / 0.07, dim=2), 0.1, is_swapped), published)
 
 
 def test_soft_targets_are_torchs():

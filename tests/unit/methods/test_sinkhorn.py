@@ -38,3 +38,10 @@ def test_problems_do_not_mix() -> None:
     together = sinkhorn(scores, 0.1, 3)
     for index in range(3):
         assert torch.equal(together[index], sinkhorn(scores[index : index + 1], 0.1, 3)[0])
+
+
+def test_prototypes_share_by_a_power_law():
+    scores = torch.randn(1, 4096, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shares = sinkhorn(scores, 0.5, 50, powerlaw=0.25).mean(dim=1)[0]
+    wanted = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) ** -0.25
+    torch.testing.assert_close(shares, wanted / wanted.sum(), rtol=1e-9, atol=0)

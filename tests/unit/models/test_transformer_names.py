@@ -9,9 +9,9 @@ import torchvision
 from torch import Tensor, nn
 
 from vissl_zero.models.init import initialize_
-from vissl_zero.models.other_names import to_other_names, to_our_names
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
+from vissl_zero.models.weight_names import to_other_names, to_our_names
 
 SMALL = {"IMAGE_SIZE": 16, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 8, "MLP_DIM": 16}
 LIKE_SMALL = {"img_size": 16, "patch_size": 4, "depth": 2, "num_heads": 2, "embed_dim": 8, "mlp_ratio": 2.0}

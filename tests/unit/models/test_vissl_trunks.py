@@ -1,19 +1,24 @@
-"""Trunks by VISSL's keys: RegNet stage by stage, BEiT and XCiT."""
+"""Trunks by VISSL's keys: RegNet stage by stage, and those that timm has."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.unit.config.example_config import complaints, config
 from vissl_zero.config.derive.placement import placement
 from vissl_zero.config.derive.sharding import sharding_plan
 from vissl_zero.config.host import Host
+from vissl_zero.data.transforms.color import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError
+from vissl_zero.models.model import build_model
+from vissl_zero.models.taps import Taps
 from vissl_zero.models.trunks.regnet import RegNet
 from vissl_zero.models.trunks.resnet import ResNet
-from vissl_zero.models.trunks.timm_by_keys import BeitTrunk, XcitTrunk
+from vissl_zero.models.trunks.timm_by_keys import BeitTrunk, build_xcit
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
+from vissl_zero.registry import TRUNKS
 
 BEIT = {
     "IMAGE_SIZE": 16,
@@ -112,7 +117,7 @@ def test_beit_without_its_last_norm():
 
 def test_xcit_takes_images_of_any_size_and_names_its_class_token():
     options = {"IMAGE_SIZE": 32, "HIDDEN_DIM": 16, "NUM_LAYERS": 2, "NUM_HEADS": 2, "DROP_PATH_RATE": 0.0}
-    trunk = XcitTrunk(**options).eval()
+    trunk = build_xcit(**options).eval()
     with torch.no_grad():
         features = trunk([torch.randn(2, 3, 32, 32), torch.randn(3, 3, 48, 48)])
     assert [tuple(rows.shape) for rows in features] == [(2, 16), (3, 16)]
@@ -120,7 +125,7 @@ def test_xcit_takes_images_of_any_size_and_names_its_class_token():
     assert tap.combine([], features) is features and trunk.tap("res5") is None
 
 
-@pytest.mark.parametrize("build", [BeitTrunk, XcitTrunk])
+@pytest.mark.parametrize("build", [BeitTrunk, build_xcit])
 def test_sizes_that_make_no_transformer_are_refused(build):
     with pytest.raises(ConfigError, match=r"HIDDEN_DIM: must be a multiple of NUM_HEADS, 3"):
         build(HIDDEN_DIM=16, NUM_HEADS=3)
@@ -143,3 +148,82 @@ def test_resnet_200_has_its_published_size():
     num_convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in trunk.modules())
     assert num_convolutions == 1 + 3 * (3 + 24 + 36 + 3) + 4  # stem, blocks, and a projection in each stage
     assert sum(p.numel() for p in trunk.parameters()) == pytest.approx(62.62e6, rel=1e-3)  # timm's resnet200 without fc
+
+
+HEAD = {"PARAMS": [["mlp", {"dims": [512, 2]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
+SMALL = {
+    "convnext": {"DEPTH": [1, 1, 1, 1], "DIMS": [8, 8, 8, 16]},
+    "swin_transformer": {"IMAGE_SIZE": 32, "EMBED_DIM": 8, "DEPTHS": [1, 1], "NUM_HEADS": [2, 2], "WINDOW_SIZE": 4},
+    "convit": {
+        "IMAGE_SIZE": 32,
+        "PATCH_SIZE": 8,
+        "NUM_LAYERS": 2,
+        "NUM_HEADS": 4,
+        "HIDDEN_DIM": 16,
+        "MLP_DIM": 16,
+        "N_GPSA_LAYERS": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "width", "sides", "taps"),
+    [
+        ("convnext", SMALL["convnext"], 16, (32, 48), {"lastCLS": (2, 16)}),
+        ("swin_transformer", SMALL["swin_transformer"], 16, (32, 24), {"lastCLS": (2, 16)}),
+        ("convit", SMALL["convit"], 16, (32, 32), {}),
+        ("efficientnet", {}, 1280, (32, 48), {"conv_final": (2, 1280, 1, 1), "flatten": (2, 1280)}),
+        ("mobilenetv3_tv", {"NAME": "mobilenetv3_small_100"}, 576, (32, 48), {"trunk": (2, 576, 1, 1)}),
+        ("mobilenetv3_timm", {"TRUNK_ONLY": False}, 1280, (32, 48), {"flatten": (2, 1280), "trunk_pool": (2, 960)}),
+        ("alexnet_deepcluster", {}, 9216, (224, 224), {"conv1": (2, 96, 55, 55), "conv5": (2, 256, 13, 13)}),
+        ("alexnet_colorization", {}, 9216, (227, 227), {"pool1": (2, 96, 27, 27), "flatten": (2, 9216)}),
+    ],
+)
+@torch.no_grad()
+def test_a_trunk_of_vissl_s_gives_its_feature_and_its_layers(name, options, width, sides, taps):
+    trunk = TRUNKS.get(name).build(**options).eval()
+    assert trunk.feature_dim == width
+    assert [rows.shape for rows in trunk([torch.zeros(2, 3, side, side) for side in sides])] == [(2, width)] * 2
+    wanted = Taps(trunk, [[layer, ["Identity", []]] for layer in taps], should_flatten=False)
+    assert [rows.shape for rows in wanted(trunk([torch.zeros(2, 3, sides[0], sides[0])]))] == [*taps.values()]
+
+
+@torch.no_grad()
+def test_selective_kernels_mix_two_convolutions():
+    trunk = TRUNKS.get("resnet_sk").build(DEPTH=50, WIDTH_MULTIPLIER=1)
+    kernel = next(module for module in trunk.modules() if type(module).__name__ == "_SelectiveKernel").eval()
+    x = torch.rand(2, 64, 8, 8)
+    kernel.mixing_conv[-1].weight.zero_()  # equal shares
+    both = kernel.main_conv(x)
+    torch.testing.assert_close(kernel(x), (both[:, :64] + both[:, 64:]) / 2)
+
+
+def test_sizes_that_make_no_network_are_refused():
+    key = "MODEL__TRUNK__"
+    said = complaints(**{f"{key}NAME": "swin_transformer", f"{key}SWIN_TRANSFORMER__NUM_HEADS": [5, 6, 12, 24]})
+    assert any("must divide the widths of the stages; stage 1 has 96" in text for text in said)
+    said = complaints(**{f"{key}NAME": "convnext", f"{key}CONVNEXT__DIMS": [8, 8]})
+    assert any("must have four entries, as DIMS" in text for text in said)
+    said = complaints(**{f"{key}NAME": "convit", f"{key}VISION_TRANSFORMERS__NUM_REGISTERS": 4})
+    assert any("must be 0 for a convit, which does not have it" in text for text in said)
+
+
+@torch.no_grad()
+def test_a_trunk_sees_lightness_alone_or_the_colours_in_the_other_order():
+    config = {"TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, "HEAD": HEAD}
+    image = torch.rand(2, 3, 16, 16)
+    plain, other = (build_model({**config, "INPUT_TYPE": kind}).eval() for kind in ("rgb", "bgr"))
+    assert torch.equal(plain([image], features_only=True)[0], other([image.flip(1)], features_only=True)[0])
+    grey = build_model({**config, "INPUT_TYPE": "lab"}).eval()
+    other_colours = torch.cat((image[:, :1], torch.rand(2, 2, 16, 16)), dim=1)
+    (seen,), (again,) = (grey([x], features_only=True) for x in (image, other_colours))
+    assert torch.equal(seen, again) and grey.trunk.stem[0].in_channels == 1
+
+
+@pytest.mark.parametrize(
+    ("rgb", "lab"), [((255, 255, 255), (50, 0, 0)), ((0, 0, 0), (-50, 0, 0)), ((255, 0, 0), (3.333, 80, 67))]
+)
+def test_lab_is_opencv_s(rgb, lab):
+    """OpenCV's documented 8-bit values of white, black and red: (255, 128, 128), (0, 128, 128), (136, 208, 195)."""
+    (pixel,) = ImgPil2LabTensor()(Image.new("RGB", (1, 1), rgb)).flatten(1).T
+    torch.testing.assert_close(pixel, torch.tensor(lab, dtype=torch.float32), atol=1e-3, rtol=0)

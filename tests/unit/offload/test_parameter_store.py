@@ -12,7 +12,7 @@ from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.offload.read_ahead import ExpectedOrder
+from vissl_zero.sharding.offload.read_ahead import PrefetchOrder
 from vissl_zero.sharding.offload.run_folder import RunFolder
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))
@@ -112,10 +112,10 @@ def test_nothing_is_trained_on_a_file_that_changed(damage, tmp_path):
     store.write(values)
     store.gradients.add(values)
     damage(next(tmp_path.rglob("parameters")))
-    with pytest.raises(OffloadError, match="Go on from the last checkpoint"):
+    with pytest.raises(OffloadError, match="Resume from the last checkpoint"):
         _fetch(store, 2)
     damage(next(tmp_path.rglob("gradients")))
-    with pytest.raises(OffloadError, match="Go on from the last checkpoint"):
+    with pytest.raises(OffloadError, match="Resume from the last checkpoint"):
         store.gradients.read(5)
     store.close()
 
@@ -137,7 +137,7 @@ def test_after_an_update_that_failed_nothing_is_read(tmp_path):
 
 
 def test_the_order_of_a_step_is_expected_in_the_next():
-    order = ExpectedOrder()
+    order = PrefetchOrder()
     step = [0, 1, 2, 2, 1, 0] * 2  # forward and backward of two micro-batches
     for unit in step:
         order.came(unit)

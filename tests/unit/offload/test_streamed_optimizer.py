@@ -87,7 +87,7 @@ def test_nothing_is_trained_on_a_file_that_changed(damage, tmp_path):
     _set_grads(params, 0)
     streamed.step()
     damage(next(tmp_path.rglob("optimizer.state")))
-    with pytest.raises(OffloadError, match="Go on from the last checkpoint"):
+    with pytest.raises(OffloadError, match="Resume from the last checkpoint"):
         streamed.step()
     with pytest.raises(OffloadError, match="failed earlier"):
         streamed.step()
@@ -134,5 +134,5 @@ def test_a_restart_after_kill_trusts_nothing_that_is_there(tmp_path):
     assert len(left) == 2, "parameters, and optimizer state"
     losses, messages = _start(tmp_path / "killed", 5).communicate(timeout=80)
     assert losses.splitlines(keepends=True) == first, "from the start, not from what the killed run left"
-    assert f"holds files of earlier runs, killed or told to keep them: {', '.join(sorted(left))}" in messages
+    assert f"holds files of earlier runs that were killed or kept their files: {', '.join(sorted(left))}" in messages
     assert {path.name for path in (tmp_path / "killed").iterdir()} == set(left), "its own are gone"

@@ -89,7 +89,7 @@ class _Sgd(torch.optim.SGD):
 
 
 class _OneGroupOnly(_Sgd):
-    """Looks at whole tensors where a group says so."""
+    """Looks at full tensors where a group says so."""
 
     def change(self, group, param):
         if group.get("normalised"):
@@ -103,7 +103,7 @@ class _LargeOnly(_Sgd):
 
 
 class _ClampOnly(_Sgd):
-    """Looks at the whole tensor where its gradient is very large."""
+    """Looks at the full tensor where its gradient is very large."""
 
     def change(self, group, param):
         if param.numel():
@@ -134,7 +134,7 @@ def test_found_in_any_group_at_any_size_and_any_value(build):
 
 
 @pytest.mark.parametrize(
-    ("cls", "sentence"), [(_Random, "not by chance"), (_Idle, "left those of group 0 as they were")]
+    ("cls", "sentence"), [(_Random, "without randomness"), (_Idle, "left those of group 0 as they were")]
 )
 def test_what_cannot_be_reproduced_or_tried_is_refused(cls, sentence):
     with pytest.raises(ConfigError, match=sentence):

@@ -54,10 +54,34 @@ def test_float64_is_never_touched():
         choose_precision(nn.Linear(2, 2).double(), read_settings({"level": 3, "bf16": True}))
 
 
-def test_a_mixed_model_is_refused():
-    """A base in bfloat16 with float32 adapters too: masters are of one format. The sentence names one of each."""
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16().requires_grad_(False))
-    named = r"parameters of one floating-point format \(got bfloat16 of 1.weight, float32 of 0.weight\). Cast it,"
-    with pytest.raises(ConfigError, match=named):
-        choose_precision(mixed, read_settings({"level": 3}))
-    assert choose_precision(mixed.bfloat16(), read_settings({"level": 3}))[0].compute == "bfloat16"
+def _mixed(trained: torch.dtype, frozen: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Adapters over a frozen base."""
+    return nn.Sequential(nn.Linear(2, 2, dtype=trained), nn.Linear(2, 2, dtype=frozen).requires_grad_(False))
+
+
+@pytest.mark.parametrize("zero", [{"level": 3}, TYPED])
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_a_model_of_several_formats_keeps_them(name, zero):
+    found = choose_precision(_mixed(getattr(torch, name)), read_settings(zero))
+    assert found == (Precision(name, None, name, name, False), ())
+
+
+@pytest.mark.parametrize(
+    ("model", "zero", "message"),
+    [
+        (
+            _mixed(torch.float16),
+            {"level": 3},
+            r"trained .* in float32, or all in float64, .* \(got bfloat16 of 1.weight,",
+        ),
+        (_mixed(torch.float32).requires_grad_(True), {"level": 0}, "must have all its trained parameters in float32"),
+        (_mixed(torch.float32, torch.complex64), {"level": 0}, "must have all its trained parameters in float32"),
+        (_mixed(torch.float32), {"level": 3, "bf16": True}, r"zero\.bf16: cannot go with a model of several formats"),
+        (_mixed(torch.float32), {"level": 1, "engine": "fairscale"}, r"zero\.engine: needs a model of one floating-"),
+        (_mixed(torch.float32), {"level": "fit"}, r"zero\.level: cannot forecast a model of several formats"),
+        (nn.Linear(2, 2, dtype=torch.complex64), {"level": 0}, "must have floating-point parameters"),
+    ],
+)
+def test_what_several_formats_cannot_do_is_refused(model, zero, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_precision(model, read_settings(zero))

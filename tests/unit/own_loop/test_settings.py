@@ -95,7 +95,7 @@ def test_deepspeed_names_are_read(tmp_path):
     [
         ({"optimizer": {"type": "Adam"}}, "zero.optimizer: is not read from zero. Give it as initialize"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "zero.fp16.loss_scale: cannot be a fixed number"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size: is a key of DeepSpeed's"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size: is a DeepSpeed key"),
         ({"zero_optimization": {"stage": 4}}, "zero.level: must be 0, 1, 2 or 3 (got 4)"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
     ],

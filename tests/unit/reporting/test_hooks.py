@@ -29,6 +29,7 @@ def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = Tru
             "EMA_MODEL": {},
         },
         "NEAREST_NEIGHBOR": {"USE_KNN": False, "EVERY_NUM_EPOCHS": 0},
+        "ONLINE_PROBE": {"USE_PROBE": False},
     }
     return replace(plan, config=plan.config | options)
 

@@ -76,7 +76,7 @@ def test_everything_a_run_has_is_gathered(finished: Run, loader: Loader) -> None
     assert [len(content.records), len(content.bytes_per_rank), len(content.neighbours)] == [3, 1, 2]
     assert ("50.0 → 75.0 %", "kNN top-1, before → after") in content.headlines
     assert content.trivial_loss == pytest.approx(np.log(30))
-    finished.results["knn_top1_before"] = None  # it goes on from an imported checkpoint
+    finished.results["knn_top1_before"] = None  # it resumes from an imported checkpoint
     assert ("75.0 %", "kNN top-1") in headlines(finished, [])
 
 

@@ -92,7 +92,7 @@ class Gathered:
         return [WholeTensor(name, dtype, (3,), partial(self.read, name, dtype)) for name, dtype in kinds.items()]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        assert self.newest is None or self.newest() is None, "two whole tensors at once"
+        assert self.newest is None or self.newest() is None, "two full tensors at once"
         self.order.append(name)
         memory = np.full(3, len(self.order), dtype={2: "f2", 4: "f4", 8: "f8"}[dtype.itemsize])
         self.newest = weakref.ref(memory)

@@ -1,4 +1,4 @@
-"""The order of a step, on whole parameters in one process; many ranks are in tests/dist."""
+"""The order of a step, on full parameters in one process; many ranks are in tests/dist."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def diff(arguments: Sequence[str]) -> int:
         "else by its weights.\nExit codes: 0 the tensors are equal, 1 they are not, 2 your input.",
     )
     parser.add_argument("a", metavar="A", help="run folder, checkpoint folder or safetensors file")
-    parser.add_argument("b", metavar="B", help="likewise")
+    parser.add_argument("b", metavar="B", help="another one, as A")
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference that is none (0)")
     parser.add_argument("--all", action="store_true", help=f"all rows, not only {_MOST_ROWS} of each table")
     options = parser.parse_args(arguments)

@@ -66,7 +66,7 @@ class Split:
     DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
     """Which images DATA_LIMIT takes."""
     COLLATE_FUNCTION: str = choice("default_collate", *COLLATORS, MIXING_COLLATOR)
-    """Crops are collated by resolution under every name; cutmixup_collator also mixes images and labels (mixup,
+    """Under every name, crops are collated by resolution; cutmixup_collator also mixes images and labels (mixup,
     CutMix), for supervised losses."""
     COLLATE_FUNCTION_PARAMS: dict[str, Any] = field(default_factory=dict)
     """Keys of cutmixup_collator: mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, correct_lam,

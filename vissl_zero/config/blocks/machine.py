@@ -25,11 +25,11 @@ class Distributed:
     """``DISTRIBUTED``: processes."""
 
     NUM_PROC_PER_NODE: int = number(1, least=1, most=65536)
-    """Processes (ranks) on each machine; torchrun's own number wins."""
+    """Processes (ranks) on each machine; torchrun's own number overrides it."""
     NUM_NODES: int = number(1, least=1, most=2**20)
     """Machines: under torchrun, under SLURM, or by hand with RUN_ID and one command per machine."""
     RUN_ID: str = "auto"
-    """Where machines started by hand meet: <address of machine 0>:<port>; auto: this machine alone."""
+    """Rendezvous of machines started by hand: <address of machine 0>:<port>; auto: this machine alone."""
     SECRET_FILE: str | None = None
     """What machines started by hand prove to each other that they know; null: ~/.vissl_zero/secret, made if missing."""
     BACKEND: str = choice("auto", "auto", "nccl", "gloo")
@@ -37,9 +37,9 @@ class Distributed:
     TIMEOUT_S: float = number(600.0, above=0, most=10**9)
     """Seconds after which a rank that waits for others gives up."""
     MAX_RESTARTS: int = number(0, least=0)
-    """How often all processes, of all machines, go on from the newest checkpoint after one was killed or crashed."""
+    """How many times all processes, on all machines, restart from the newest checkpoint after one was killed."""
     MIN_PROC_PER_NODE: int = number(-1, least=1, also=(-1,))
-    """One machine: go on with fewer processes, not fewer than these, at the same batch after a kill; -1: with all."""
+    """One machine: after a kill, continue with fewer processes, at least this many, at the same batch; -1: with all."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Slurm:
     TIME_MINUTES: int = number(0, least=0, most=10**8)
     """Time limit, minutes on top."""
     CONSTRAINT: str = ""
-    """Node features asked for."""
+    """Node features to request."""
     MEM_GB: int = number(250, least=0, most=10**9)
     """Memory per node, GiB; 0: all of it."""
     NUM_CPU_PER_PROC: int = number(8, least=1, most=65536)
@@ -77,9 +77,9 @@ class Slurm:
     SIGNAL_DELAY_S: int = number(120, least=1, most=10**8)
     """Seconds before the time limit (or the eviction) at which the run saves and stops."""
     MAX_REQUEUES: int = number(3, least=0)
-    """How many times a job that saved and stopped is queued again; 0: never."""
+    """How many times a job that saved and stopped is requeued; 0: never."""
     SNAPSHOT_CODE: bool = False
-    """Run a copy of vissl_zero and of IMPORTS made at submission, whatever happens to the originals meanwhile."""
+    """Run a copy of vissl_zero and of IMPORTS made at submission, so later changes of the originals have no effect."""
     SETUP: list[str] = field(default_factory=list)
     """Shell commands to run on the first node before the run, such as module load cuda."""
     ADDITIONAL_PARAMETERS: dict[str, Any] = field(default_factory=dict)
@@ -100,5 +100,8 @@ class Trainer:
     EXACT_ACCUMULATION: bool = False
     """With gradient_accumulation_steps above 1: one loss over all micro-batches of a step, as if each were a process of
     its own; the forward pass runs twice."""
+    COMPILE: bool = False
+    """Compile each unit of the model with torch.compile as it first runs: the same numbers to rounding, at every ZeRO
+    level; the first steps wait for it. A unit that cannot be compiled runs as it is and is named."""
     THREADS_PER_RANK: int | None = number(None, least=1, most=65536)
     """CPU threads of torch in each process; null: cores // processes on this machine."""

@@ -10,8 +10,14 @@ from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import (
     BeitConfig,
+    ConvitLocality,
+    ConvNextConfig,
+    EfficientNetConfig,
+    MobileNetConfig,
     RegNetConfig,
     ResNetConfig,
+    ResNetSkConfig,
+    SwinConfig,
     VisionTransformerConfig,
     XcitConfig,
 )
@@ -58,6 +64,8 @@ class AmpParams:
     """Switch half precision on."""
     DTYPE: str = choice("bfloat16", "bfloat16", "float16")
     """bfloat16 or float16; float16 needs loss scaling (ZERO.dynamic_loss_scale)."""
+    AMP_TYPE: str = choice("apex", "apex", "pytorch")
+    """apex: AMP_ARGS.opt_level must be one that torch.autocast can stand for; pytorch has no levels: anything."""
     AMP_ARGS: AmpArgs = field(default_factory=AmpArgs)
     """apex's arguments."""
 
@@ -90,14 +98,39 @@ class XcitBlock(XcitConfig):
     """``MODEL.TRUNK.XCIT``: XCiT's own keys."""
 
 
+@with_vissl_keys("MODEL.TRUNK.EFFICIENT_NETS")
+@dataclass
+class EfficientNetBlock(EfficientNetConfig):
+    """``MODEL.TRUNK.EFFICIENT_NETS``: EfficientNet's own keys."""
+
+
+@with_vissl_keys("MODEL.TRUNK.MOBILE_NET")
+@dataclass
+class MobileNetBlock(MobileNetConfig):
+    """``MODEL.TRUNK.MOBILE_NET``: MobileNet's own keys."""
+
+
+@with_vissl_keys("MODEL.TRUNK.SWIN_TRANSFORMER")
+@dataclass
+class SwinBlock(SwinConfig):
+    """``MODEL.TRUNK.SWIN_TRANSFORMER``: Swin's own keys."""
+
+
+@with_vissl_keys("MODEL.TRUNK.CONVIT")
+@dataclass
+class ConvitBlock(ConvitLocality):
+    """``MODEL.TRUNK.CONVIT``: ConViT's own keys."""
+
+
 @with_vissl_keys("MODEL.TRUNK")
 @dataclass
 class Trunk:
     """``MODEL.TRUNK``: from images to features."""
 
     NAME: str = "resnet"
-    """Trunk: regnet, resnet, vision_transformer, beit, xcit, timm/<any timm model>, or one of your own; auto: that of
-    the run that WEIGHTS_INIT.PARAMS_FILE is of."""
+    """Trunk: regnet, resnet, vision_transformer, beit, xcit, convnext, swin_transformer, convit, efficientnet,
+    mobilenetv3_tv, mobilenetv3_timm, resnet_sk, an alexnet_..., timm/<any timm model>, or one of your own; auto: that
+    of the run that WEIGHTS_INIT.PARAMS_FILE is of."""
     REGNET: RegNetBlock = field(default_factory=RegNetBlock)
     """Keys of the regnet trunk."""
     RESNETS: ResNetConfig = field(default_factory=ResNetConfig)
@@ -108,6 +141,18 @@ class Trunk:
     """Keys of the beit trunk."""
     XCIT: XcitBlock = field(default_factory=XcitBlock)
     """Keys of the xcit trunk."""
+    CONVNEXT: ConvNextConfig = field(default_factory=ConvNextConfig)
+    """Keys of the convnext trunk."""
+    SWIN_TRANSFORMER: SwinBlock = field(default_factory=SwinBlock)
+    """Keys of the swin_transformer trunk."""
+    CONVIT: ConvitBlock = field(default_factory=ConvitBlock)
+    """Keys of the convit trunk, which reads VISION_TRANSFORMERS too."""
+    EFFICIENT_NETS: EfficientNetBlock = field(default_factory=EfficientNetBlock)
+    """Keys of the efficientnet trunk."""
+    MOBILE_NET: MobileNetBlock = field(default_factory=MobileNetBlock)
+    """Keys of the mobilenetv3_tv and mobilenetv3_timm trunks."""
+    RESNETS_SK: ResNetSkConfig = field(default_factory=ResNetSkConfig)
+    """Keys of the resnet_sk trunk."""
     PARAMS: dict[str, Any] = field(default_factory=dict)
     """Keys of a timm/... trunk (use_mask_token, patch_drop_rate, drop_path_rate, model_args) or of one of your own."""
 
@@ -144,7 +189,7 @@ class ActivationCheckpointing:
     """``MODEL.ACTIVATION_CHECKPOINTING``: recompute activations in the backward pass instead of keeping them."""
 
     USE_ACTIVATION_CHECKPOINTING: bool = False
-    """Recompute, at every ZeRO level."""
+    """Recompute activations in the backward pass, at every ZeRO level."""
     EVERY_N_BLOCKS: int = number(1, least=1)
     """Recompute every n-th block of the trunk; 1 saves most memory."""
 
@@ -168,10 +213,9 @@ class WeightsInit:
     PARAMS_FILE: str = ""
     """A run folder, a checkpoint, safetensors, or a file of torch.save (VISSL's layouts, state dicts); never run."""
     STATE_DICT_KEY_NAME: Any = "classy_state_dict"
-    """Where a file of torch.save holds the weights, a list of keys or dots between them; classy_state_dict or empty:
-    found by itself."""
+    """Where a file of torch.save holds the weights: a list of keys, or dots between them; empty: detected."""
     SKIP_LAYERS: list[str] = field(default_factory=lambda: ["num_batches_tracked"])
-    """Tensors whose name contains one of these are left as they begin."""
+    """Tensors whose name contains one of these keep their own initial values."""
     REMOVE_PREFIX: str = ""
     """Taken off the names in the file that begin with it."""
     APPEND_PREFIX: str = ""
@@ -184,13 +228,17 @@ class FeatureEvalSettings:
     """``MODEL.FEATURE_EVAL_SETTINGS``: what of the model a benchmark trains and takes from WEIGHTS_INIT."""
 
     EVAL_MODE_ON: bool = False
-    """Take the trunk alone from WEIGHTS_INIT; heads begin anew."""
+    """Take the trunk alone from WEIGHTS_INIT; heads start from scratch."""
     FREEZE_TRUNK_ONLY: bool = False
     """Train the heads alone: the trunk keeps its weights and is in evaluation mode (needs EVAL_MODE_ON)."""
+    FREEZE_TRUNK_AND_HEAD: bool = False
+    """With EVAL_MODE_ON, train nothing, whatever TEST_ONLY says; kNN's and extracted features are the head's."""
+    EXTRACT_TRUNK_FEATURES_ONLY: bool = False
+    """With EVAL_MODE_ON, train nothing and build no heads; kNN and extracted features are the trunk's."""
     EVAL_TRUNK_AND_HEAD: bool = False
     """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too."""
     ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True
-    """Refuse weights of a head that have another shape; off: those begin anew."""
+    """Refuse weights of a head that have another shape; off: those start from scratch."""
     LINEAR_EVAL_FEAT_POOL_OPS_MAP: list[Any] = field(default_factory=list)
     """With a frozen trunk, what each head is given: a list of [layer, [pooling, [its arguments]]], an entry per head.
     The layer by VISSL's name (res2, res5avg, lastCLS, concatCLS4) or by its path in the trunk (stages.1.0)."""
@@ -203,6 +251,9 @@ class FeatureEvalSettings:
 class Model:
     """``MODEL``."""
 
+    INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")
+    """What the trunk sees of the tensors that the transforms make: rgb, all; bgr, their channels in the other order
+    (resnet, regnet); lab, the first channel of Lab tensors, the lightness (resnet, alexnet_colorization)."""
     TRUNK: Trunk = field(default_factory=Trunk)
     """From images to features."""
     HEAD: Head = field(default_factory=Head)
@@ -227,3 +278,27 @@ class Model:
     """Full names of parameters that are never trained."""
     TEMP_FROZEN_PARAMS_ITER_MAP: list[Any] = field(default_factory=list)
     """Pairs [full parameter name, n]: not trained in the first n optimizer steps."""
+
+
+@with_vissl_keys("DISTILLATION.TEACHER_MODEL")
+@dataclass
+class TeacherModel:
+    """``DISTILLATION.TEACHER_MODEL``: the trained model that another one learns from, with the keys of MODEL."""
+
+    TRUNK: Trunk = field(default_factory=Trunk)
+    """As MODEL.TRUNK."""
+    HEAD: Head = field(default_factory=Head)
+    """As MODEL.HEAD."""
+    WEIGHTS_INIT: WeightsInit = field(default_factory=WeightsInit)
+    """As MODEL.WEIGHTS_INIT; trunk and heads must be complete."""
+    INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")
+    """As MODEL.INPUT_TYPE."""
+
+
+@with_vissl_keys("DISTILLATION")
+@dataclass
+class Distillation:
+    """``DISTILLATION``: the teacher of dino_distillation_loss, and of a distillation_loss that names no run folder."""
+
+    TEACHER_MODEL: TeacherModel = field(default_factory=TeacherModel)
+    """The teacher."""

@@ -134,6 +134,18 @@ class ParamGroupKeys:
 
 
 @dataclass
+class LinearEvalHead:
+    """An entry of ``OPTIMIZER.linear_eval_heads``."""
+
+    lr: float = number(1.0, above=0, most=10**9)
+    """Multiplies the head's learning rate."""
+    weight_decay: float | None = number(None, least=0)
+    """The head's weight decay; null: OPTIMIZER.weight_decay."""
+    regularize_bn: bool | None = None
+    """Weight decay on the head's norm layers too; null: OPTIMIZER.regularize_bn."""
+
+
+@dataclass
 class HeadOptimizerParams:
     """``OPTIMIZER.head_optimizer_params``."""
 
@@ -184,14 +196,16 @@ class Optimizer:
     """Weight decay on biases too."""
     construct_single_param_group_only: bool = False
     """One group of all parameters: norms, biases and heads decay and follow the rate as the trunk's weights do."""
-    param_group_constructor: str = choice("default", "default", "dino")
+    param_group_constructor: str = choice("default", "default", "dino", "linear_eval_heads")
     """default: by trunk, heads, norms and biases, as the keys around say; dino: two groups, and neither biases nor what
-    has norm in its name decays; heads have no rate or decay of their own."""
+    has norm in its name decays, heads have no rate or decay of their own; linear_eval_heads: as that list says."""
+    linear_eval_heads: list[Any] = field(default_factory=list)
+    """A block {lr, weight_decay, regularize_bn} for each head, where param_group_constructor is linear_eval_heads."""
     non_regularized_parameters: list[str] = field(default_factory=list)
     """Parameters whose full name contains one of these have no weight decay."""
     layer_decay: float = number(1.0, above=0, most=1)
     """Block i of n in a transformer learns at this to the power n + 1 - i of the rate, what is before the blocks to the
-    power n + 1, what is after at the rate itself, as BEiT and MAE are fine-tuned; 1: all alike."""
+    power n + 1, what is after at the rate itself, as BEiT and MAE are fine-tuned; 1: all at the same rate."""
     param_groups: list[Any] = field(default_factory=list)
     """Parameters with a rate or decay of their own: a list of {match, max_dims, lr_factor, wd_factor, constant_lr}. The
     first entry that fits a parameter counts; its factors multiply those of layer_decay and the heads."""

@@ -11,12 +11,12 @@ from vissl_zero.config.vissl import with_vissl_keys
 @with_vissl_keys("CHECKPOINT")
 @dataclass
 class Checkpoint:
-    """``CHECKPOINT``: when a run saves its state, and how it goes on from it."""
+    """``CHECKPOINT``: when a run saves its state, and how it resumes."""
 
     DIR: str | None = None
     """The run folder; null: Hydra's output or sweep folder (runs/<date>_<time>_<recipe>)."""
     AUTO_RESUME: bool = True
-    """Go on from the newest whole checkpoint in DIR, if there is one."""
+    """Resume from the newest complete checkpoint in DIR, if there is one."""
     CHECKPOINT_FREQUENCY: int = number(1, least=1, also=(-1,))
     """Epochs between checkpoints; -1: none by epochs. The end of the run is saved unless both frequencies are -1."""
     CHECKPOINT_ITER_FREQUENCY: int = number(-1, least=1, also=(-1,))
@@ -26,9 +26,9 @@ class Checkpoint:
     KEEP_LAST: int = number(2, least=1, also=(-1,))
     """How many of the newest checkpoints are kept; -1: all."""
     KEEP_EVERY: int = number(-1, least=1, also=(-1,))
-    """Keep those at multiples of this many optimizer steps for good; -1: none."""
+    """Keep checkpoints at multiples of this many optimizer steps for good; -1: none."""
     ASYNC: bool = True
-    """Write while training goes on, from a copy in host memory; off, training waits for the disk."""
+    """Write while training continues, from a copy in host memory; off, training waits for the disk."""
     TIME_LIMIT_MIN: float | None = number(None, above=0, fix="Write null for none.")
     """Minutes after which the run saves and stops with exit code 75; null: none."""
     ALLOW_CHANGED: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Checkpoint:
     LATEST_CHECKPOINT_RESUME_FILE_NUM: int = number(1, least=1, fix="Write 1 for the newest.")
     """Resume from the n-th newest."""
     CHECK_RANKS_EVERY: int = number(-1, least=1, also=(-1,))
-    """Optimizer steps between comparisons over ranks of what they should hold alike, by checksum; -1: never."""
+    """Optimizer steps between replica checks (checksums of everything that is replicated); -1: never."""
 
 
 @with_vissl_keys("HOOKS.TENSORBOARD_SETUP")
@@ -76,6 +76,18 @@ class Hooks:
     """A running average of the weights."""
 
 
+@dataclass
+class OnlineProbe:
+    """``ONLINE_PROBE``: a linear classifier on the trunk's features that is trained beside the model."""
+
+    USE_PROBE: bool = False
+    """Train and measure it. Nothing of it reaches the model; images need classes."""
+    EVERY_NUM_EPOCHS: int = number(1, least=0)
+    """Measure on TEST's images after every k-th epoch; 0: only at the end."""
+    LR: float = number(0.001, least=1e-9)
+    """Its learning rate (Adam on standardised features)."""
+
+
 @with_vissl_keys("NEAREST_NEIGHBOR")
 @dataclass
 class NearestNeighbor:
@@ -96,9 +108,9 @@ class NearestNeighbor:
     L2_NORM_FEATS: bool = True
     """Divide features by their L2 norm (else the vote goes by dot products)."""
     MAX_TRAIN_IMAGES: int = number(10000, least=1)
-    """Most images to index; more are thinned out evenly."""
+    """Most training images to index; a larger set is subsampled evenly."""
     MAX_TEST_IMAGES: int = number(2000, least=1)
-    """Most images to ask about; more are thinned out evenly."""
+    """Most test images to use; a larger set is subsampled evenly."""
     LIDAR_IMAGES: int = number(0, least=2, also=(0,))
     """Training images whose augmented views give LiDAR at the end; the paper takes 1,000; 0: not measured."""
     LIDAR_VIEWS: int = number(10, least=2, most=10**6)

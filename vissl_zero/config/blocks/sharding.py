@@ -42,7 +42,7 @@ class FsdpConfig:
     clear_autocast_cache: bool = True
     """Drop autocast's cached casts after each unit; no effect on the torch engine, which caches none across units."""
     reshard_after_forward: bool = True
-    """Free a unit's whole parameters after its forward pass; no effect on the torch engine (False is its level 2)."""
+    """Free a unit's full parameters after its forward pass; no effect on the torch engine (False is its level 2)."""
     verbose: bool = False
     """Print the wrap plan."""
 
@@ -93,6 +93,10 @@ class Zero:
     """With LEVEL fit, and for plan: GiB of host memory a rank on a GPU may use for offloaded state; null: no limit."""
     DISK_GB: float | None = number(None, above=0, most=10**9)
     """With LEVEL fit, and for plan: GiB on the disk of nvme_path a rank may use for offloaded state; null: no limit."""
+    MACHINE_PROFILE: str | None = None
+    """With LEVEL fit, and for plan: the machine that time is estimated for and, with GPUs, whose memory counts: a
+    profile that ships (h100x8, h200x8, a100x8, cpu_core) or a YAML file; null: this machine as it was measured
+    (vissl-zero plan --calibrate), or an assumed one."""
     type: str | None = None
     """ZeroRedundancyOptimizer_Level_1, _2 or _3: the level as ColossalAI writes it. AMP says what is float16."""
     ENGINE: str = "auto"

@@ -7,9 +7,12 @@ from functools import cache
 from vissl_zero.config.components.heads import (
     ChainConfig,
     EvalMLPConfig,
+    IdentityHeadConfig,
     MLPConfig,
+    MobileNetHeadConfig,
     PatchPredictorConfig,
     SiameseHeadConfig,
+    VisionTransformerHeadConfig,
 )
 from vissl_zero.config.components.optimizers import (
     AdafactorConfig,
@@ -27,8 +30,15 @@ from vissl_zero.config.components.optimizers import (
 )
 from vissl_zero.config.components.trunks import (
     BeitConfig,
+    ConvitConfig,
+    ConvNextConfig,
+    EfficientNetConfig,
+    MobileNetConfig,
+    NoKeys,
     RegNetConfig,
     ResNetConfig,
+    ResNetSkConfig,
+    SwinConfig,
     TimmConfig,
     VisionTransformerConfig,
     XcitConfig,
@@ -43,6 +53,14 @@ BUILTIN: dict[str, dict[str, type]] = {
         "vision_transformer": VisionTransformerConfig,
         "beit": BeitConfig,
         "xcit": XcitConfig,
+        "resnet_sk": ResNetSkConfig,
+        "efficientnet": EfficientNetConfig,
+        "mobilenetv3_tv": MobileNetConfig,
+        "mobilenetv3_timm": MobileNetConfig,
+        "convnext": ConvNextConfig,
+        "swin_transformer": SwinConfig,
+        "convit": ConvitConfig,
+        **{f"alexnet_{name}": NoKeys for name in ("bvlc", "colorization", "deepcluster", "jigsaw", "rotnet")},
         "timm": TimmConfig,
     },
     "head": {
@@ -50,6 +68,9 @@ BUILTIN: dict[str, dict[str, type]] = {
         "eval_mlp": EvalMLPConfig,
         "chain": ChainConfig,
         "siamese_head": SiameseHeadConfig,
+        "identity": IdentityHeadConfig,
+        "mobilenet_v3_head": MobileNetHeadConfig,
+        "vision_transformer_head": VisionTransformerHeadConfig,
         "patch_predictor": PatchPredictorConfig,
     },
     "base optimizer": {

@@ -55,6 +55,39 @@ class EvalMLPConfig:
 
 
 @dataclass
+class MobileNetHeadConfig:
+    """``mobilenet_v3_head``: a wider layer with hard swish and dropout, then the classes."""
+
+    in_channels: int = number(960, least=1, most=2**20)
+    """Width of the features."""
+    mid_channels: int = number(1280, least=1, most=2**20)
+    """Width of the layer between."""
+    num_classes: int = number(1000, least=1, most=2**31)
+    """Outputs."""
+    drop_out: float = number(0.2, least=0, below=1)
+    """Share of the layer's activations that is dropped."""
+    with_bn: bool = False
+    """Batch norm of the features first."""
+
+
+@dataclass
+class VisionTransformerHeadConfig:
+    """``vision_transformer_head``: one linear layer, or two with tanh between, of https://arxiv.org/abs/2010.11929."""
+
+    in_plane: int = number(MISSING, least=1, most=2**20)
+    """Width of the features."""
+    num_classes: int = number(MISSING, least=1, most=2**31)
+    """Outputs."""
+    hidden_dim: int | None = number(None, least=1, most=2**20)
+    """Width of the layer between; null: none."""
+
+
+@dataclass
+class IdentityHeadConfig:
+    """``identity``: the features as they are."""
+
+
+@dataclass
 class SiameseHeadConfig:
     """``siamese_head``: a projector and a predictor on top of it; BYOL, SimSiam and MoCo v3 need it."""
 

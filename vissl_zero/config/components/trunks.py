@@ -109,7 +109,7 @@ class VisionTransformerConfig:
     ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
     """Dropout of attention weights; takes torch's fused attention away."""
     CLASSIFIER: str = choice("token", "token", "gap")
-    """What becomes the feature of an image: token (the class token) or gap (the mean of the patches)."""
+    """The feature of an image: token (the class token) or gap (the mean of the patches)."""
     USE_CLASS_TOKEN: bool = True
     """A class token; without one the feature of an image is the mean of its patches, whatever CLASSIFIER says."""
     DROP_PATH_RATE: float = number(0.0, least=0, below=1)
@@ -157,7 +157,7 @@ class BeitConfig:
     USE_SHARED_REL_POS_BIAS: bool = False
     """One such bias for all blocks."""
     USE_MEAN_POOLING: bool = True
-    """No norm after the last block, as in BEiT's pooled models; the feature is the class token all the same (VISSL)."""
+    """No norm after the last block, as in BEiT's pooled models; the feature is still the class token (VISSL)."""
     INIT_VALUES: bool | float = False
     """First value of layer scale; false: no layer scale."""
 
@@ -193,6 +193,129 @@ class XcitConfig:
 
 
 @dataclass
+class ResNetSkConfig:
+    """``MODEL.TRUNK.RESNETS_SK``: SimCLR v2's ResNet with selective kernels, https://arxiv.org/abs/2006.10029."""
+
+    DEPTH: int = choice(152, 50, 101, 152)
+    """Layers: 50, 101 or 152."""
+    WIDTH_MULTIPLIER: int = number(3, least=1, most=1024)
+    """Channels of every layer over those of the published ResNet."""
+    SK_RATIO: float = number(0.0625, least=0, most=1)
+    """Channels of the network that mixes two kernels over those of a block's inside, at least 32; 0: plain kernels."""
+
+
+@dataclass
+class EfficientNetConfig:
+    """``MODEL.TRUNK.EFFICIENT_NETS``: EfficientNet of https://arxiv.org/abs/1905.11946, timm's ``tf_efficientnet``."""
+
+    model_version: str = choice("B0", *(f"B{size}" for size in range(8)))
+    """B0 to B7; also decides the dropout of the feature, 0.2 to 0.5."""
+    bn_momentum: float = number(0.01, least=0, most=1)
+    """Weight of the newest batch in the running statistics of batch norm."""
+    bn_epsilon: float = number(1e-3, least=0, most=1)
+    """Added to the variance in batch norm."""
+    drop_connect_rate: float = number(0.2, least=0, below=1)
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    width_divisor: int = number(8, least=1, most=1024)
+    """Numbers of channels are multiples of this."""
+
+
+@dataclass
+class MobileNetConfig:
+    """``MODEL.TRUNK.MOBILE_NET``: MobileNet v3 of https://arxiv.org/abs/1905.02244, torchvision's or timm's."""
+
+    NAME: str = choice("mobilenetv3_large_100", "mobilenetv3_large_100", "mobilenetv3_small_100")
+    """Size: mobilenetv3_large_100 or mobilenetv3_small_100."""
+    TIMM_BN: bool = False
+    """mobilenetv3_tv: batch norm with epsilon 1e-5 and momentum 0.1, as in timm; torchvision has 1e-3 and 0.01."""
+    TRUNK_ONLY: bool = True
+    """mobilenetv3_timm: the feature is the mean of the last block, without the layer that widens it."""
+
+
+@dataclass
+class SwinConfig:
+    """``MODEL.TRUNK.SWIN_TRANSFORMER``: Swin of https://arxiv.org/abs/2103.14030, timm's; images of any size."""
+
+    IMAGE_SIZE: int = number(224, least=1, most=2**16)
+    """Side of the images that windows are laid out for, in pixels; those of other sizes are padded to windows."""
+    PATCH_SIZE: int = number(4, least=1, most=2**16)
+    """Side of a patch, in pixels; divides IMAGE_SIZE."""
+    EMBED_DIM: int = number(96, least=1, most=2**20)
+    """Width of the first stage; each further stage doubles it."""
+    DEPTHS: list[int] = number([2, 2, 6, 2], least=1, most=10000)
+    """Blocks of each stage."""
+    NUM_HEADS: list[int] = number([3, 6, 12, 24], least=1, most=2**20)
+    """Attention heads of each stage; divide its width."""
+    WINDOW_SIZE: int = number(7, least=1, most=1024)
+    """Side of a window, in patches."""
+    MLP_RATIO: float = number(4.0, above=0, most=1024)
+    """Width inside the MLP of a block over the width of its stage."""
+    DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of embeddings, of attention's output and in the MLP."""
+    ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
+    """Dropout of attention weights."""
+    DROP_PATH_RATE: float = number(0.1, least=0, below=1)
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    QKV_BIAS: bool = True
+    """Bias in the projections to queries, keys and values."""
+
+
+@dataclass
+class ConvNextConfig:
+    """``MODEL.TRUNK.CONVNEXT``: ConvNeXt of https://arxiv.org/abs/2201.03545, timm's."""
+
+    DEPTH: list[int] = number([3, 3, 27, 3], least=1, most=10000)
+    """Blocks of each of the four stages."""
+    DIMS: list[int] = number([96, 192, 384, 768], least=1, most=2**20)
+    """Channels of each stage."""
+    DROP_PATH_RATE: float = number(0.0, least=0, below=1)
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+
+
+@dataclass
+class ConvitLocality:
+    """``MODEL.TRUNK.CONVIT``: ConViT of https://arxiv.org/abs/2103.10697; its sizes stand in VISION_TRANSFORMERS."""
+
+    N_GPSA_LAYERS: int = number(10, least=0, most=10000)
+    """First blocks, whose attention is gated between content and position; the class token joins after them."""
+    LOCALITY_STRENGTH: float = number(1.0, above=0, most=1000)
+    """How closely attention by position looks at one patch at the beginning."""
+
+
+@dataclass
+class ConvitConfig(ConvitLocality):
+    """All keys of a ConViT: its own and those of VISION_TRANSFORMERS."""
+
+    IMAGE_SIZE: int = 224
+    """As in VISION_TRANSFORMERS; all images have this size."""
+    PATCH_SIZE: int = 16
+    """As in VISION_TRANSFORMERS."""
+    NUM_LAYERS: int = 12
+    """As in VISION_TRANSFORMERS."""
+    NUM_HEADS: int = 12
+    """As in VISION_TRANSFORMERS."""
+    HIDDEN_DIM: int = 768
+    """As in VISION_TRANSFORMERS."""
+    MLP_DIM: int = 3072
+    """As in VISION_TRANSFORMERS."""
+    DROPOUT_RATE: float = 0.0
+    """As in VISION_TRANSFORMERS."""
+    ATTENTION_DROPOUT_RATE: float = 0.0
+    """As in VISION_TRANSFORMERS."""
+    CLASSIFIER: str = "token"
+    """As in VISION_TRANSFORMERS."""
+    DROP_PATH_RATE: float = 0.0
+    """As in VISION_TRANSFORMERS."""
+    QKV_BIAS: bool = False
+    """As in VISION_TRANSFORMERS."""
+
+
+@dataclass
+class NoKeys:
+    """A trunk without keys."""
+
+
+@dataclass
 class TimmConfig:
     """``MODEL.TRUNK.PARAMS`` of a trunk called ``timm/<model>``: arguments of ``timm.create_model``."""
 
@@ -208,9 +331,13 @@ class TimmConfig:
     """Further arguments, such as img_size or init_values."""
 
 
-# Trunk -> its block of keys under MODEL.TRUNK; a trunk of one's own has PARAMS.
+# Trunk -> its block of keys under MODEL.TRUNK; a user's own trunk has PARAMS.
 TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS", "vision_transformer": "VISION_TRANSFORMERS"}
-TRUNK_BLOCKS |= {"beit": "BEIT", "xcit": "XCIT"}
+TRUNK_BLOCKS |= {"beit": "BEIT", "xcit": "XCIT", "resnet_sk": "RESNETS_SK", "efficientnet": "EFFICIENT_NETS"}
+TRUNK_BLOCKS |= {"mobilenetv3_tv": "MOBILE_NET", "mobilenetv3_timm": "MOBILE_NET", "convnext": "CONVNEXT"}
+TRUNK_BLOCKS |= {"swin_transformer": "SWIN_TRANSFORMER", "convit": "CONVIT"}
+# Blocks that a trunk reads besides its own.
+FURTHER_BLOCKS = {"convit": "VISION_TRANSFORMERS"}
 _TIMM = "timm"
 # What makes a RegNet when no name does.
 REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
@@ -230,14 +357,34 @@ def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem
     return found
 
 
-def size_problems(key: str, config: BeitConfig | XcitConfig) -> list[Problem]:
-    """Sizes that make no transformer."""
+def size_problems(key: str, config: Any) -> list[Problem]:
+    """Sizes that make no network: numbers out of range, what must divide and does not, lists of unequal length."""
     found = list(constraint_problems(config, key))
+    if found:
+        return found
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
-        if not found and getattr(config, name) % getattr(config, divisor):
+        if hasattr(config, name) and getattr(config, name) % getattr(config, divisor):
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
             found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return found
+    return found + _stage_problems(key, config)
+
+
+def _stage_problems(key: str, config: Any) -> list[Problem]:
+    """Stages of a Swin or ConvNeXt whose lists are not as long as each other, or whose heads do not divide them."""
+    if isinstance(config, ConvNextConfig) and not len(config.DEPTH) == len(config.DIMS) == 4:
+        must = "must have four entries, as DIMS"
+        return [Problem(f"{key}.DEPTH", str(list(config.DEPTH)), must, "Write DEPTH: [3, 3, 9, 3], say.")]
+    if not isinstance(config, SwinConfig):
+        return []
+    if len(config.DEPTHS) != len(config.NUM_HEADS):
+        must = f"must have as many entries as NUM_HEADS, {len(config.NUM_HEADS)}"
+        return [Problem(f"{key}.DEPTHS", str(list(config.DEPTHS)), must, "Write both for each stage.")]
+    for stage, heads in enumerate(config.NUM_HEADS):
+        width = config.EMBED_DIM * 2**stage
+        if width % heads:
+            must = f"must divide the widths of the stages; stage {stage + 1} has {width}"
+            return [Problem(f"{key}.NUM_HEADS", str(list(config.NUM_HEADS)), must, "Write [3, 6, 12, 24], say.")]
+    return []
 
 
 def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
@@ -247,7 +394,11 @@ def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
         return []
     must = f"must give {', '.join(ANYNET_PARAMETERS)}, an entry of each per stage"
     got = ", ".join(f"{count} {name}" for name, count in lengths.items())
-    return [Problem(key, got, must, "Write depths: [2, 4, 11, 1], say, and the others as long.")]
+    return [
+        Problem(
+            key, got, must, "Write depths: [2, 4, 11, 1], for example, and lists of the same length for the others."
+        )
+    ]
 
 
 def trunk_component(name: str) -> str:
@@ -265,5 +416,5 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
     key = "config.MODEL.TRUNK.REGNET"
     found = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
-        found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, say."))
+        found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
     return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component, trunk_params
+from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS, trunk_component, trunk_params
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
 from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
@@ -17,9 +17,25 @@ def trunk_options(cfg: RunConfig) -> dict[str, Any]:
     """All keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
     trunk = cfg.MODEL.TRUNK
     if trunk.NAME in TRUNK_BLOCKS:
-        return _only_fields(asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME])), builtin_keys("trunk")[trunk.NAME])
+        given = asdict(getattr(trunk, FURTHER_BLOCKS[trunk.NAME])) if trunk.NAME in FURTHER_BLOCKS else {}
+        given |= asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME]))
+        return _only_fields(given, builtin_keys("trunk")[trunk.NAME])
     keys = component_keys(TRUNKS, trunk_component(trunk.NAME))
     return typed_options(keys, trunk_params(trunk.NAME, trunk.PARAMS), "config.MODEL.TRUNK.PARAMS")
+
+
+def takes_other_model(cfg: RunConfig) -> bool:
+    """Whether the loss learns from the model under DISTILLATION."""
+    method = method_of(cfg.LOSS["name"])
+    return method is not None and bool(method.takes_other_model(cfg))
+
+
+def as_teacher(cfg: RunConfig) -> RunConfig:
+    """A configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
+    given = cfg.DISTILLATION.TEACHER_MODEL
+    model = type(cfg.MODEL)(TRUNK=given.TRUNK, HEAD=given.HEAD, INPUT_TYPE=given.INPUT_TYPE)
+    model.WEIGHTS_INIT = given.WEIGHTS_INIT
+    return replace(cfg, MODEL=model)
 
 
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:

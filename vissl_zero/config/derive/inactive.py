@@ -13,7 +13,8 @@ from typing import Any
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
+from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import are_tapped
@@ -48,6 +49,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
         "NEAREST_NEIGHBOR.ALSO_SIGMA",
         "NEAREST_NEIGHBOR.LIDAR_IMAGES",
     ),
+    "ONLINE_PROBE.USE_PROBE": ("ONLINE_PROBE.EVERY_NUM_EPOCHS", "ONLINE_PROBE.LR"),
     "NEAREST_NEIGHBOR.LIDAR_IMAGES": ("NEAREST_NEIGHBOR.LIDAR_VIEWS",),
     "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
 }
@@ -179,6 +181,16 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: one_rate(cfg.OPTIMIZER),
         "parameters are grouped otherwise (construct_single_param_group_only, param_group_constructor)",
     ),
+    Inactive(
+        (f"{_OPTIMIZER}.use_different_wd",),
+        lambda cfg: cfg.OPTIMIZER.head_optimizer_params.weight_decay == _trunk_decay(cfg),
+        "the heads' weight decay is that of the trunk",
+    ),
+    Inactive(
+        ("OPTIMIZER.linear_eval_heads",),
+        lambda cfg: cfg.OPTIMIZER.param_group_constructor != "linear_eval_heads" or one_rate(cfg.OPTIMIZER),
+        "param_group_constructor is not linear_eval_heads",
+    ),
     Inactive(("OPTIMIZER.use_zero",), lambda cfg: cfg.OPTIMIZER.use_zero is False, "only True asks for sharded state"),
     Inactive(
         ("OPTIMIZER.param_group_constructor",),
@@ -213,8 +225,12 @@ def _has_batch_norm(head: Any) -> bool:
 
 
 def _weight_decay(cfg: RunConfig) -> float | None:
-    schedules, head = cfg.OPTIMIZER.param_schedulers, cfg.OPTIMIZER.head_optimizer_params
-    if schedules.weight_decay.name or schedules.weight_decay_head.name or head.use_different_wd:
+    return None if cfg.OPTIMIZER.head_optimizer_params.use_different_wd else _trunk_decay(cfg)
+
+
+def _trunk_decay(cfg: RunConfig) -> float | None:
+    schedules = cfg.OPTIMIZER.param_schedulers
+    if schedules.weight_decay.name or schedules.weight_decay_head.name:
         return None
     nested = cfg.OPTIMIZER.base_optimizer.weight_decay
     return cfg.OPTIMIZER.weight_decay if nested is None else nested
@@ -228,7 +244,7 @@ def _conditional(cfg: RunConfig) -> Iterator[str]:
 
 
 def _differs(cfg: RunConfig, key: str) -> bool:
-    """Whether a key is there and set away from its default."""
+    """Whether a key exists and differs from its default."""
     return bool(_value(cfg, key) != _value(_defaults(), key))
 
 
@@ -239,11 +255,14 @@ def inactive_keys(cfg: RunConfig) -> list[str]:
         if not _value(cfg, switch) and (found := [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]):
             notes.append(f"{_have(found)}: config.{switch} is {'not set' if _is_word(switch) else 'off'}.")
     trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
-    for name, block in TRUNK_BLOCKS.items():
-        if trunk.NAME not in (name, "auto") and getattr(trunk, block) != getattr(unset, block):
+    read = {TRUNK_BLOCKS.get(trunk.NAME), FURTHER_BLOCKS.get(trunk.NAME)}
+    for block in dict.fromkeys(TRUNK_BLOCKS.values()):
+        if trunk.NAME != "auto" and block not in read and getattr(trunk, block) != getattr(unset, block):
             notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
+    if cfg.DISTILLATION != _defaults().DISTILLATION and not takes_other_model(cfg):
+        notes.append(f"{_have(['DISTILLATION'])}: the loss is {cfg.LOSS['name']}, and its teacher is another.")
     if cfg.DISTRIBUTED.NUM_NODES == 1 and (found := [k for k in ("RUN_ID", "SECRET_FILE") if _is_set(cfg, k)]):
-        notes.append(f"{_have([f'DISTRIBUTED.{key}' for key in found])}: one machine has nobody to meet.")
+        notes.append(f"{_have([f'DISTRIBUTED.{key}' for key in found])}: a run on one machine needs no rendezvous.")
     if cfg.TRAINER.EXACT_ACCUMULATION and cfg.ZERO.gradient_accumulation_steps <= 1:
         notes.append(f"{_have(['TRAINER.EXACT_ACCUMULATION'])}: a step has one micro-batch.")
     return list(dict.fromkeys([*notes, *_schedules(cfg), *_overridden(cfg), *_conditional(cfg)]))

@@ -79,7 +79,7 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
     if given is not None and not math.isfinite(given):
         must = "must be a number of elements"
         found.append(
-            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, say, or device: cpu to keep all there.")
+            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, for example, or device: cpu to keep all there.")
         )
     elif given is not None and given < 0:
         found.append(Problem(f"{key}.max_in_cpu", f"{given:g}", "must be at least 0", "Write 0 to keep none there."))
@@ -110,7 +110,9 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
         elif block.pin_memory and block.device == "nvme" and isinstance(block, OffloadParam):
             notes.append(f"{key}.pin_memory has no effect with device: nvme.")
         elif block.pin_memory and isinstance(block, OffloadOptimizer) and params.device != "none":
-            notes.append(f"{key}.pin_memory has no effect: what the update needs rests with the parameters already.")
+            notes.append(
+                f"{key}.pin_memory has no effect: what the update needs is stored with the parameters already."
+            )
         if block.device == "cpu":
             if not has_gpu:
                 notes.append(f"{key}.device=cpu: training runs on the CPU, where this state is in any case.")
@@ -152,7 +154,7 @@ def engine_problems(
     if name != "fairscale":
         return []
     cannot = {
-        "at levels 0 and 3, which fairscale does not have in loops of one's own": level not in (1, 2),
+        "at levels 0 and 3, which fairscale does not have in custom loops": level not in (1, 2),
         "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": is_half,
         "with offload, which fairscale does not have": is_offloaded,
         "with shard_group_size, since fairscale shares one copy among all ranks": shard_group_size != -1,

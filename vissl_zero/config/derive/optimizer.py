@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
 
-from vissl_zero.config.blocks.optimizer import Optimizer, ParamGroupKeys, Scheduler
+from vissl_zero.config.blocks.optimizer import LinearEvalHead, Optimizer, ParamGroupKeys, Scheduler
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.vissl import ALIASES
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS
 
@@ -28,7 +29,9 @@ def base_name(block: Optimizer) -> str:
 
 def grouping(block: Optimizer) -> str:
     """How parameters are grouped: default, dino or single."""
-    return "single" if block.construct_single_param_group_only else block.param_group_constructor
+    if block.construct_single_param_group_only:
+        return "single"
+    return "dino" if block.param_group_constructor == "dino" else "default"
 
 
 def one_rate(block: Optimizer) -> bool:
@@ -50,6 +53,24 @@ def param_rules(block: Optimizer) -> list[dict[str, Any]]:
                 [Problem(f"{key}[{index}]", str(entry), must, "Write {match: patch_embed, lr_factor: 0.2}.")]
             )
     return [typed_options(ParamGroupKeys, entry, f"{key}[{index}]") for index, entry in enumerate(block.param_groups)]
+
+
+def head_rules(block: Optimizer) -> list[dict[str, Any]]:
+    """Entries of ``linear_eval_heads``, typed and complete; none unless ``param_group_constructor`` asks for them.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    key = "config.OPTIMIZER.linear_eval_heads"
+    if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
+        return []
+    for index, entry in enumerate(block.linear_eval_heads):
+        if not isinstance(entry, Mapping):
+            problem = Problem(f"{key}[{index}]", str(entry), "must be a block of keys", "Write {lr: 0.1}.")
+            raise ConfigError([problem])
+    return [
+        typed_options(LinearEvalHead, entry, f"{key}[{index}]") for index, entry in enumerate(block.linear_eval_heads)
+    ]
 
 
 def uses_larc(block: Optimizer) -> bool:
@@ -123,13 +144,19 @@ def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tu
         wd_head_schedule=schedules.weight_decay_head,
         regularize_bn=block.regularize_bn,
         regularize_bias=block.regularize_bias,
-        non_regularized=tuple(block.non_regularized_parameters),
+        non_regularized=tuple(_own_names(block.non_regularized_parameters)),
         head_lr_factors=tuple(head.lr_factors),
         grouping=grouping(block),
         layer_decay=block.layer_decay,
         param_rules=tuple(param_rules(block)),
+        head_rules=tuple(head_rules(block)),
     )
     return plan, (*option_notes, *larc_notes)
+
+
+def _own_names(parts: Sequence[str]) -> list[str]:
+    """Parts of parameters' names, VISSL's with ours beside them (class_token: cls_token)."""
+    return list(dict.fromkeys(name for part in parts for name in (part, ALIASES["parameters"].get(part, part))))
 
 
 # Keys that each schedule reads; those of the others are left out of the resolved configuration.
@@ -165,7 +192,7 @@ class Schedules:
 
 
 def resolved_schedules(block: Optimizer, global_batch: int) -> Schedules:
-    """All schedules of OPTIMIZER, learning rates scaled by the global batch where asked for."""
+    """All schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     lr = scaled(schedulers.lr, global_batch) if block.lr is None else with_peak(schedulers.lr, block.lr)
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None

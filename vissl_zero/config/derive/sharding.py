@@ -52,6 +52,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         clear_autocast_cache=fsdp.clear_autocast_cache,
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
+        compile="inductor" if cfg.TRAINER.COMPILE else "",
     )
     return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
 
@@ -115,7 +116,11 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect below level 3 of fairscale.")
     elif plan.wrap_threshold and keeps_parameters_whole(plan, plan.shard_group_size, place.world_size, place.device):
         notes.append(f"config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD{NO_UNITS}")
-    budgets = [key for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB") if getattr(cfg.ZERO, key) is not None]
+    budgets = [
+        key
+        for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE")
+        if getattr(cfg.ZERO, key) is not None
+    ]
     notes += [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
     clip, sync = cfg.MODEL.GRAD_CLIP, cfg.MODEL.SYNC_BN_CONFIG
     if not clip.USE_GRAD_CLIP:

@@ -41,7 +41,7 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     path, key = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE, next(iter(wanted))
     if not path:
         fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
-        raise ConfigError([Problem(key, AUTO, "needs weights to begin with", fix)])
+        raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
     if problem := missing_weights(path):
         raise ConfigError([problem])
     saved = _saved_config(Path(path).expanduser())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules import (
@@ -51,7 +51,9 @@ def problems(cfg: RunConfig, host: Host) -> list[Problem]:
 
 def unread_blocks(cfg: RunConfig) -> set[str]:
     """Paths of blocks that this run does not read: of other trunks and losses, and of what is switched off."""
-    unread = {f"config.MODEL.TRUNK.{block}" for trunk, block in TRUNK_BLOCKS.items() if trunk != cfg.MODEL.TRUNK.NAME}
+    name = cfg.MODEL.TRUNK.NAME
+    others = {*TRUNK_BLOCKS.values()} - {TRUNK_BLOCKS.get(name), FURTHER_BLOCKS.get(name)}
+    unread = {f"config.MODEL.TRUNK.{block}" for block in others}
     unread |= {f"config.LOSS.{name}" for name in cfg.LOSS if name not in ("name", cfg.LOSS.get("name"))}
     schedules, head = cfg.OPTIMIZER.param_schedulers, cfg.OPTIMIZER.head_optimizer_params
     off = {

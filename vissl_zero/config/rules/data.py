@@ -110,10 +110,10 @@ def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
     """A number, a size and two scales for each kind of crop."""
     counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
     if not (_are_counts(counts) and _are_counts(sizes)):
-        fix = "Write num_crops: [2, 6], size_crops: [224, 96], say."
-        return [Problem(key, f"num_crops {counts}, size_crops {sizes}", "must list whole numbers from 1 up", fix)]
+        fix = "Write num_crops: [2, 6], size_crops: [224, 96], for example."
+        return [Problem(key, f"num_crops {counts}, size_crops {sizes}", "must list whole numbers, at least 1", fix)]
     if not isinstance(scales, list) or not all(_is_pair(pair) for pair in scales):
-        fix = "Write crop_scales: [[0.14, 1.0], [0.05, 0.14]], say."
+        fix = "Write crop_scales: [[0.14, 1.0], [0.05, 0.14]], for example."
         return [Problem(f"{key}.crop_scales", str(scales), "must list pairs of shares, the smaller one first", fix)]
     return []
 
@@ -135,7 +135,7 @@ def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
         is_list = isinstance(values, list) and len(values) in (1, 3) and all(type(v) in (int, float) for v in values)
         if not is_list or (name == "std" and not all(value > 0 for value in values)):  # type: ignore[attr-defined]
             must = "must be 3 numbers, one for each of red, green and blue" + (", above 0" if name == "std" else "")
-            found.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], say."))
+            found.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], for example."))
     return found
 
 
@@ -158,11 +158,11 @@ def torchvision_names() -> frozenset[str]:
 
 
 def same_origin(cfg: RunConfig, host: Host) -> Problem | None:
-    """Images of one's own are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
+    """A user's own images are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
     train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
     if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
         return None
-    must = "must name your training images too, because config.DATA.TEST.DATA_PATHS names images of yours"
+    must = "must name your training images too, because config.DATA.TEST.DATA_PATHS names your own images"
     return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
 
 
@@ -192,7 +192,9 @@ def paths(cfg: RunConfig, host: Host) -> list[Problem]:
 
 def _path_problem(key: str, path: Path) -> Problem | None:
     if "\0" in str(path):
-        return Problem(key, repr(str(path)), "must name a folder, and no path holds a zero byte", "Correct the path.")
+        return Problem(
+            key, repr(str(path)), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
+        )
     if not path.exists():
         return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
     if not path.is_dir():
@@ -271,7 +273,9 @@ def mixing(cfg: RunConfig, host: Host) -> list[Problem]:
     found, key = [], "COLLATE_FUNCTION"
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
         fix = "Write default_collate."
-        found.append(Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix what is evaluated", fix))
+        found.append(
+            Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix the images of an evaluation", fix)
+        )
     if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS.get("name") not in _MIXABLE:
         must = f"must not mix images: the loss {cfg.LOSS.get('name')} has no labels to mix"
         fix = f"Write multicrop_collator, or a loss with labels: {', '.join(_MIXABLE)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,8 @@ from vissl_zero.config.components.trunks import (
     ANYNET_PARAMETERS,
     REGNET_PARAMETERS,
     TRUNK_BLOCKS,
+    ConvitConfig,
+    VisionTransformerConfig,
     anynet_problems,
     regnet_problems,
     size_problems,
@@ -81,7 +83,7 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
     has_name = "name" in cfg.MODEL.TRUNK.PARAMS and trunk_component(cfg.MODEL.TRUNK.NAME) == "timm"
     if cfg.MODEL.TRUNK.NAME == "timm" or has_name:
-        fix = "Write config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224, say, and no name in PARAMS."
+        fix = "Write config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224, for example, and no name in PARAMS."
         return [Problem("config.MODEL.TRUNK.NAME", cfg.MODEL.TRUNK.NAME, "must say the model: timm/<model>", fix)]
     if cfg.MODEL.TRUNK.NAME in TRUNK_BLOCKS and cfg.MODEL.TRUNK.PARAMS:
         fix = f"Write them under config.MODEL.TRUNK.{TRUNK_BLOCKS[cfg.MODEL.TRUNK.NAME]}."
@@ -91,6 +93,20 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+_INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_colorization")}
+
+
+def input_type(cfg: RunConfig, host: Host) -> Problem | None:
+    """The trunk can look at images in this way, as in VISSL."""
+    key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
+    if name == "alexnet_colorization" and given != "lab":
+        fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
+        return Problem(key, given, "must be lab for alexnet_colorization", fix)
+    if given == "rgb" or name in _INPUT_TYPES.get(given, (name,)):
+        return None
+    return Problem(key, given, f"must be rgb for {name}", f"Trunks for {given}: {', '.join(_INPUT_TYPES[given])}.")
 
 
 def vision_transformer(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -133,13 +149,34 @@ def _stretches(block: RegNetBlock, key: str) -> Problem | None:
     return None
 
 
-def transformer_sizes(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Heads divide the width of a BEiT or XCiT, and patches its image."""
+_SIZED = ("beit", "xcit", "convnext", "swin_transformer")
+
+
+def trunk_sizes(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads divide the width of a transformer, patches its image, and lists of stages are as long as each other."""
     name = cfg.MODEL.TRUNK.NAME
-    if name not in ("beit", "xcit"):
+    if name == "convit":
+        return [*vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS), *_not_in_convit(cfg)]
+    if name not in _SIZED:
         return []
     block = TRUNK_BLOCKS[name]
     return size_problems(f"config.MODEL.TRUNK.{block}", getattr(cfg.MODEL.TRUNK, block))
+
+
+def _not_in_convit(cfg: RunConfig) -> list[Problem]:
+    """Keys of VISION_TRANSFORMERS that a ConViT does not have."""
+    block, unset = cfg.MODEL.TRUNK.VISION_TRANSFORMERS, VisionTransformerConfig()
+    own = {item.name for item in fields(ConvitConfig)}
+    return [
+        Problem(
+            f"config.MODEL.TRUNK.VISION_TRANSFORMERS.{item.name}",
+            str(getattr(block, item.name)),
+            f"must be {getattr(unset, item.name)} for a convit, which does not have it",
+            "Leave it out.",
+        )
+        for item in fields(VisionTransformerConfig)
+        if item.name not in own and getattr(block, item.name) != getattr(unset, item.name)
+    ]
 
 
 def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -148,7 +185,7 @@ def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
         pair = list(entry) if isinstance(entry, (list, tuple)) else []
         if [type(part) for part in pair] != [str, int] or pair[1] < 0:
-            fix = "Write [[heads.0.prototypes0.weight, 313]], say."
+            fix = "Write [[heads.0.prototypes0.weight, 313]], for example."
             found.append(Problem(key, str(entry), "must hold pairs of a parameter's name and a number of steps", fix))
     return found
 
@@ -158,7 +195,8 @@ def heads(cfg: RunConfig, host: Host) -> list[Problem]:
     if not cfg.MODEL.HEAD.PARAMS:
         fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
         return [Problem(_HEADS, "[]", "must list at least one head", fix)]
-    return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head)]
+    measured = cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD  # then a projection may be the last
+    return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head, is_inner=measured)]
 
 
 def _head(head: Any, is_inner: bool = False) -> list[Problem]:
@@ -172,7 +210,8 @@ def _head(head: Any, is_inner: bool = False) -> list[Problem]:
         found = _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"), is_inner)
         if name == "chain":
             *inner, last = options["heads"]
-            found += [problem for part in inner for problem in _head(part, is_inner=True)] + _head(last)
+            found += [problem for part in inner for problem in _head(part, is_inner=True)]
+            found += _head(last, is_inner)
             found += _joints(options["heads"])
         return found
     except ConfigError as error:
@@ -210,7 +249,9 @@ def _dims(name: str, options: Mapping[str, Any], is_inner: bool = False) -> list
         is_projection = is_inner and name == "swav_head" and not options["num_clusters"]
         if not is_projection and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
             must = "must have at least 1 prototype in each layer"
-            found.append(Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], say."))
+            found.append(
+                Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], for example.")
+            )
     return found
 
 
@@ -228,7 +269,7 @@ def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
     settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
     if settings.EVAL_MODE_ON:
         return []
-    names = ("FREEZE_TRUNK_ONLY", "EVAL_TRUNK_AND_HEAD")
+    names = ("FREEZE_TRUNK_ONLY", "FREEZE_TRUNK_AND_HEAD", "EXTRACT_TRUNK_FEATURES_ONLY", "EVAL_TRUNK_AND_HEAD")
     fix = f"Write {key}.EVAL_MODE_ON=true."
     return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
 
@@ -268,7 +309,7 @@ def probe(cfg: RunConfig, host: Host) -> Problem | None:
 
 
 def weights(cfg: RunConfig, host: Host) -> Problem | None:
-    """The weights to begin with are there."""
+    """The initial weights exist."""
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
@@ -276,7 +317,8 @@ RULES = (
     trunk,
     regnet,
     vision_transformer,
-    transformer_sizes,
+    trunk_sizes,
+    input_type,
     frozen,
     heads,
     evaluation,

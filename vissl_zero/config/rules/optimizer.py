@@ -11,6 +11,7 @@ from vissl_zero.config.derive.optimizer import (
     KEYS,
     OPTIONAL_KEYS,
     base_name,
+    head_rules,
     one_rate,
     optimizer_options,
     param_rules,
@@ -25,15 +26,15 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS, SCHEDULERS
 
 _KEY = "config.OPTIMIZER"
-_WRITE = f"Write {_KEY}.base_optimizer.name=sgd, say, or {_KEY}.name=sgd with {_KEY}.use_zero=True."
+_WRITE = f"Write {_KEY}.base_optimizer.name=sgd, for example, or {_KEY}.name=sgd with {_KEY}.use_zero=True."
 
 
 def form(cfg: RunConfig, host: Host) -> list[Problem]:
-    """One optimizer is named, once or twice alike."""
+    """One optimizer is named, once, or twice by the same name."""
     block, nested = cfg.OPTIMIZER, cfg.OPTIMIZER.base_optimizer.name
     if nested == "zero":
         must = "must be the optimizer whose state zero shards, not zero itself"
-        return [Problem(f"{_KEY}.base_optimizer.name", "'zero'", must, "Write sgd, say.")]
+        return [Problem(f"{_KEY}.base_optimizer.name", "'zero'", must, "Write sgd, for example.")]
     if block.name != "zero":
         if nested and block.name and nested != block.name:
             got = f"{block.name!r} and base_optimizer.name {nested!r}"
@@ -92,6 +93,8 @@ def groups(cfg: RunConfig, host: Host) -> list[Problem]:
         if rule["constant_lr"] and block.param_schedulers.lr.name not in KEYS:
             must = f"needs a schedule whose peak is known, and {block.param_schedulers.lr.name} is one of your own"
             return [Problem(f"{_KEY}.param_groups[{index}].constant_lr", "True", must, "Leave it out.")]
+    if found := _head_rules(cfg):
+        return found
     if one_rate(block) and block.head_optimizer_params.lr_factors:
         fix = (
             f"Write lr_factors: [], or leave {_KEY}.construct_single_param_group_only and param_group_constructor out."
@@ -100,6 +103,29 @@ def groups(cfg: RunConfig, host: Host) -> list[Problem]:
         must = "needs a group for each head, which this grouping of parameters does not have"
         return [Problem(f"{_KEY}.head_optimizer_params.lr_factors", got, must, fix)]
     return []
+
+
+def _head_rules(cfg: RunConfig) -> list[Problem]:
+    """linear_eval_heads has a block for each head, and nothing else says the heads' rates or decay."""
+    block, key = cfg.OPTIMIZER, f"{_KEY}.linear_eval_heads"
+    if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
+        return []
+    try:
+        rules = head_rules(block)
+    except ConfigError as error:
+        return list(error.problems)
+    count = len(cfg.MODEL.HEAD.PARAMS)
+    if len(rules) != count:
+        must = f"must have a block for each of the {count} heads"
+        return [Problem(key, f"{len(rules)} blocks", must, "Write {lr: 1.0} for a head like the others.")]
+    others = {
+        "head_optimizer_params.lr_factors": bool(block.head_optimizer_params.lr_factors),
+        "head_optimizer_params.use_different_lr": block.head_optimizer_params.use_different_lr,
+        "head_optimizer_params.use_different_wd": block.head_optimizer_params.use_different_wd,
+        "param_schedulers.weight_decay": bool(block.param_schedulers.weight_decay.name),
+    }
+    must = "cannot go with linear_eval_heads, which says it for each head"
+    return [Problem(f"{_KEY}.{name}", "", must, "Leave it out.") for name, is_set in others.items() if is_set]
 
 
 _SCHEDULES = "config.OPTIMIZER.param_schedulers"
@@ -167,7 +193,9 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
     parts, lengths, scaling = schedule["schedulers"], schedule["lengths"], schedule.get("interval_scaling") or []
     if not parts or len(lengths) != len(parts) or len(scaling) not in (0, len(parts)):
         got = f"{len(parts)} schedulers, {len(lengths)} lengths, {len(scaling)} interval_scaling"
-        return [Problem(key, got, "must have a length and an interval_scaling per part", "Make the lists as long.")]
+        return [
+            Problem(key, got, "must have a length and an interval_scaling per part", "Give the lists the same length.")
+        ]
     if not min(lengths) > 0 or not abs(sum(lengths) - 1) <= 1e-6:
         fix = "They are shares of the whole run, such as [0.1, 0.9]."
         return [Problem(f"{key}.lengths", str(list(lengths)), "must be positive and sum to 1", fix)]

@@ -12,7 +12,7 @@ from vissl_zero.registry import HOOKS
 
 
 def gpu(cfg: RunConfig, host: Host) -> Problem | None:
-    """A GPU that is asked for exists, one per process, joined by nccl."""
+    """Requested GPUs exist, one per process, and use nccl."""
     if cfg.MACHINE.DEVICE not in GPU_NAMES:
         return None
     key, got = "config.MACHINE.DEVICE", repr(cfg.MACHINE.DEVICE)
@@ -65,17 +65,17 @@ def allowed(cfg: RunConfig, host: Host) -> list[Problem]:
     found, known = [], [field.name for field in fields(cfg)]
     for key in cfg.CHECKPOINT.ALLOW_CHANGED:
         if key.removeprefix("config.").split(".")[0] not in known:
-            fix = did_you_mean(key, known).strip() or "Write it as the refusal of a resume does, such as LOSS.name."
+            fix = did_you_mean(key, known).strip() or "Write it as the refused resume printed it, such as LOSS.name."
             found.append(Problem("config.CHECKPOINT.ALLOW_CHANGED", repr(key), "must name keys or blocks", fix))
     return found
 
 
 def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Restarts are counted, and need something to go on from."""
+    """Restarts need a number of tries and a checkpoint to resume from."""
     found = []
     distributed = cfg.DISTRIBUTED
     if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
-        must = "needs AUTO_RESUME: a restarted run goes on from its newest checkpoint"
+        must = "needs AUTO_RESUME: a restarted run resumes from its newest checkpoint"
         fix = "Write config.CHECKPOINT.AUTO_RESUME=true, or MAX_RESTARTS=0."
         found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
     least = distributed.MIN_PROC_PER_NODE
@@ -83,7 +83,7 @@ def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
         must = f"must be -1, or from 1 to NUM_PROC_PER_NODE ({distributed.NUM_PROC_PER_NODE})"
         found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
     if least != -1 and distributed.NUM_NODES > 1:
-        must = "must be -1 with more than one machine: they start again with all of their processes"
+        must = "must be -1 with more than one machine: they restart with all of their processes"
         found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
     return found
 

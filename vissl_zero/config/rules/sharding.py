@@ -9,9 +9,10 @@ from vissl_zero.config.derive.optimizer import base_name
 from vissl_zero.config.derive.placement import placement, ranks
 from vissl_zero.config.derive.sharding import HALF, TYPES, amp_type, chosen_level, level, typed_level
 from vissl_zero.config.host import Host
+from vissl_zero.config.machine_profile import read_profile
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
-from vissl_zero.errors import Problem
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import STRATEGIES
 
 _ENGINE = "config.ZERO.ENGINE"
@@ -38,6 +39,16 @@ def level_value(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
+def machine_profile(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The machine described can be read."""
+    try:
+        if cfg.ZERO.MACHINE_PROFILE:
+            read_profile(cfg.ZERO.MACHINE_PROFILE)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
     """VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
     both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
@@ -49,7 +60,7 @@ def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
 
 
 def engine(cfg: RunConfig, host: Host) -> Problem | None:
-    """The engine is there, and runs on this device."""
+    """The engine is installed, and runs on this device."""
     name = cfg.ZERO.ENGINE
     if name == "fairscale" and level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
@@ -71,7 +82,7 @@ def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
     found = []
     if new is not None and new != old.MAX_NORM:
         must = f"differs from config.ZERO.clip_grad={new}"
-        fix = "Write one of the two, or both alike."
+        fix = "Write one of the two, or the same value in both."
         found.append(Problem("config.MODEL.GRAD_CLIP.MAX_NORM", str(old.MAX_NORM), must, fix))
     if old.NORM_TYPE != 2:
         key = "config.MODEL.GRAD_CLIP.NORM_TYPE"
@@ -137,13 +148,14 @@ def names(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 def opt_level(cfg: RunConfig, host: Host) -> Problem | None:
-    """apex's other levels are not there."""
+    """apex's other levels are not supported; torch's autocast has none, in VISSL too."""
     given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
-    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01"):
+    is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
+    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01") or not is_apex:
         return None
     key = "config.MODEL.AMP_PARAMS.AMP_ARGS.opt_level"
     fix = f"For half-precision parameters use level 3 with config.{_FSDP}.AMP_TYPE=O2."
-    return Problem(key, repr(given), "must be O1: autocast stands for apex here", fix)
+    return Problem(key, repr(given), "must be O1: autocast replaces apex here", fix)
 
 
 def float64(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -161,7 +173,7 @@ def float64(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
-ELEMENT_WISE = ("sgd", "lars", "adam", "adamw")
+REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
 
 
 def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -170,19 +182,23 @@ def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
         return []
     found = []
     if cfg.ZERO.ENGINE == "fairscale":
-        must = "cannot be had on fairscale, whose sums over ranks run in an order of their own"
+        must = "is not available on fairscale, which sums over ranks in its own order"
         found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
     if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, ranks(cfg, host)[0]):
-        must = "cannot be had with shard groups, which add up inside the groups first"
+        must = "is not available with shard groups, which sum inside each group first"
         found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
-    if base_name(cfg.OPTIMIZER) not in ELEMENT_WISE:
-        must = f"needs {', '.join(ELEMENT_WISE[:-1])} or {ELEMENT_WISE[-1]}, whose updates round element by element"
+    if cfg.TRAINER.COMPILE:
+        must = "is not available with config.TRAINER.COMPILE: levels begin to compile at different steps"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Turn one of the two off."))
+    if base_name(cfg.OPTIMIZER) not in REPEATABLE:
+        must = f"needs {', '.join(REPEATABLE[:-1])} or {REPEATABLE[-1]}, whose rounding does not depend on the cut"
         found.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
     return found
 
 
 RULES = (
     level_value,
+    machine_profile,
     one_switch,
     engine,
     clipping,

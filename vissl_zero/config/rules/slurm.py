@@ -47,12 +47,12 @@ def texts(cfg: RunConfig, host: Host) -> list[Problem]:
     if is_unsafe(folder):
         found.append(_one_line("config.CHECKPOINT.DIR", folder))
     if "%" in folder:
-        must = "must have no %, which SLURM replaces"
+        must = "must not contain %, which SLURM replaces"
         found.append(Problem("config.CHECKPOINT.DIR", repr(folder), must, "Name another folder."))
     if not slurm.NAME.strip():
         found.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
     if "%" in slurm.LOG_FOLDER:
-        must = "must have no %, which SLURM replaces"
+        must = "must not contain %, which SLURM replaces"
         found.append(Problem("config.SLURM.LOG_FOLDER", repr(slurm.LOG_FOLDER), must, "Name another folder."))
     return found
 
@@ -73,14 +73,14 @@ def additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
     for name, value in cfg.SLURM.ADDITIONAL_PARAMETERS.items():
         option, key = str(name).replace("_", "-"), f"config.SLURM.ADDITIONAL_PARAMETERS.{name}"
         if not _OPTION.fullmatch(option):
-            fix = "Write it without dashes in front, such as exclude."
+            fix = "Write it without leading dashes, such as exclude."
             yield Problem("config.SLURM.ADDITIONAL_PARAMETERS", repr(name), "must be a long option of sbatch", fix)
         elif option in _DECIDED:
             yield Problem(key, repr(value), "is decided by another key", f"Use {_DECIDED[option]}.")
         elif not isinstance(value, (str, int, float, bool)):
-            yield Problem(key, repr(value), "must be a text, a number or true", "Write one value.")
+            yield Problem(key, repr(value), "must be a string, a number or true", "Write one value.")
         elif value is False:
-            yield Problem(key, "False", "must be true for an option without a value", "Leave it out to be without it.")
+            yield Problem(key, "False", "must be true for an option without a value", "Leave it out to turn it off.")
         elif is_unsafe(str(value)):
             yield _one_line(key, str(value))
 
@@ -116,7 +116,7 @@ def is_unsafe(value: object) -> bool:
 
 def _one_line(key: str, value: str) -> Problem:
     must = "must be one line of printable text: the next line would be read as an option or a command"
-    return Problem(key, repr(value), must, "Take the line breaks out.")
+    return Problem(key, repr(value), must, "Remove the line breaks.")
 
 
 RULES = (all_of_it,)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vissl_zero.data.decode import read_image
+from vissl_zero.data.decode import read_array, read_image
 from vissl_zero.data.source import SourceRequest
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
@@ -50,7 +50,7 @@ class DiskFilelist:
         return read_image(self.name(index))
 
     def label(self, index: int) -> int | None:
-        """None: a list of files says nothing of labels."""
+        """None: a list of files has no labels."""
         return None
 
     def name(self, index: int) -> str:
@@ -94,12 +94,15 @@ def read_list(path: Path, key: str) -> list[str]:
 
 def _read_array(path: Path) -> list[str]:
     try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        values = read_array(path)
+    except ValueError as error:
         # VISSL's own scripts write arrays of Python objects, which only unpickling could read: that runs code.
         fix = "Write it again with numpy.save(path, numpy.array(paths, dtype=str))."
         raise DataError(f"The list of images {path} is not a plain .npy array of text ({error}). {fix}") from error
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "US":
+    if values.dtype.kind not in "US":
         fix = "Write numpy.array(paths, dtype=str) with numpy.save."
         raise DataError(f"The list of images {path} must hold a 1-d array of text. {fix}")
-    return [os.fsdecode(value) if isinstance(value, bytes) else str(value) for value in values.tolist()]
+    try:
+        return [os.fsdecode(os.fsencode(value)) for value in values.tolist()]
+    except ValueError as error:  # numbers that are no characters
+        raise DataError(f"The list of images {path} has text that is damaged ({error}). Write it again.") from error

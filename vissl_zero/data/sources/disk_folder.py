@@ -116,7 +116,7 @@ def _check_known(classes: list[str], request: SourceRequest) -> None:
         raise DataError(
             f"config.DATA.{request.split}.DATA_PATHS has class folders that DATA.TRAIN does not have: "
             f"{', '.join(unknown[:10])}.{did_you_mean(unknown[0], request.class_names)} "
-            "Name the folders alike in both."
+            "Use the same folder names in both."
         )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 import torchvision
 from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
 
 from vissl_zero.registry import TRANSFORMS
 
@@ -87,3 +90,41 @@ class MNISTImgPil2RGB:
         canvas = Image.new("RGB", self.size or image.size)  # type: ignore[arg-type]
         canvas.paste(image, self.box if self.size else (0, 0))  # type: ignore[arg-type]
         return canvas
+
+
+@TRANSFORMS.register("ImgPilToRawTensor")
+class ImgPilToRawTensor:
+    """A tensor with values from 0 to 255, not divided by 255."""
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        return torch.from_numpy(np.array(image, dtype=np.float32).transpose(2, 0, 1))
+
+
+# sRGB to XYZ, rows divided by the white point D65, and CIE's constants: https://en.wikipedia.org/wiki/CIELAB_color_space
+_TO_XYZ = np.array([[0.412453, 0.357580, 0.180423], [0.212671, 0.715160, 0.072169], [0.019334, 0.119193, 0.950227]])
+_WHITE = np.array([0.950456, 1.0, 1.088754])
+_LINEAR_BELOW = 0.008856
+
+
+@TRANSFORMS.register("ImgPil2LabTensor")
+class ImgPil2LabTensor:
+    """A Lab tensor: lightness from -50 to 50, a and b from -128 to 127, in steps of 8 bits as OpenCV has them.
+
+    Args:
+        indices: as in VISSL, which does not use them either; only empty.
+    """
+
+    def __init__(self, indices: Sequence[int] = ()):
+        if indices:
+            raise ValueError("indices must be empty")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        values = np.asarray(image, dtype=np.float64) / 255.0
+        linear = np.where(values > 0.04045, ((values + 0.055) / 1.055) ** 2.4, values / 12.92)
+        xyz = linear @ (_TO_XYZ / _WHITE[:, None]).T
+        roots = np.where(xyz > _LINEAR_BELOW, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        lightness = np.where(xyz[..., 1] > _LINEAR_BELOW, 116 * roots[..., 1] - 16, 903.3 * xyz[..., 1])
+        x, y, z = np.moveaxis(roots, -1, 0)
+        eight_bits = np.stack([lightness * 255 / 100, 500 * (x - y) + 128, 200 * (y - z) + 128]).round().clip(0, 255)
+        scaled = np.stack([eight_bits[0] * (100 / 255) - 50, eight_bits[1] - 128, eight_bits[2] - 128])
+        return torch.from_numpy(scaled.astype(np.float32))

@@ -100,11 +100,13 @@ class DINOSpec(MethodSpec):
         if counts is None or len(counts) == 1:
             return []
         must = "must have one layer of prototypes for dino_loss"
-        return [Problem("config.MODEL.HEAD.PARAMS", str(list(counts)), must, "Write num_clusters: [65536], say.")]
+        return [
+            Problem("config.MODEL.HEAD.PARAMS", str(list(counts)), must, "Write num_clusters: [65536], for example.")
+        ]
 
 
 def _teacher_crops(crops: list[int], key: str, counts: list[int] | None) -> list[Problem]:
-    """The teacher's crops are the first ones, so that both sides number them alike."""
+    """The teacher's crops are the first ones, so that teacher and student number them in the same way."""
     total = sum(counts or [])
     if crops and crops == list(range(len(crops))) and len(crops) <= max(total, 1):
         return []

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.constraints import number
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.derive.components import as_teacher
 from vissl_zero.config.saved import RESOLVED_FILE
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, loss_keys, one_head
+from vissl_zero.methods.spec import MethodSpec, crops_of, loss_keys, one_head
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
     from vissl_zero.config.run import RunConfig
 
+_CLASSIFIERS = ("mlp", "eval_mlp", "mobilenet_v3_head", "vision_transformer_head", "identity")
 WEIGHTS_FILE = "weights.safetensors"
 _WITH_THE_PACKAGE = {"digits": Path(__file__).parent / "digits_teacher"}
 
@@ -25,31 +27,90 @@ class DistillationLossConfig:
     """``distillation_loss``: the softened probabilities of a trained classifier, https://arxiv.org/abs/1503.02531."""
 
     teacher: str = ""
-    """Run folder of the trained classifier, of any trunk; digits: one of scans that comes with the package."""
+    """Run folder of the trained classifier, of any trunk; digits: one of scans that comes with the package; empty: the
+    model under DISTILLATION."""
+    loss_type: str = choice("kl_divergence", "kl_divergence", "cross_entropy", "mse")
+    """kl_divergence and cross_entropy of the softened probabilities, times the squared temperature (their gradients are
+    the same), or mse, the mean squared difference of the outputs."""
     temperature: float = number(1.0, least=1e-4)
     """Divides the logits of both."""
     soft_target_alpha: float = number(1.0, least=0, most=1)
     """Weight of the teacher's probabilities; the images' own labels have the rest."""
 
 
+@dataclass
+class DINODistillationLossConfig:
+    """``dino_distillation_loss``: the teacher's softmax over prototypes, predicted for crops of the same image."""
+
+    teacher_num_crops: int = number(2, least=1, most=1000)
+    """First crops of an image, which the teacher sees."""
+    student_num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    teacher_temperature: float = number(0.07, least=1e-4)
+    """Divides the teacher's scores before the softmax."""
+    student_temperature: float = number(0.1, least=1e-4)
+    """Divides the student's."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+
+
+_TEACHER = "config.DISTILLATION.TEACHER_MODEL"
+
+
+def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
+    from vissl_zero.config.rules import model as rules
+    from vissl_zero.config.rules.vissl import refused
+
+    shadow, found = as_teacher(cfg), list[Problem]()
+    for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):
+        said = rule(shadow, host)
+        found += [said] if isinstance(said, Problem) else said or []
+    found += [problem for problem in refused(shadow, host) if problem.key.startswith("config.MODEL.")]
+    path = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE
+    if not path or not Path(path).expanduser().exists():
+        must, fix = "must name the teacher's weights", f"Write {_TEACHER}.WEIGHTS_INIT.PARAMS_FILE=<file>."
+        found.append(Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, fix))
+    return [replace(problem, key=problem.key.replace("config.MODEL", _TEACHER, 1)) for problem in found]
+
+
 @METHODS.register("distillation")
 class DistillationSpec(MethodSpec):
     """Distillation: the probabilities of a trained, frozen classifier."""
 
-    losses = {"distillation_loss": DistillationLossConfig}
+    losses = {"distillation_loss": DistillationLossConfig, "dino_distillation_loss": DINODistillationLossConfig}
     title = "Distillation"
     paper = "https://arxiv.org/abs/1503.02531"
     views = "1 or more crops of any sizes; the teacher sees the same"
     teacher = "a trained model, frozen"
     recipe = "digits/distillation"
 
+    def takes_other_model(self, cfg: RunConfig) -> bool:
+        """Unless a run folder is named."""
+        return not getattr(loss_keys(cfg), "teacher", "")
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """The number of crops."""
+        if cfg.LOSS["name"] != "dino_distillation_loss":
+            return {}
+        counts = crops_of(cfg)
+        return {"student_num_crops": (sum(counts) if counts else 1, "transforms")}
+
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
-        """One head, a teacher that is there, labels where they count."""
+        """One head, a teacher that is there, labels where they count, crops for the teacher."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
-        found = one_head(cfg, "mlp")
-        folder = teacher_folder(keys.teacher)
-        lacking = [name for name in (RESOLVED_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
-        if lacking:
+        if cfg.LOSS["name"] == "dino_distillation_loss":
+            found = one_head(cfg, "mlp", "dino_head", "swav_head")
+            crops = sum(crops_of(cfg) or [1])
+            if keys.teacher_num_crops > crops - keys.swapped_assignment:
+                must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"
+                found.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
+            return [*found, *_teacher_problems(cfg, host)]
+        found = one_head(cfg, *_CLASSIFIERS)
+        if not keys.teacher:
+            found += _teacher_problems(cfg, host)
+        elif lacking := [n for n in (RESOLVED_FILE, WEIGHTS_FILE) if not (teacher_folder(keys.teacher) / n).is_file()]:
             must = f"must be the folder of a run that has ended: it has no {' and no '.join(lacking)}"
             fix = "Train a classifier (vissl-zero config=supervised/...) and write its run folder."
             found.append(Problem(f"{path}.teacher", keys.teacher, must, fix))

@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.methods.distillation.keys import WEIGHTS_FILE, DistillationLossConfig, teacher_folder
-from vissl_zero.methods.embedding import EmbeddingMethod
+from vissl_zero.methods.distillation.keys import (
+    WEIGHTS_FILE,
+    DINODistillationLossConfig,
+    DistillationLossConfig,
+    teacher_folder,
+)
+from vissl_zero.methods.embedding import EmbeddingMethod, images_of
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.supervised.method import targets_of
@@ -21,18 +26,26 @@ from vissl_zero.models.model import Model, build_model
 from vissl_zero.registry import LOSSES
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+def distillation_loss(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, loss_type: str = "kl_divergence"
+) -> Tensor:
     """KL divergence of the student's from the teacher's softened probabilities, times the squared temperature.
 
     Args:
         student, teacher: (n, C) logits; no gradient goes into the teacher's.
         temperature: divides both.
+        loss_type: kl_divergence; cross_entropy, which adds the teacher's entropy; mse, of the logits themselves.
     Returns:
         0-d, the mean over this rank's samples. No communication.
     """
+    if loss_type == "mse":
+        return (at_least_float32(student) - at_least_float32(teacher.detach())).square().sum() / max(student.numel(), 1)
     log_probabilities = F.log_softmax(at_least_float32(student) / temperature, dim=1)
     log_targets = F.log_softmax(at_least_float32(teacher.detach()) / temperature, dim=1)
-    divergence = F.kl_div(log_probabilities, log_targets, reduction="sum", log_target=True)
+    if loss_type == "cross_entropy":
+        divergence = -(log_targets.exp() * log_probabilities).sum()
+    else:
+        divergence = F.kl_div(log_probabilities, log_targets, reduction="sum", log_target=True)
     return divergence * temperature**2 / max(len(student), 1)
 
 
@@ -50,19 +63,30 @@ class Distillation(EmbeddingMethod):
     has_teacher = True
     teacher_follows = False
 
-    def __init__(self, teacher: str, temperature: float = 1.0, soft_target_alpha: float = 1.0):
+    def __init__(
+        self,
+        teacher: str = "",
+        loss_type: str = "kl_divergence",
+        temperature: float = 1.0,
+        soft_target_alpha: float = 1.0,
+    ):
         super().__init__()
         self.teacher = teacher
+        self.loss_type = loss_type
         self.temperature = temperature
         self.soft_target_alpha = soft_target_alpha
         self.couples_samples = soft_target_alpha < 1  # the number of labels divides
 
     def make_teacher(self, model: Model) -> Model:
-        """The trained model of another run; nothing of the one that is trained here.
+        """The trained model of another run; nothing of the one that is trained here, unless that is none's.
 
+        Args:
+            model: without a run folder, the model under DISTILLATION with its weights.
         Raises:
             ConfigError: its folder cannot be read, or its files are not of one run.
         """
+        if not self.teacher:
+            return model.requires_grad_(False)
         folder = teacher_folder(self.teacher)
         try:
             saved = with_references(read_saved(folder / RESOLVED_FILE)["config"])
@@ -89,10 +113,96 @@ class Distillation(EmbeddingMethod):
             got = f"{student.shape[1]} outputs"
             raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", got, must, "Correct the last of dims.")])
         self._note(student)
-        soft = distillation_loss(student, teacher, self.temperature)
+        soft = distillation_loss(student, teacher, self.temperature, self.loss_type)
         if self.soft_target_alpha == 1:
             return soft
         targets = targets_of(batch)
         errors = F.cross_entropy(student, targets, ignore_index=_NO_LABEL, reduction="none")
         hard = weighted_mean(errors, (targets != _NO_LABEL).to(errors.dtype), batch.num_local)
         return self.soft_target_alpha * soft + (1 - self.soft_target_alpha) * hard
+
+
+def dino_distillation_loss(
+    student: Tensor, targets: Tensor, student_temperature: float = 0.1, swapped_assignment: bool = False
+) -> Tensor:
+    """Cross-entropy of the student's crops against the teacher's, as VISSL's ``dino_distillation_loss`` pairs them.
+
+    Args:
+        student: (V, n, K) scores; the teacher's crops come first, in the same order.
+        targets: (T, n, K) probabilities, without gradient; T at most V.
+        student_temperature: divides the student's scores.
+        swapped_assignment: pairs are all of different crops; else a crop of the teacher's with itself, and with each
+            that the teacher does not see.
+    Returns:
+        0-d, the mean over pairs and this rank's samples. No communication.
+    """
+    log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    count, views = len(targets), len(student)
+    same = (targets * log_probabilities[:count]).sum()
+    if swapped_assignment:
+        total = (targets.sum(dim=0) * log_probabilities.sum(dim=0)).sum() - same
+        num_pairs = count * (views - 1)
+    else:
+        total = (targets.sum(dim=0) * log_probabilities[count:].sum(dim=0)).sum() + same
+        num_pairs = count * (views - count + 1)
+    return -total / max(num_pairs * student.shape[1], 1)
+
+
+@LOSSES.register("dino_distillation_loss", config=DINODistillationLossConfig)
+class DINODistillation(EmbeddingMethod):
+    """Distillation of scores of prototypes: the teacher is trained, frozen, and sees the first crops.
+
+    Args: the fields of ``DINODistillationLossConfig``, with student_num_crops known.
+    """
+
+    has_teacher = True
+    teacher_follows = False
+    couples_samples = False
+
+    def __init__(
+        self,
+        student_num_crops: int,
+        teacher_num_crops: int = 2,
+        teacher_temperature: float = 0.07,
+        student_temperature: float = 0.1,
+        swapped_assignment: bool = False,
+    ):
+        super().__init__()
+        self.teacher_crops = list(range(teacher_num_crops))
+        self.num_crops = student_num_crops
+        self.temperatures = teacher_temperature, student_temperature
+        self.swapped_assignment = swapped_assignment
+
+    def make_teacher(self, model: Model) -> Model:
+        """The model under DISTILLATION, with its weights, as it is."""
+        return model.requires_grad_(False)
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The teacher's crops only."""
+        outputs: list[Any] = model(images_of(batch, self.teacher_crops))
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``dino_distillation_loss``.
+
+        Raises:
+            ConfigError: student and teacher have other numbers of scores.
+        """
+        student, teacher = _scores(outputs[0]), at_least_float32(_scores(taught[0]))
+        if student.shape[1] != teacher.shape[1]:
+            must = f"must end in the teacher's {teacher.shape[1]} scores"
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
+        self._note(student)
+        targets = F.softmax(teacher / self.temperatures[0], dim=1)
+        return dino_distillation_loss(
+            student.unflatten(0, (self.num_crops, batch.num_local)),
+            targets.unflatten(0, (len(self.teacher_crops), batch.num_local)),
+            self.temperatures[1],
+            self.swapped_assignment,
+        )
+
+
+def _scores(output: Any) -> Tensor:
+    """Of the first prototypes, or what an mlp gives."""
+    scores: Tensor = output.scores[0] if hasattr(output, "scores") else output
+    return scores

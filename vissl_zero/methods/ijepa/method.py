@@ -37,7 +37,7 @@ def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0
 class IJEPA(EmbeddingMethod):
     """I-JEPA: a teacher's embeddings of blocks from the patches around them.
 
-    The paper draws the size of targets anew for each batch and cuts the context to the smallest one of the batch. Here
+    The paper draws the size of targets for each batch and cuts the context to the smallest one of the batch. Here
     both have as many patches in every image, so that an image's masks do not depend on the others.
 
     Args: the fields of ``IJEPALossConfig``.

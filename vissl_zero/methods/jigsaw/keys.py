@@ -45,7 +45,7 @@ class JigsawLossConfig:
 
 @METHODS.register("jigsaw")
 class JigsawSpec(MethodSpec):
-    """Jigsaw: in which order the tiles of an image were put."""
+    """Jigsaw: predicts the order of an image's shuffled tiles."""
 
     losses = {"jigsaw_loss": JigsawLossConfig}
     heads = {"jigsaw_head": JigsawHeadConfig}

@@ -91,7 +91,7 @@ class MAE(EmbeddingMethod):
         return mae_loss(output.predictions, targets, targets.new_ones(output.wanted.shape))
 
     def collapse_rule(self, num_steps: int) -> None:
-        """None: pixels are not alike."""
+        """None: MAE has no embeddings whose collapse could be measured."""
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (own,) = images

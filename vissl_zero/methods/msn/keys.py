@@ -39,7 +39,7 @@ class MSNLossConfig:
 
 @METHODS.register("msn")
 class MSNSpec(MethodSpec):
-    """MSN: masked crops take the prototypes that a teacher gives the whole first crop."""
+    """MSN: masked crops predict the prototypes that a teacher assigns to the full first crop."""
 
     losses = {"msn_loss": MSNLossConfig}
     title = "MSN"
@@ -63,7 +63,9 @@ class MSNSpec(MethodSpec):
         counts = crops_of(cfg)
         if counts and sum(counts) >= 2 and counts[0] < 2:
             must = "must begin with two crops of the first size: the teacher's and one of the student's"
-            found.append(Problem("config.DATA.TRAIN.TRANSFORMS", str(counts), must, "Write num_crops: [2, 10], say."))
+            found.append(
+                Problem("config.DATA.TRAIN.TRANSFORMS", str(counts), must, "Write num_crops: [2, 10], for example.")
+            )
         for name, options in heads_of(cfg):
             if name == "swav_head" and not (
                 options.get("use_weight_norm_prototypes") and len(options["num_clusters"]) == 1

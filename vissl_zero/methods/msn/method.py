@@ -61,7 +61,7 @@ def msn_loss(
 
 @LOSSES.register("msn_loss", config=MSNLossConfig)
 class MSN(EmbeddingMethod):
-    """MSN: masked crops take the prototypes that a teacher gives the whole first crop.
+    """MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.
 
     The student's prototypes score the teacher's embeddings too, so those pass through the student's head as a probe.
 

@@ -52,7 +52,7 @@ class NPIDLossConfig:
 
 @METHODS.register("npid")
 class NPIDSpec(MethodSpec):
-    """NPID: each image is told from others by a memory of all of them."""
+    """NPID: each image is a class of its own; a memory bank of all images supplies the negatives."""
 
     losses = {"nce_loss_with_memory": NPIDLossConfig}
     shape_keys = ("embedding_dim",)

@@ -142,7 +142,7 @@ def _set_normalizer(bank: MemoryBank, scores: Tensor) -> None:
 
 @LOSSES.register("nce_loss_with_memory", config=NPIDLossConfig)
 class NPID(EmbeddingMethod):
-    """NPID: each image is told from others by a memory of all of them.
+    """NPID: each image is a class of its own; a memory bank of all images supplies the negatives.
 
     Args: the fields of ``NPIDLossConfig``, with embedding_dim known.
     """

@@ -42,7 +42,7 @@ class PIRLLossConfig(NPIDLossConfig):
 
 @METHODS.register("pirl")
 class PIRLSpec(MethodSpec):
-    """PIRL: an image and its shuffled tiles, each told from others by a memory of all images."""
+    """PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives."""
 
     losses = {"pirl_loss": PIRLLossConfig}
     heads = {"pirl_head": PIRLHeadConfig}

@@ -83,7 +83,7 @@ class PIRLHead(nn.Module):
 
 @LOSSES.register("pirl_loss", config=PIRLLossConfig)
 class PIRL(NPID):
-    """PIRL: an image and its shuffled tiles, each told from others by a memory of all images.
+    """PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives.
 
     The first crop is seen whole, the second in tiles, in an order drawn for every sample and step.
 

@@ -23,7 +23,7 @@ class RotNetLossConfig:
 
 @METHODS.register("rotnet")
 class RotNetSpec(MethodSpec):
-    """RotNet: by which of four angles an image was rotated."""
+    """RotNet: predicts which of four rotations an image has."""
 
     losses = {"rotnet_loss": RotNetLossConfig}
     title = "RotNet"

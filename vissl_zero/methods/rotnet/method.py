@@ -16,7 +16,7 @@ from vissl_zero.registry import LOSSES
 
 @LOSSES.register("rotnet_loss", config=RotNetLossConfig)
 class RotNet(PretextTask):
-    """RotNet: by which of four angles an image was rotated. All four rotations of an image are in its batch."""
+    """RotNet: predicts which of four rotations an image has. All four rotations of an image are in its batch."""
 
     def __init__(self) -> None:
         super().__init__(NUM_ANGLES)

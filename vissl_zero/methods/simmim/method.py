@@ -105,14 +105,14 @@ class SimMIM(EmbeddingMethod):
         return simmim_loss(output.pixels, images, output.mask)
 
     def collapse_rule(self, num_steps: int) -> None:
-        """None: pixels are not alike."""
+        """None: SimMIM has no embeddings whose collapse could be measured."""
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (own,) = images
         grid, side = grid_of(own, patch_size), self.mask_patch_size
         if side % patch_size[0] or side % patch_size[1] or own.shape[2] % side or own.shape[3] % side:
             must = f"must be a multiple of the patches, {patch_size[0]}, and divide the images, {own.shape[2]} pixels"
-            fix = f"Write {patch_size[0]}, say."
+            fix = f"Write {patch_size[0]}, for example."
             raise ConfigError([Problem("config.LOSS.simmim_loss.mask_patch_size", str(side), must, fix)])
         height, width = own.shape[2] // side, own.shape[3] // side
         num_masked = math.ceil(height * width * self.mask_ratio - 1e-9)

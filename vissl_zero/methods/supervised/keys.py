@@ -107,7 +107,7 @@ class SupervisedSpec(MethodSpec):
             sides = mixing["cutmix_minmax"]
             if sides is not None and not (len(sides) == 2 and 0 <= sides[0] < sides[1] <= 1):
                 must = "must be two shares of the side, the smaller first"
-                found.append(Problem(f"{PARAMS_KEY}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], say."))
+                found.append(Problem(f"{PARAMS_KEY}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], for example."))
             if keys.weight is not None:
                 must = "must be null where images are mixed"
                 found.append(Problem(f"config.LOSS.{cfg.LOSS['name']}.weight", str(keys.weight), must, "Leave it out."))

@@ -91,7 +91,7 @@ class Mixing:
         return mixed, torch.cat(mixed_labels)
 
     def _shared(self, uniforms: Tensor) -> Tensor:
-        """(V, B, m) draws, alike where ``mode`` says that images share them."""
+        """(V, B, m) draws, equal where ``mode`` lets images share them."""
         if self.config.mode == "elem":
             return uniforms
         if self.config.mode == "batch":

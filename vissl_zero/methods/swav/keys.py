@@ -37,7 +37,8 @@ class SwAVHeadConfig:
     activation_name: str = "ReLU"
     """Activation between the layers: ReLU, GELU or SiLU."""
     return_embeddings: bool = True
-    """No effect: VISSL's head can leave embeddings out of what it returns; here a loss takes what it needs."""
+    """Give embeddings beside the scores. false is for losses of scores alone (dino_loss, dino_distillation_loss);
+    those that need embeddings refuse it."""
     use_weight_norm_prototypes: bool = False
     """Score against prototypes divided by their L2 norm, whatever their own length (DINO)."""
 
@@ -70,6 +71,8 @@ class SwAVLossConfig:
     """Rounds of Sinkhorn's algorithm."""
     epsilon: float = number(0.05, least=1e-4)
     """Entropy regularisation of the assignment; larger is softer."""
+    shk_powerlaw: float = number(0.0, least=0, most=100)
+    """Prototype i has a share of the images proportional to i to the power of minus this; 0: all have equal shares."""
     num_crops: int | None = None
     """Crops per image; null: from the transforms, which also win over a different number."""
     crops_for_assign: list[int] = field(default_factory=lambda: [0, 1])
@@ -80,6 +83,14 @@ class SwAVLossConfig:
     """Optimizer steps from the start in which assignments are rounded to one prototype."""
     queue: SwAVQueueConfig = field(default_factory=SwAVQueueConfig)
     """Past embeddings in the assignment."""
+
+
+def needs_embeddings(cfg: RunConfig) -> list[Problem]:
+    """A problem if a ``swav_head`` is to leave out the embeddings, which the loss takes."""
+    if all(options.get("return_embeddings", True) for _, options in heads_of(cfg)):
+        return []
+    must = f"must be true for {cfg.LOSS['name']}, which needs embeddings"
+    return [Problem("config.MODEL.HEAD.PARAMS.swav_head.return_embeddings", "False", must, "Leave it out.")]
 
 
 @METHODS.register("swav")
@@ -111,6 +122,7 @@ class SwAVSpec(MethodSpec):
         path = f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "swav_head"),
+            *needs_embeddings(cfg),
             *self._crops(cfg, keys, path),
             *_prototypes(keys, path),
             *_queue(keys, path, micro_batch(cfg, host)),

@@ -160,6 +160,7 @@ class SwAVLoss(Method):
         embedding_dim: int,
         temperature: float = 0.1,
         epsilon: float = 0.05,
+        shk_powerlaw: float = 0.0,
         num_iters: int = 3,
         crops_for_assign: Sequence[int] = (0, 1),
         use_double_precision: bool = False,
@@ -174,6 +175,7 @@ class SwAVLoss(Method):
         self.num_prototypes = list(num_prototypes)
         self.temperature = temperature
         self.epsilon = epsilon
+        self.powerlaw = shk_powerlaw
         self.num_iters = num_iters
         self.crops_for_assign = list(crops_for_assign)
         self.use_double_precision = use_double_precision
@@ -254,7 +256,7 @@ class SwAVLoss(Method):
         if queue_scores is not None:
             past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
             scores = torch.cat((scores, past), dim=1)
-        assigned = sinkhorn(scores, self.epsilon, self.num_iters)[:, :num_samples]
+        assigned = sinkhorn(scores, self.epsilon, self.num_iters, powerlaw=self.powerlaw)[:, :num_samples]
         if self._step < self.temp_hard_assignment_iters:
             assigned = F.one_hot(assigned.argmax(dim=2), num_prototypes).to(assigned.dtype)
         return assigned

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.components.heads import ChainConfig, EvalMLPConfig, MLPConfig
+from vissl_zero.config.components.heads import (
+    ChainConfig,
+    EvalMLPConfig,
+    IdentityHeadConfig,
+    MLPConfig,
+    MobileNetHeadConfig,
+    VisionTransformerHeadConfig,
+)
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS
@@ -111,3 +120,80 @@ class EvalMLP(nn.Module):
         maps = features[:, :, None, None] if features.ndim == 2 else features
         outputs: Tensor = self.clf(self.channel_bn(maps).flatten(1))
         return outputs
+
+
+@HEADS.register("identity", config=IdentityHeadConfig)
+class IdentityHead(nn.Module):
+    """The features as they are, for losses that compare features."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(n, F), as it is."""
+        return features
+
+
+class _DrawnHead(nn.Module):
+    """Linear layers that begin normal, cut at -2 and 2 as in VISSL, and with biases of 0."""
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """First weights, by ``_deviation``."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                drawn, generator = torch.empty(module.weight.shape), generator_for(f"{name}.weight")
+                nn.init.trunc_normal_(drawn, std=self._deviation(name, module), generator=generator)
+                module.weight.data.copy_(drawn)
+                nn.init.zeros_(module.bias)
+
+    def _deviation(self, name: str, module: nn.Linear) -> float:
+        raise NotImplementedError
+
+
+@HEADS.register("mobilenet_v3_head", config=MobileNetHeadConfig)
+class MobileNetHead(_DrawnHead):
+    """MobileNet v3's classifier, as torchvision and VISSL have it. Args: the fields of ``MobileNetHeadConfig``."""
+
+    def __init__(
+        self,
+        in_channels: int = 960,
+        mid_channels: int = 1280,
+        num_classes: int = 1000,
+        drop_out: float = 0.2,
+        with_bn: bool = False,
+    ):
+        super().__init__()
+        self.channel_bn = nn.BatchNorm2d(in_channels) if with_bn else None
+        self.classifier = nn.Sequential(
+            nn.Linear(in_channels, mid_channels),
+            nn.Hardswish(),
+            nn.Dropout(drop_out),
+            nn.Linear(mid_channels, num_classes),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (n, in_channels), or maps (n, in_channels, 1, 1) -> outputs (n, num_classes)."""
+        maps = features[:, :, None, None] if features.ndim == 2 else features
+        outputs: Tensor = self.classifier((self.channel_bn(maps) if self.channel_bn is not None else maps).flatten(1))
+        return outputs
+
+    def _deviation(self, name: str, module: nn.Linear) -> float:
+        return 0.01
+
+
+@HEADS.register("vision_transformer_head", config=VisionTransformerHeadConfig)
+class VisionTransformerHead(_DrawnHead):
+    """The classifier of vision transformers, as VISSL has it. Args: the fields of ``VisionTransformerHeadConfig``."""
+
+    def __init__(self, in_plane: int, num_classes: int, hidden_dim: int | None = None):
+        super().__init__()
+        layers: list[tuple[str, nn.Module]] = []
+        if hidden_dim is not None:
+            layers = [("pre_logits", nn.Linear(in_plane, hidden_dim)), ("act", nn.Tanh())]
+        layers.append(("head", nn.Linear(hidden_dim or in_plane, num_classes)))
+        self.layers = nn.Sequential(OrderedDict(layers))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (n, in_plane) -> outputs (n, num_classes)."""
+        outputs: Tensor = self.layers(features)
+        return outputs
+
+    def _deviation(self, name: str, module: nn.Linear) -> float:
+        return sqrt(1 / module.in_features) if name.endswith("pre_logits") else 0.02  # LeCun's for the first

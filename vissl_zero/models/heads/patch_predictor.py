@@ -55,7 +55,9 @@ class PatchPredictor(nn.Module):
         key = "config.MODEL.HEAD.PARAMS.patch_predictor"
         if len(dims) != 3:
             must = "must have three widths: of the trunk, of the predictor, of a prediction"
-            raise ConfigError([Problem(f"{key}.dims", str(list(dims)), must, "Write dims: [-1, 512, 768], say.")])
+            raise ConfigError(
+                [Problem(f"{key}.dims", str(list(dims)), must, "Write dims: [-1, 512, 768], for example.")]
+            )
         if dims[1] % num_heads or dims[1] % 4:
             must = f"must be a multiple of 4 and of num_heads, {num_heads}"
             raise ConfigError([Problem(f"{key}.dims", str(dims[1]), must, "Change one of them.")])

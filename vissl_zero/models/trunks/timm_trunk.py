@@ -67,7 +67,7 @@ class TimmTrunk(nn.Module):
 
     Args:
         net: built without a classifier; taken apart.
-        build: builds the same model anew.
+        build: builds the same model again.
 
     Attributes:
         feature_dim: F, of the pooled features.
@@ -102,6 +102,11 @@ class TimmTrunk(nn.Module):
                 features.append(self.net(x))
         return features
 
+    def last_link(self, path: str) -> str:
+        """Path in the trunk of what gives the output of ``path``, a part of the network that may be taken apart."""
+        inside = [link for link in self._links if link == f"net.{path}" or link.startswith(f"net.{path}.")]
+        return inside[-1] if inside else f"net.{path}"
+
     @torch.no_grad()
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """First weights as timm draws them, under a generator of the run's."""
@@ -120,11 +125,15 @@ class _SingleUnit(Unit):
 
         def run(x: Tensor) -> Any:
             with resolution_scope(*scope):
-                return self[0](x, *args, **kwargs)
+                return self.apply_layers(x, *args, **kwargs)
 
         if self.checkpoint and self.training and torch.is_grad_enabled():
             return checkpoint(run, x, use_reentrant=False, context_fn=recomputation_contexts)
         return run(x)
+
+    def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See ``Unit``."""
+        return self[0](x, *args, **kwargs)
 
 
 @dataclass

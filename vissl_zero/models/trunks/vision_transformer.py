@@ -205,9 +205,12 @@ class _EmbeddingUnit(Unit):
         super().__init__(OrderedDict(unit=embedding))
 
     def forward(self, xs: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None) -> list[Tensor]:
-        return self.each(
-            lambda index, x: self[0](x, masks[index] if masks else None, kept[index] if kept else None), xs
-        )
+        return self.each(xs, masks, kept)
+
+    def apply_layers(self, x: Tensor, *args: Tensor | None, **kwargs: Any) -> Tensor:
+        """See ``Unit``: patches of one resolution, with its mask and the patches kept."""
+        tokens: Tensor = self[0](x, *args)
+        return tokens
 
 
 class _Pooling(nn.Module):

@@ -43,7 +43,7 @@ class FsdpUnit(FullyShardedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the parameters and run the module."""
         if is_recomputing():
-            # In the middle of the backward pass fairscale's own forward would take this unit for one that begins anew:
+            # Called in the middle of the backward pass, fairscale's own forward would reset this unit's state:
             # it would free what the backward pass is about to use. The parameters are freed when that is done.
             self._rebuild_full_params()
             return self.module(*args, **kwargs)
@@ -111,7 +111,7 @@ class FsdpUnit(FullyShardedDataParallel):
             inner.register_forward_pre_hook(lambda *_: _watch(inner._unflattened_param_views, segments))
 
     def drop_whole(self) -> None:
-        """Forget whole parameters that are kept from an earlier forward pass; the shards are about to change."""
+        """Forget full parameters that are kept from an earlier forward pass; the shards are about to change."""
         if self.has_full_params or (self._is_root and self.params):
             self._free_full_params()
             self._use_fp32_param_shard()

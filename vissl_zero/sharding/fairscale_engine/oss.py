@@ -1,4 +1,4 @@
-"""Whole parameters dealt out to ranks by fairscale's OSS: who updates which, and how the others learn of it."""
+"""Full parameters dealt out to ranks by fairscale's OSS: who updates which, and how the others learn of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OwnedShard(Shard):
     """A parameter that every rank holds and one rank updates.
 
     Attributes:
-        source: the whole parameter, on every rank.
+        source: the full parameter, on every rank.
         local: the same memory on its owner, empty elsewhere.
         owner: rank that updates it.
         has_grad: whether the loss has reached it since the gradient was last forgotten. A gradient that lives in a
@@ -39,7 +39,7 @@ class OwnedShard(Shard):
         return self.source.grad if self.is_owned and self.has_grad else None
 
     def held(self) -> Tensor:
-        """See ``Shard``: the whole parameter."""
+        """See ``Shard``: the full parameter."""
         return self.source.detach()
 
     def held_shape(self) -> torch.Size:

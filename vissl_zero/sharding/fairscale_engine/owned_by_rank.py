@@ -1,4 +1,4 @@
-"""Levels 1 and 2 of fairscale: each rank updates whole parameters of its own, and all ranks hold all parameters."""
+"""Levels 1 and 2 of fairscale: each rank updates full parameters of its own, and all ranks hold all parameters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _OwnedByRank(ShardedModel):
         lines = [
             f"ZeRO level {self._plan.level} by fairscale over {len(shares)} ranks, {sum(shares):,} trained parameters, "
             f"{self._moment()}",
-            f"  dealt out as whole tensors: the fullest rank updates {max(shares):,}, an even share is {even:,}",
+            f"  dealt out as full tensors: the fullest rank updates {max(shares):,}, an even share is {even:,}",
         ]
         if self._wrap_plan.checkpointed:
             lines.append(f"  recomputed in backward: {', '.join(self._wrap_plan.checkpointed)}")
@@ -149,7 +149,7 @@ class GradientSharded(_OwnedByRank):
         self._reduced: set[str] = set()
         for shard in self._owned:
             shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
-        self._watch.accept_hooks()
+        self._parameter_guard.accept_hooks()
         self.zero_grad()
 
     @contextmanager

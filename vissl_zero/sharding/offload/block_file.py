@@ -45,12 +45,13 @@ def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
     On huge pages, where the system has them: a request is one piece of memory then and not one for each page, so that
     several fit into the queue of a virtual disk, which otherwise lets one wait for as long as there are others
     (docs/offload.md). Forked children do not have the memory: of a request under way while the process forks, to load
-    data, say, the result could otherwise be the child's (open(2), O_DIRECT).
+    data, for example, the result could otherwise be the child's (open(2), O_DIRECT).
     """
     starts = [0, *accumulate(map(pages, sizes))]
     num_huge = -(-starts[-1] // _HUGE_PAGE)
     # Private, unlike mmap's default: shared memory has no huge pages.
     memory = mmap.mmap(-1, (num_huge + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A fork during direct I/O could leave the data in the child's copy of the page.
     memory.madvise(mmap.MADV_DONTFORK)
     if starts[-1] >= _HUGE_PAGE:
         with suppress(OSError):  # a kernel built without them
@@ -95,6 +96,7 @@ class BlockFile:
             OffloadError: it is not what was written last: the file was cut or changed, or the disk failed.
         """
         size, expected = self._sizes[index], self._checksums[index]
+        # Never written: zero by definition, so there is nothing to read.
         if expected is None:
             buffer.bytes[:size].zero_()
             return
@@ -105,8 +107,8 @@ class BlockFile:
         if num_read != size or checksum(buffer.bytes[:size]) != expected:
             what = "shorter than it was written" if num_read != size else "not what was written"
             raise OffloadError(
-                f"{self._path}: record {index} is {what}. Somebody changed the file or the disk is failing; "
-                "the state in memory can no longer be trusted. Go on from the last checkpoint."
+                f"{self._path}: record {index} is {what}. The file was changed, or the disk is failing; "
+                "the state in memory can no longer be trusted. Resume from the last checkpoint."
             )
 
     def write(self, index: int, buffer: PageBuffer) -> None:
@@ -142,14 +144,14 @@ class BlockFile:
             self.write(index, buffer)
 
     def _failed(self, verb: str, error: OSError) -> OffloadError:
-        return OffloadError(f"{self._path}: cannot {verb}: {error.strerror}. Go on from the last checkpoint.")
+        return OffloadError(f"{self._path}: cannot {verb}: {error.strerror}. Resume from the last checkpoint.")
 
 
 def checksum(data: Tensor) -> int:
     """Sum of the 64-bit words of ``data`` (bytes, whole pages), wrapping around.
 
     Any change of one word is seen, and any other but for one in 2^64. Runs at the speed of memory, where CRC-32 would
-    be slower than the disk. numpy's sum and not torch's: it releases the interpreter's lock likewise, and starts no
+    be slower than the disk. numpy's sum and not torch's: it releases the interpreter's lock too, and starts no
     team of threads in each of the threads that stream.
     """
     return int(data.numpy().view(np.uint64).sum(dtype=np.uint64))

@@ -6,4 +6,4 @@ from vissl_zero.errors import VisslZeroError
 
 
 class OffloadError(VisslZeroError):
-    """Offloaded state cannot be stored, or did not come back as it was stored; training must not go on with it."""
+    """Offloaded state cannot be stored, or did not come back as it was stored; training must not continue with it."""

@@ -69,7 +69,7 @@ class HostShard(Shard):
 
     @torch.no_grad()
     def _fetch_grad(self) -> None:
-        """Add the gradient on the device to what is here, and let go of it there."""
+        """Add the gradient on the device to the one here, and free it there."""
         grad = self.local_grad()
         if grad is None:
             return
@@ -93,7 +93,7 @@ class HostShard(Shard):
 
 
 def needs_host_shards(plan: ShardingPlan, device: torch.device) -> bool:
-    """Whether the optimizer runs in another memory than the parameters rest in."""
+    """Whether the optimizer runs on another device than the parameters are on."""
     return plan.offload_optimizer.device != "none" and plan.offload_params.device == "none" and device.type != "cpu"
 
 

@@ -114,7 +114,7 @@ class Layout:
         index_of: by full name.
         chunks: ``Segment.tensor`` is the index of the shard.
         unit_records: of each unit, the positions of its chunks.
-        records_of: of each shard, likewise.
+        records_of: the records of each shard.
     """
 
     def __init__(self, units: Sequence[Sequence[StoredParam]]):

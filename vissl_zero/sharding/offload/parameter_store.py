@@ -14,7 +14,7 @@ from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.gradient_store import GradientStore
 from vissl_zero.sharding.offload.layout import Layout, StoredParam
 from vissl_zero.sharding.offload.pipeline import Pipeline
-from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, ExpectedOrder, ReadAhead
+from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, PrefetchOrder, ReadAhead
 from vissl_zero.sharding.offload.run_folder import RunFolder
 from vissl_zero.sharding.offload.shard_file import ShardFile
 
@@ -52,7 +52,7 @@ class ParameterStore:
         self._ahead = ReadAhead(self.parameters, self.record_bytes)
         self._values = ShardFile(self.layout, self.parameters, self._pipeline)
         self.gradients = GradientStore(self.layout, gradients, self._pipeline)
-        self._order = ExpectedOrder()
+        self._order = PrefetchOrder()
         self._is_broken = False
         files = self.parameters, gradients
         self._finalizer = weakref.finalize(self, _end, self._ahead, self._pipeline, files, folder)
@@ -79,6 +79,7 @@ class ParameterStore:
         self._require_sound()
         records = self.layout.unit_records[unit]
         self._order.came(unit)
+        # This unit's records first, then those of the units that followed it in the last step.
         self._ahead.follow([*records, *self._expected_records()])
         for _ in records:
             record, buffer = self._ahead.take()
@@ -116,6 +117,7 @@ class ParameterStore:
             OffloadError: an earlier one failed.
         """
         self._require_sound()
+        # Records that were read ahead hold values from before the update.
         self._ahead.forget()
         self._order.restart()
         with self._whole_or_broken():
@@ -129,6 +131,7 @@ class ParameterStore:
 
     @contextmanager
     def _whole_or_broken(self) -> Iterator[None]:
+        # Set before, cleared after: an exception in between leaves it set.
         self._is_broken = True
         yield
         self._is_broken = False
@@ -143,7 +146,7 @@ class ParameterStore:
 
     def _require_sound(self) -> None:
         if self._is_broken:
-            raise OffloadError("Streaming parameters failed earlier, or was ended. Go on from the last checkpoint.")
+            raise OffloadError("Streaming parameters failed earlier, or was ended. Resume from the last checkpoint.")
 
 
 def _end(ahead: ReadAhead, pipeline: Pipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:

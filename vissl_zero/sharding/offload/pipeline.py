@@ -76,6 +76,7 @@ class Pipeline:
             for tray in self._trays[: len(items)]:
                 send(tray, (), ())
             while requests:
+                # In the order of completion: a slow record delays no other.
                 request = ready.get()
                 requests.remove(request)
                 if (turn := request.result()) is not None:
@@ -93,6 +94,7 @@ class Pipeline:
 
 def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:
     """Write ``columns`` of the item that ``tray`` holds, then read another into it."""
+    # One request writes the old item and reads the next: the tray is free for reuse without a second hand-over.
     for column in columns:
         cell = old[column]
         assert cell is not None

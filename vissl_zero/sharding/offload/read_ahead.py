@@ -13,7 +13,7 @@ from vissl_zero.sharding.offload.block_file import BlockFile, PageBuffer, page_b
 _Pair = tuple[int | None, int | None]
 
 
-class ExpectedOrder:
+class PrefetchOrder:
     """Learns an order that repeats from step to step.
 
     Two units tell forward from backward, where the same ones come in the other order. Pure.
@@ -29,7 +29,7 @@ class ExpectedOrder:
         self._last = (self._last[1], unit)
 
     def restart(self) -> None:
-        """A step begins: what comes next is what came next the last time one began."""
+        """A step begins: the order of the last step is expected again."""
         self._last = (None, None)
 
     def expected(self) -> Iterator[int]:

@@ -189,7 +189,7 @@ class StateOnDisk(StatePlace):
     def _run(self, records: Sequence[int], copy: Any) -> None:
         if not self.is_sound:
             raise OffloadError(
-                "Streaming optimizer state failed earlier, or was ended. Go on from the last checkpoint."
+                "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
             )
         assert self.pipeline is not None
         rest = [None] * (self.pipeline.num_columns - 1)

@@ -1,4 +1,4 @@
-"""A torch optimizer whose state, and parameters that rest on a disk, pass through memory once a step."""
+"""A torch optimizer whose state, and parameters that are on disk, pass through memory once a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Updates shards chunk by chunk: meanwhile the next are read, and what the last changed is written.
+    """Updates shards chunk by chunk, while the next chunks are read and the last ones written.
 
     The arithmetic is the base optimizer's own, on views of the shards or of what was read; only where things rest is
     different. A parameter without gradient is left alone, and its state too.
@@ -130,7 +130,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         assert closure is None
         if self._is_broken:
             raise OffloadError(
-                "Streaming optimizer state failed earlier, or was ended. Go on from the last checkpoint."
+                "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
             )
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         self._distrust()
@@ -199,7 +199,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 segments = tuple(replace(segment, tensor=position_of[segment.tensor]) for segment in chunk.segments)
                 chunks.append(replace(chunk, segments=segments))
                 records.append(record)
-        # An empty tensor takes part in no chunk; so nothing is cut that is in the store.
+        # Empty tensors belong to no chunk, so nothing in the store is cut.
         rest = [param.new_empty(0) if i in self._stored else param for i, param in enumerate(self._params)]
         itemsize = max((param.element_size() for param in self._params), default=8)
         elements = max(RECORD_BYTES // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN

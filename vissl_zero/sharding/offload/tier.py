@@ -1,4 +1,4 @@
-"""From the two offload plans to the optimizer that runs and the store of parameters: where training state rests."""
+"""From the two offload plans to the optimizer that runs and the store of parameters: where training state is kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.sharding.allocator import give_back_large_blocks
+from vissl_zero.sharding.offload.disk_shard import DiskShard
 from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.kernel import Kernel
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name, stale_runs
-from vissl_zero.sharding.offload.stored_shard import StoredShard
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import OptimizerFactory
@@ -73,7 +73,7 @@ def offloaded(
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
     """
     where = plan.offload_optimizer.device
-    index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, StoredShard)}
+    index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, DiskShard)}
     if where != "nvme" and not index_of:
         return build_optimizer
 
@@ -91,7 +91,9 @@ def offloaded(
             ), adaptation
         if where == "nvme" and collectives.rank() == 0:
             name = type(kernel.optimizer).__name__
-            logging.getLogger(__name__).warning("%s=nvme has no effect: %s keeps no state as it is set.", _KEY, name)
+            logging.getLogger(__name__).warning(
+                "%s=nvme has no effect: %s keeps no state with these settings.", _KEY, name
+            )
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
         for group, own in zip(optimizer.param_groups, params, strict=True):
@@ -108,7 +110,7 @@ def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
 
 
 def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Built:
-    """Build on every rank or on none: a rank that went on alone would wait for the others."""
+    """Build on every rank or on none: a rank that continued alone would hang in its next collective."""
     assert plan.nvme_path is not None
     run_name = new_run_name()
     built, failure = None, None
@@ -132,7 +134,7 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
         )
     if collectives.rank() == 0 and (stale := stale_runs(plan.nvme_path)):
         logging.getLogger(__name__).warning(
-            "%s holds files of earlier runs, killed or told to keep them: %s. They are not used; "
+            "%s holds files of earlier runs that were killed or kept their files: %s. They are not used; "
             "remove them to free the disk.",
             plan.nvme_path,
             ", ".join(stale),

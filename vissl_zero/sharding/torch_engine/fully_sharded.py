@@ -1,6 +1,6 @@
 """Levels 1 to 3: one mechanism, torch's ``fully_shard``; the level is only *when* things are gathered and reduced.
 
-Level 3 frees the whole parameters of a unit after its forward pass and gathers them again for its backward pass. Levels
+Level 3 frees the full parameters of a unit after its forward pass and gathers them again for its backward pass. Levels
 1 and 2 keep them until the end of the step's last backward pass. Level 2 reduces gradients to shards in every backward
 pass; level 1 keeps them whole, without communication, until the last one.
 """
@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.exchange.choose import open_exchange
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_comm.open_communicator import open_communicator
 from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.offload.disk_shard import disk_shard
 from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.offload.stored_shard import stored_shard
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.plan import PlannedUnit, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
@@ -36,7 +36,7 @@ from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory
 from vissl_zero.sharding.torch_engine.ordered import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.torch_engine.row_shard import hide_gradient
-from vissl_zero.sharding.torch_engine.unit_collectives import use_exchange
+from vissl_zero.sharding.torch_engine.unit_collectives import use_communicator
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_on_disk import UnitOnDisk, stored_params
 from vissl_zero.sharding.torch_private import lazy_init, real_grad, set_real_grad
@@ -46,7 +46,7 @@ class FullySharded(ShardedModel):
     """A model of which each rank keeps a part. See ``ShardedModel``.
 
     Attributes:
-        exchange: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
+        comm: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
     """
 
     def __init__(
@@ -76,24 +76,26 @@ class FullySharded(ShardedModel):
             if plan.deterministic:
                 self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
             group = mesh.get_group(mesh.ndim - 1)
-            self.exchange: Exchange | None = None
+            self.comm: CpuCommunicator | None = None
             if device.type == "cpu" and group.size() > 1:
-                self.exchange = open_exchange(group, plan.timeout_s)
+                self.comm = open_communicator(group, plan.timeout_s)
             names = {part: name or "(model)" for name, part in module.named_modules()}
             titles = [" + ".join(names[part] for part in unit._get_fsdp_state()._modules) for unit in self._units]
-            has_strangers = self.exchange is None or group.size() < dist.get_world_size()
-            self._guard = UnitGuard(titles, self._units, self.exchange, is_recording=has_strangers)
-            if self.exchange is not None:
+            has_strangers = self.comm is None or group.size() < dist.get_world_size()
+            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=has_strangers)
+            if self.comm is not None:
                 tell, keeps_buffers = self._guard.tell, store is None
-                self._exchange_buffers = use_exchange(self._units, self.exchange, tell, keeps_buffers=keeps_buffers)
-            elif plan.deterministic:  # the exchange adds up in the order of ranks as it is
+                self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers=keeps_buffers)
+            elif plan.deterministic:  # the comm adds up in the order of ranks as it is
                 for unit in self._units:
                     unit.set_custom_reduce_scatter(OrderedReduceScatter())
-            shards = [stored_shard(shard, store) for shard in shards_of(module, group)]
+            shards = [disk_shard(shard, store) for shard in shards_of(module, group)]
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
                 shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
             elif build_optimizer is not None:
+                # A scalar's gradient is this rank's own until step() averages it: a loop that read it would differ
+                # between ranks.
                 shards = [shard if shard.source.dim() else hide_gradient(shard) for shard in shards]
             if build_optimizer is not None:
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
@@ -138,10 +140,10 @@ class FullySharded(ShardedModel):
 
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""
-        return [*self._exchange_buffers(), *self.exchange.buffers()] if self.exchange else []
+        return [*self._comm_buffers(), *self.comm.buffers()] if self.comm else []
 
     def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """``load_state_dict`` of the model takes whole weights too, the same on every rank: cut them as it is cut."""
+        """``load_state_dict`` of the model takes full weights too, the same on every rank: cut them as it is cut."""
         self._before_shards_change()
         for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             given = state.get(name)
@@ -156,6 +158,7 @@ class FullySharded(ShardedModel):
         try:
             yield
         except RuntimeError as error:
+            # torch's own messages name neither the cause in the user's loop nor the fix.
             if "storage of size 0" in str(error):
                 raise VisslZeroError(FREED) from error
             if "mixed torch.Tensor and DTensor" in str(error):
@@ -217,6 +220,7 @@ def _wrap(
     module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh, store: ParameterStore | None
 ) -> None:
     """Apply ``fully_shard`` unit by unit, inner ones first; what ``store`` knows goes there at once. In place."""
+    # fully_shard cuts the first dimension, which these lack: they stay replicated.
     scalars = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
     for position, unit in enumerate(wrap_plan.units):
         modules = [module.get_submodule(name) for name in unit.modules]

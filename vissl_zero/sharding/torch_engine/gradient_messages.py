@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.exchange.exchange import Exchange, add_in_order
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator, add_in_order
 from vissl_zero.sharding.torch_engine.message_plan import Message
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
@@ -38,13 +38,13 @@ class GradientMessages:
     Args:
         shards: the trained parameters in the order of the model.
         messages: how they are packed, the last parameters first.
-        exchange: among the ranks that share them.
+        comm: among the ranks that share them.
     """
 
-    def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], exchange: Exchange):
-        self._exchange = exchange
+    def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], comm: CpuCommunicator):
+        self._comm = comm
         self._dtype = shards[0].source.dtype if shards else torch.float32
-        capacity = exchange.capacity(self._dtype)
+        capacity = comm.capacity(self._dtype)
         self.messages = messages
         self._reduced = torch.empty(self.messages[-1].stop if self.messages else 0, dtype=self._dtype)
         self._zeros = torch.zeros(capacity, dtype=self._dtype)
@@ -99,18 +99,22 @@ class GradientMessages:
     def _on_gradient(self, param: Tensor) -> None:
         if not self._is_active:
             return
+        # Other ranks may have no gradients in this pass: the announcement makes them join with zeros.
         if not self._is_open:
             self._is_open = True
             self._announce(True)
+        # With a plain loss.backward(), only autograd knows when the pass ends.
         if not (self._is_driven or self._is_callback_queued):
             self._is_callback_queued = True
             call_after_backward(self._after_backward)
         self._ready.add(param)
         self._backlog_bytes += param.nbytes
+        # The order of messages is fixed, or ranks would pair different ones: an early gradient waits for those before
+        # it.
         while (
             self._num_posted < len(self.messages)
             and self._is_complete(self.messages[self._num_posted])
-            and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._exchange.can_post())
+            and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._comm.can_post())
         ):
             self._post_next()
 
@@ -131,9 +135,9 @@ class GradientMessages:
         def take(received: Sequence[Tensor]) -> None:
             self._num_opening = float(sum(received))
 
-        self._exchange.post(1, self._dtype, say, take, is_scatter=False)
+        self._comm.post(1, self._dtype, say, take, is_scatter=False)
         if wait:
-            self._exchange.finish()
+            self._comm.finish()
         return self._num_opening > 0
 
     def _end_round(self) -> None:
@@ -142,7 +146,7 @@ class GradientMessages:
         while is_begun:
             while self._num_posted < len(self.messages):
                 self._post_next()
-            self._exchange.finish()
+            self._comm.finish()
             self._ready.clear()
             self._sending.clear()
             self._num_posted = self._backlog_bytes = 0
@@ -161,9 +165,10 @@ class GradientMessages:
         for piece in message.pieces:
             source = piece.shard.source
             if source not in self._sending:
+                # Taken out of .grad, or another backward pass would add to a gradient that was already sent.
                 self._sending[source] = real_grad(source)
                 set_real_grad(source, None)
-        self._exchange.post(
+        self._comm.post(
             message.num_flagged,
             self._dtype,
             lambda out: self._fill(message, out),
@@ -171,22 +176,25 @@ class GradientMessages:
             is_scatter=True,
         )
         for piece in message.pieces:
+            # Its last piece is in the buffer by now, so the memory of the gradient can be freed.
             if self._last_use[piece.shard.source] == index:
                 self._sending[piece.shard.source] = None
                 self._backlog_bytes -= piece.shard.source.nbytes
 
     def _fill(self, message: Message, out: Tensor) -> None:
         grads = [self._sending[piece.shard.source] for piece in message.pieces]
+        # Flags distinguish a zero gradient from none: a parameter that no rank has a gradient for is skipped.
         flags = self._ones[: len(grads)]
         if any(grad is None for grad in grads):
             flags = torch.tensor([float(grad is not None) for grad in grads], dtype=self._dtype)
         parts = []
-        for rank in range(self._exchange.num_ranks):
+        for rank in range(self._comm.num_ranks):
             for piece, grad in zip(message.pieces, grads, strict=True):
                 missing = piece.numel
                 if grad is not None:
                     parts.append(piece.view(grad.contiguous(), rank))
                     missing -= parts[-1].numel()
+                # All ranks' parts have one length, so that a message can be cut by position; short ones are padded.
                 if missing:
                     parts.append(self._zeros[:missing])
             parts.append(flags)
@@ -194,6 +202,7 @@ class GradientMessages:
 
     def _take(self, message: Message, received: Sequence[Tensor], *, is_sum: bool) -> None:
         mine = self._reduced[message.start : message.stop]
+        # The first round of a step overwrites the last step's result; further rounds add to it.
         total = torch.empty_like(mine) if is_sum else mine
         add_in_order([part[: message.payload] for part in received], total, is_mean=True)
         if is_sum:

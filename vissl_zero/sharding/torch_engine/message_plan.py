@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.torch_engine.row_shard import RowShard
 
 
@@ -17,26 +17,26 @@ class ParameterMessages:
 
     Args:
         messages: as for the gradients.
-        exchange: among the ranks that share the parameters.
+        comm: among the ranks that share the parameters.
     """
 
-    def __init__(self, messages: Sequence[Message], exchange: Exchange):
-        self._messages, self._exchange = messages, exchange
+    def __init__(self, messages: Sequence[Message], comm: CpuCommunicator):
+        self._messages, self._comm = messages, comm
 
     @torch.no_grad()
     def share(self) -> None:
         """Make all ranks' copies of each row that of the rank which updates it. Collective; moves (N-1)/N of all."""
         for message in self._messages:
             self._post(message)
-        self._exchange.finish()
+        self._comm.finish()
 
     def _post(self, message: Message) -> None:
-        # The views are made anew each time: kept, those of small parameters would outweigh them.
+        # The views are made each time: if kept, those of small parameters would outweigh the parameters.
         views = [
             [piece.view(piece.shard.source.detach(), rank) for piece in message.pieces]
-            for rank in range(self._exchange.num_ranks)
+            for rank in range(self._comm.num_ranks)
         ]
-        mine = self._exchange.rank
+        mine = self._comm.rank
 
         def fill(out: Tensor) -> None:
             torch._foreach_copy_(_slices(message, views[mine], out), views[mine])
@@ -47,7 +47,7 @@ class ParameterMessages:
                     torch._foreach_copy_(views[rank], _slices(message, views[rank], values))
 
         dtype = message.pieces[0].shard.source.dtype
-        self._exchange.post(message.payload, dtype, fill, drain, is_scatter=False)
+        self._comm.post(message.payload, dtype, fill, drain, is_scatter=False)
 
 
 def _slices(message: Message, views: Sequence[Tensor], values: Tensor) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Piece:
 
     Attributes:
         shard: the parameter.
-        spans: per rank, begin and end in the whole parameter, flattened; shorter than ``numel`` where its part ends.
+        spans: per rank, begin and end in the full parameter, flattened; shorter than ``numel`` where its part ends.
         offset: place in the part that a message has for each rank.
         numel: elements for the rank that gets most.
     """
@@ -124,6 +124,7 @@ def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> 
     for shard in shards:
         done = 0
         while done < shard.padded_numel:
+            # Each piece takes one more element, its flag; the last 1 is this piece's.
             room = capacity - payload - len(pieces) - 1
             numel = min(shard.padded_numel - done, room)
             if room <= 0 or (pieces and numel < shard.padded_numel - done):  # a cut parameter begins a message

@@ -3,7 +3,7 @@
 A library's all-reduce and reduce-scatter add up in an order that depends on sizes, places and algorithms, and float
 addition is not associative. Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's
 first; so an element's mean does not depend on what else travels with it. It moves as many bytes as a reduce-scatter.
-Sharded gradients on the CPU go through ``sharding/exchange``, which adds up in the same order.
+Sharded gradients on the CPU go through ``sharding/cpu_comm``, which adds up in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from vissl_zero import collectives
-from vissl_zero.sharding.exchange.exchange import add_in_order
+from vissl_zero.sharding.cpu_comm.communicator import add_in_order
 from vissl_zero.sharding.torch_private import real_grad, set_real_grad
 
 
@@ -44,7 +44,7 @@ class OrderedReduceScatter(ReduceScatter):
 
 
 class OrderedMeans:
-    """Averages the gradients of whole parameters over all ranks after each micro-batch, and adds them up.
+    """Averages the gradients of full parameters over all ranks after each micro-batch, and adds them up.
 
     Sharded gradients are averaged in every micro-batch too, so the sums over micro-batches run in one order.
 

@@ -30,7 +30,7 @@ class _GradientElsewhere(_Refusing):
 
     _why = (
         "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
-        "it. Write zero=dict(keep_gradients=True, ...) to keep whole gradients, or clip by zero=dict(clip_grad=...)"
+        "it. Write zero=dict(keep_gradients=True, ...) to keep full gradients, or clip by zero=dict(clip_grad=...)"
         ", or scale the loss. Setting it to None is possible."
     )
 
@@ -59,6 +59,7 @@ class WholeParameter(nn.Parameter):
         """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
         if self._row_shard is None:
             return real_grad(self)
+        # Finish the exchange first: until then it is not known whether any rank had a gradient.
         self._settle()
         return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
 
@@ -71,6 +72,7 @@ class WholeParameter(nn.Parameter):
         if value is None:
             self._row_shard.drop_grad()
         elif value is not _ELSEWHERE:
+            # Any operation on the placeholder raises the error that explains the fix.
             _ELSEWHERE + value  # refused
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -114,7 +116,7 @@ class RowShard(Shard):
     Cut as ``fully_shard`` cuts: in chunks of equal numbers of rows, the last ones shorter or empty. A scalar is a row.
 
     Attributes:
-        source: the whole parameter.
+        source: the full parameter.
         local: a view of this rank's rows in it.
         reduced: their averaged gradient, once it is known.
         rows_per_rank: of the first ranks.
@@ -134,7 +136,7 @@ class RowShard(Shard):
         return self.rows_per_rank * self.row_numel
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Where a rank's part begins and ends in the whole parameter, flattened."""
+        """Where a rank's part begins and ends in the full parameter, flattened."""
         numel = self.full_shape.numel()
         return min(rank * self.padded_numel, numel), min((rank + 1) * self.padded_numel, numel)
 
@@ -149,7 +151,7 @@ class RowShard(Shard):
         return grad.contiguous().view(-1)[self.first_element : self.first_element + numel].view(self.local.shape)
 
     def held(self) -> Tensor:
-        """See ``Shard``: the whole parameter."""
+        """See ``Shard``: the full parameter."""
         return self.source.detach()
 
     def held_shape(self) -> torch.Size:
@@ -165,6 +167,7 @@ class RowShard(Shard):
     def drop_grad(self) -> None:
         """Forget the gradient though the step is not over: what another backward pass adds must not find it."""
         if self.reduced is not None:
+            # Zero, not only dropped: a further backward pass adds to this buffer.
             self.reduced.zero_()
         self.forget_grad()
 
@@ -185,7 +188,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
     """
     for name, source in module.named_parameters():
         if name not in trained or not source.requires_grad:
-            yield whole_shard(name, source, is_counted=rank == 0)
+            yield whole_shard(name, source, contributes_to_norm=rank == 0)
             continue
         rows_per_rank = -(-(source.shape[0] if source.dim() else 1) // num_ranks)
         shard = RowShard(name, source, source, source.shape, rows_per_rank=rows_per_rank)

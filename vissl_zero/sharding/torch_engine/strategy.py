@@ -17,12 +17,12 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.single_rounding import single_rounded
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.parameter_guard import num_hooks
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
 from vissl_zero.sharding.torch_engine.replicated import Replicated
-from vissl_zero.sharding.torch_engine.whole_parameters import WholeParameters
-from vissl_zero.sharding.watch import num_hooks
+from vissl_zero.sharding.torch_engine.replicated_parameters import ReplicatedParameters
 
 
 @STRATEGIES.register("torch")
@@ -46,7 +46,7 @@ class TorchStrategy(Strategy):
             ConfigError: group sizes that do not divide the world.
             ModelsDifferError: the ranks hold different weights.
         """
-        if plan.deterministic:
+        if plan.deterministic and not plan.needs_whole_tensors:  # those see the same tensors at every level
             build_optimizer = _single_rounded(build_optimizer)
         wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
@@ -56,7 +56,7 @@ class TorchStrategy(Strategy):
             return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
             materialize_(model, "", plan.seed)
-            return WholeParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+            return ReplicatedParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         _refuse_hooked(model)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
 

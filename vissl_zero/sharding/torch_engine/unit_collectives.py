@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
@@ -22,17 +22,17 @@ class Tell(Protocol):
     def __call__(self, number: int, *, is_reduce: bool) -> None: ...
 
 
-def use_exchange(
-    units: Sequence[FSDPModule], exchange: Exchange, tell: Tell, keeps_buffers: bool = True
+def use_communicator(
+    units: Sequence[FSDPModule], comm: CpuCommunicator, tell: Tell, keeps_buffers: bool = True
 ) -> Callable[[], list[Tensor]]:
-    """Make ``units`` communicate through ``exchange``, and gather each when it is needed and not before.
+    """Make ``units`` communicate through ``comm``, and gather each when it is needed and not before.
 
     Fetching ahead hides the time of a network. Here gathering is copying, by the core that would compute meanwhile, and
     a unit fetched ahead is one more in memory.
 
     Args:
         units: of one model; their places here are their numbers.
-        exchange: among the ranks that share it.
+        comm: among the ranks that share it.
         tell: called before each message with the number of its unit.
         keeps_buffers: for the next unit; False where memory is dearer than the time to have it cleared.
     Returns:
@@ -40,7 +40,7 @@ def use_exchange(
     """
     buffer = _Buffer(keeps_buffers)
     for number, unit in enumerate(units):
-        gather, reduce = _AllGather(exchange, buffer, number, tell), _ReduceScatter(exchange, buffer, number, tell)
+        gather, reduce = _AllGather(comm, buffer, number, tell), _ReduceScatter(comm, buffer, number, tell)
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -70,8 +70,8 @@ class _Buffer:
 
 
 class _AllGather:
-    def __init__(self, exchange: Exchange, buffer: _Buffer, number: int, tell: Tell):
-        self._exchange, self._buffer, self._number, self._tell = exchange, buffer, number, tell
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
+        self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
@@ -80,14 +80,14 @@ class _AllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self._tell(self._number, is_reduce=False)
-        self._exchange.all_gather(output_tensor, input_tensor)
+        self._comm.all_gather(output_tensor, input_tensor)
 
 
 class _ReduceScatter:
     """``fully_shard`` asks for the input, then for the output, which lives on as the gradient."""
 
-    def __init__(self, exchange: Exchange, buffer: _Buffer, number: int, tell: Tell):
-        self._exchange, self._buffer, self._number, self._tell = exchange, buffer, number, tell
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
+        self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
         self._is_output_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,4 +99,4 @@ class _ReduceScatter:
     ) -> None:
         assert op in _MEANS, op
         self._tell(self._number, is_reduce=True)
-        self._exchange.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
+        self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)

@@ -1,4 +1,4 @@
-"""What units of ``fully_shard`` must do alike on all ranks, and what they cannot follow: seen before data are mixed.
+"""Guards ``fully_shard`` units: ranks that use them differently are refused before data are mixed.
 
 torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. Where ranks differ,
 parts of different parameters of one size would be put together without a word. So before each message of a unit ranks
@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.replica_check import digest_of
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
@@ -36,20 +37,20 @@ _END = -1
 _FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit of which all saved tensors are looked at
 
 FREED = (
-    "The backward pass needs parameters of a unit that are no longer whole: the loss was made of features inside the "
-    "unit, and not of what it returned, or changed in place what it returned. Return them from "
-    "forward(), write y = y + 1, or use ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+    "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "
+    "unit instead of its output, or changed its output in place. Return them from forward(), write y = y + 1, or use "
+    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
 
 TAKEN_APART = (
-    "{} is used from outside of {}, a sharded unit, where its parameters are not whole. Call the unit itself: the "
+    "{} is used from outside of {}, a sharded unit, where its parameters are not gathered. Call the unit itself: the "
     "model, not one of its layers or another method; block(x), not block.layer(x). Or name other units by a method "
     "zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
 )
 
 
 OF_PARAMETERS = (
-    "The loss is made of parameters themselves (a penalty on weights?), of which each rank holds a part. Use "
+    "The loss is made of parameters themselves (a penalty on weights?), and each rank holds only a part of them. Use "
     "the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or use "
     "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
@@ -61,16 +62,16 @@ class UnitGuard:
     Args:
         names: full names of the modules of each unit, the same on every rank.
         units: in the same order; one of the modules of each.
-        exchange: over which all messages of the units go; None where torch's own collectives carry them.
-        is_recording: whether to keep ``order``, which is compared before the update where ``exchange`` does not reach
+        comm: over which all messages of the units go; None where torch's own collectives carry them.
+        is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
             all ranks.
     """
 
     def __init__(
-        self, names: Sequence[str], units: Sequence[FSDPModule], exchange: Exchange | None, *, is_recording: bool
+        self, names: Sequence[str], units: Sequence[FSDPModule], comm: CpuCommunicator | None, *, is_recording: bool
     ):
         self._names = list(names)
-        self._exchange = exchange
+        self._comm = comm
         self._is_recording = is_recording
         self._present: set[int] = set()
         self._ran: list[int] = []
@@ -103,17 +104,17 @@ class UnitGuard:
     def end_micro_batch(self) -> None:
         """All ranks must have run equally many units by now; raises like ``tell``. Collective."""
         self._announce(_END)
-        if self._exchange is not None:
-            self._exchange.finish()
+        if self._comm is not None:
+            self._comm.finish()
 
     def record(self, number: int, *, is_reduce: bool) -> None:
-        """Remember a message, where nobody tells the other ranks of it."""
+        """Record a message that is not announced to the other ranks, to compare it before the update."""
         if self._is_recording:
             self._ran.append(2 * number + (_REDUCE if is_reduce else _GATHER))
 
     def _announce(self, tag: int) -> None:
-        if self._exchange is not None:
-            self._exchange.announce(tag, self._require_equal)
+        if self._comm is not None:
+            self._comm.announce(tag, self._require_equal)
 
     def _require_equal(self, tags: Sequence[int]) -> None:
         other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
@@ -140,7 +141,8 @@ class _GuardedUnit:
             module for outer in state._modules for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._versions: dict[int, int] = {}
-        self._followed: set[nn.Module] = set()
+        self._followed: dict[nn.Module, RemovableHandle] = {}
+        self._is_running = False  # between the unit's entry and its exit in a forward pass
         infos = [param._module_info for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(state._modules)
         self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
@@ -148,6 +150,7 @@ class _GuardedUnit:
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
         self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
         self._unshard, self._wait = group.unshard, group.wait_for_unshard
+        # fully_shard has no public hooks at these moments, so its methods are wrapped on the instance.
         group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
         group.pre_backward, group.post_backward = self.pre_backward, self.post_backward
         group.unshard, group.wait_for_unshard = self.unshard, self.wait
@@ -164,18 +167,21 @@ class _GuardedUnit:
         self._follow_hooked()
         self._num_runs += 1
         if self._num_runs > _FIRST_RUNS:
+            # A hook on every layer costs time. A loop that uses layers from outside does so from the start.
             while self._probes:
                 self._probes.pop().remove()
+        self._is_running = True
         return self._pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Follow tensors that torch does not find in the output."""
         if isinstance(output, GeneratorType):
             raise VisslZeroError(
-                f"{self._title} returns a generator, which computes when its parameters are no longer whole. Return a "
-                "list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
+                f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
+                "Return a list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
             )
         self._require_unwritten()
+        self._is_running = False
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             for tensor in _hidden_tensors(output, set()):
@@ -199,6 +205,7 @@ class _GuardedUnit:
 
     def on_gradient(self, param: Tensor) -> None:
         """A gradient has been accumulated: it must be reduced, also if no output of the unit led to it."""
+        # The parameter was freed before its gradient arrived, so the gradient would never be reduced.
         if not self._group.is_unsharded:
             raise VisslZeroError(FREED)
         finish_unit_after_backward(self._state)
@@ -224,6 +231,8 @@ class _GuardedUnit:
                 if param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None:
                     self._guard._present.add(id(param.sharded_param))
                 else:
+                    # torch reduces only existing gradients. Ranks with different ones would reduce messages of
+                    # different sizes.
                     param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
             if has_any:
                 self._guard.record(self._number, is_reduce=True)
@@ -251,16 +260,17 @@ class _GuardedUnit:
             raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
 
     def _require_unwritten(self) -> None:
-        """Whole parameters are dropped after use: what forward writes into them would be lost.
+        """Full parameters are dropped after use: what forward writes into them would be lost.
 
-        A write that torch counts is seen in every pass; one through ``.data`` in the first ones, by comparison.
+        A write that torch counts is seen in every pass; one through ``.data`` by comparison: of all parameters in the
+        first passes, then of one in turn; on a GPU, where to compare is to wait, of all in samples.
         """
         if not self._group.is_unsharded:
             return
         for index, param in enumerate(self._group.fsdp_params):
             version = param.unsharded_param._version
             is_written = self._versions.setdefault(index, version) != version
-            if not is_written and self._num_runs <= _FIRST_RUNS:
+            if not is_written and self._is_compared(index, param):
                 is_written = not _has_rows_of_shard(param)
             if is_written:
                 raise VisslZeroError(
@@ -268,37 +278,62 @@ class _GuardedUnit:
                     "would lose. Write into parameters after optimizer.step(), or compute with a changed copy."
                 )
 
+    def _is_compared(self, index: int, param: Any) -> bool:
+        if self._num_runs <= _FIRST_RUNS:
+            return True
+        if param.unsharded_param.device.type == "cpu":
+            return self._num_runs % len(self._group.fsdp_params) == index
+        return self._num_runs % _SAMPLED_RUNS == 0
+
     def _follow_hooked(self) -> None:
-        """A module's forward hook may keep its output: a backward pass from there must find parameters whole."""
+        """A module's forward hook may keep its output: a backward pass from there must find parameters whole.
+
+        For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
+        """
         for module in self._inner:
-            if module._forward_hooks and module not in self._followed:
-                self._followed.add(module)
-                module.register_forward_hook(self._gather_before_backward, prepend=True)
+            is_hooked = bool(module._forward_hooks) and not all(map(_is_follower, module._forward_hooks.values()))
+            if is_hooked and module not in self._followed:
+                handle = module.register_forward_hook(self._gather_before_backward, prepend=True)
+                self._followed[module] = handle
+            elif not is_hooked and module in self._followed:
+                self._followed.pop(module).remove()
 
     def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        """Not where the module runs for another unit that shares it (RegNet's one ReLU): this one may be done by then.
+
+        It would be gathered once more, and stay whole to the end of the backward pass.
+        """
+        if self._is_running and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._state._pre_backward)
 
 
+def _is_follower(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) is _GuardedUnit._gather_before_backward
+
+
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
-    """Whether the whole parameter holds the values of this rank's rows."""
+    """Whether the full parameter holds the values of this rank's rows."""
     local = param.sharded_param._local_tensor
     if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
         return True
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
     whole = param.unsharded_param.detach()[start : start + len(local)]
-    return bool(torch.equal(whole.nan_to_num(), local.detach().to(whole.dtype).nan_to_num()))
+    expected = local.detach().to(whole.dtype)
+    return torch.equal(whole, expected) or torch.equal(whole.nan_to_num(), expected.nan_to_num())
 
 
 def guard_modules(modules: Sequence[FSDPModule]) -> None:
-    """Make modules of units say why they cannot be copied or moved, and run as units where ``forward`` is called."""
+    """Make modules of units say why they cannot be copied, moved or saved, and run as units in ``forward`` too."""
     for module in modules:
         assert isinstance(module, nn.Module)
-        module.__dict__["__deepcopy__"] = _refuse_copy
-        module.__dict__["_apply"] = partial(_apply_or_refuse, module._apply)
+        module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
+        save: Any = getattr(module, "save_pretrained", None)
+        if save is not None:
+            module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
+        module.__dict__["_apply"] = partial(_apply_or_refuse, module, module._apply)
         group = module._get_fsdp_state()._fsdp_param_group
         module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
 
@@ -332,7 +367,8 @@ class _Forward:
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    return tensor
+    """Save as torch would. An output that is saved as it is holds the node that holds it: never freed but by ``gc``."""
+    return tensor.detach()
 
 
 def _require_memory(tensor: Tensor) -> Tensor:
@@ -342,9 +378,15 @@ def _require_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _apply_or_refuse(apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+def _apply_or_refuse(
+    module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``module.to(...)`` and the like. Where nothing changes, torch would still lay shards of uneven rows out anew."""
+    held = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
+    if all(fn(tensor) is tensor for tensor in held):
+        return module
     try:
-        return apply(*args, **kwargs)
+        return apply(fn, *args, **kwargs)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise VisslZeroError(
             "The memory of sharded parameters cannot be replaced (by model.to(...), .half() or the like). Do that "
@@ -352,11 +394,21 @@ def _apply_or_refuse(apply: Callable[..., nn.Module], *args: Any, **kwargs: Any)
         ) from error
 
 
+def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Hugging Face's and others', which take the place of memory for what it holds."""
+    if not any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict"))):
+        raise VisslZeroError(
+            "save_pretrained() would write this rank's parts of the parameters. On every rank, write state = "
+            "optimizer.full_state(); then on rank 0, model.save_pretrained(folder, state_dict=state)."
+        )
+    return save(*args, **kwargs)
+
+
 def _refuse_copy(memo: Any) -> NoReturn:
     raise VisslZeroError(
-        "A model whose parameters are sharded cannot be copied: each rank has a part of them. Take whole weights with "
-        "full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy is a plain "
-        "model."
+        "A model whose parameters are sharded cannot be copied or pickled: each rank has a part of them. Take full "
+        "weights with full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy "
+        "is a plain model."
     )
 
 

@@ -1,4 +1,4 @@
-"""A unit of ``fully_shard`` whose shards rest on a disk: fetched before they are gathered, spilled after backward.
+"""A ``fully_shard`` unit whose shards are on disk: read before the all-gather, gradients spilled after backward.
 
 ``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
 extended on the object: ``unshard`` and ``wait_for_unshard``, between which shards are read, and ``post_backward``,

@@ -1,8 +1,9 @@
-"""What other libraries call the parameters of our trunks: VISSL, classy-vision, torchvision and timm.
+"""Maps between our weight names and those of VISSL, classy-vision, torchvision and timm.
 
 The blocks are the same, so every tensor has the same shape and layout; only names differ. A vision transformer has
-timm's names, which DINO, DINOv2 and MAE from torch hub have too, with units in between. A ResNet is called alike by
-torchvision and timm. RegNet has other names only where its blocks are bottlenecks, the only ones those libraries have.
+timm's names, which DINO, DINOv2 and MAE from torch hub have too, with units in between. torchvision and timm use the
+same names for a ResNet. RegNet has other names only where its blocks are bottlenecks, the only ones those libraries
+have.
 """
 
 from __future__ import annotations

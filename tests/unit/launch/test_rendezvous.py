@@ -19,9 +19,9 @@ from vissl_zero.launch.failure import Failure
 from vissl_zero.launch.interface import interface_towards
 from vissl_zero.launch.key_value_client import Client
 from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
-from vissl_zero.launch.membership import Membership
+from vissl_zero.launch.launcher_spec import LauncherSpec
 from vissl_zero.launch.network_store import NetworkStore
-from vissl_zero.launch.place import Place
+from vissl_zero.launch.rendezvous import Rendezvous
 from vissl_zero.launch.secret import load_secret
 
 SECRET = b"s" * 32
@@ -116,14 +116,14 @@ def test_a_stranger_who_says_nothing_does_not_keep_others_out(way):
     assert done.returncode == 0, done.stderr
 
 
-def place(index: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Place:
-    return Place(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=8.0)
+def spec(index: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> LauncherSpec:
+    return LauncherSpec(index, 2, 1, address, SECRET, timeout_s=4.0, start_s=8.0)
 
 
-def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Membership], list[str]]:
+def two(configurations: tuple[str, str] = ("same", "same")) -> tuple[list[Rendezvous], list[str]]:
     """Two launchers that have joined, and what join gave or why it failed."""
-    first = Membership(place(0))
-    members = [first, Membership(place(1, first.address))]
+    first = Rendezvous(spec(0))
+    members = [first, Rendezvous(spec(1, first.address))]
     for member in members:
         member.watch_over(lambda: ENDED.append(1))
     results = ["", ""]
@@ -167,18 +167,18 @@ def test_another_configuration_is_refused_on_both(no_killing):
 
 
 def test_who_does_not_come_and_who_cannot_be_reached_are_named():
-    alone = Membership(replace(place(0), start_s=0.3))
-    with pytest.raises(LaunchError, match=r"Machine 1 of 2 did not come within 0\.3 s"):
+    alone = Rendezvous(replace(spec(0), start_s=0.3))
+    with pytest.raises(LaunchError, match=r"Machine 1 of 2 did not join within 0\.3 s"):
         alone.join("", "")
     alone.leave(0)
     with pytest.raises(LaunchError, match=r"Machine 0 cannot be reached at 127\.0\.0\.1:1 "):
-        Membership(replace(place(1, ("127.0.0.1", 1)), start_s=0.3)).join("", "")
+        Rendezvous(replace(spec(1, ("127.0.0.1", 1)), start_s=0.3)).join("", "")
     stranger = KeyValueServer(("127.0.0.1", 0), b"other" * 8)
     with pytest.raises(LaunchError, match="need the same secret"):
-        Membership(place(1, stranger.address)).join("", "")
+        Rendezvous(spec(1, stranger.address)).join("", "")
     stranger.close()
     with pytest.raises(LaunchError, match=r"Cannot listen on 192\.0\.2\.1:80"):
-        Membership(place(0, ("192.0.2.1", 80)))
+        Rendezvous(spec(0, ("192.0.2.1", 80)))
 
 
 def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
@@ -193,7 +193,7 @@ def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
         member.leave(0)
 
 
-def joined(member: Membership) -> tuple[threading.Thread, list[str]]:
+def joined(member: Rendezvous) -> tuple[threading.Thread, list[str]]:
     """Join beside this; what it gave, or why it failed, once the thread has ended."""
     found: list[str] = []
 
@@ -208,36 +208,36 @@ def joined(member: Membership) -> tuple[threading.Thread, list[str]]:
     return thread, found
 
 
-def test_all_start_again_in_a_round_of_its_own(no_killing):
-    """Also one that comes before the server of the last round has ended, and one that was lost and is a new process."""
+def test_all_restart_in_a_new_generation(no_killing):
+    """So does a launcher that is there before the last generation's server has ended, and one that is a new process."""
     (first, second), _ = two()
     assert second.explain(Failure(1, 0, False, "rank 1 was ended by SIGKILL.")) == ""
     second.leave(None)
-    again = [Membership(place(1, first.address), before=second)]
+    again = [Rendezvous(spec(1, first.address), before=second)]
     early, found = joined(again[0])
     assert "rank 1 was ended by SIGKILL" in first.explain(
         Failure(0, time.time_ns(), False, "Connection closed by peer")
     )
     assert first.exit_code == 1 and first.may_start_again and early.is_alive()
     first.leave(None)
-    again.insert(0, Membership(replace(place(0), address=first.address), before=first))
+    again.insert(0, Rendezvous(replace(spec(0), address=first.address), before=first))
     assert again[0].join("same", "/runs/0") == "/runs/0"
     early.join()
     assert found == ["/runs/0"] and [member.num_restarts for member in again] == [1, 1]
-    assert again[0].round_name == again[1].round_name != first.round_name
+    assert again[0].generation_name == again[1].generation_name != first.generation_name
 
-    twice, refused = joined(Membership(replace(place(1, first.address), start_s=0.3)))
+    twice, refused = joined(Rendezvous(replace(spec(1, first.address), start_s=0.3)))
     twice.join()
     assert refused[0].startswith("Machine 1 takes part in this run already.")
     again[1]._stopping.set()  # as if its process had ended
-    newcomer = Membership(place(1, first.address))
+    newcomer = Rendezvous(spec(1, first.address))
     late, found = joined(newcomer)
     assert (
         again[0].explain(Failure(0, time.time_ns(), False, "Connection closed by peer")).startswith("Lost machine 1 ")
     )
     assert late.is_alive() and again[0].may_start_again
     again[0].leave(None)
-    third = Membership(replace(place(0), address=first.address), before=again[0])
+    third = Rendezvous(replace(spec(0), address=first.address), before=again[0])
     assert third.join("same", "/runs/0") == "/runs/0"
     late.join()
     assert found == ["/runs/0"] and newcomer.num_restarts == third.num_restarts == 2
@@ -270,7 +270,7 @@ def test_a_silent_machine_is_lost_by_name(silent, no_killing):
     lost = Failure(1 - silent, time.time_ns(), False, "Timed out waiting 4000ms for recv operation to complete")
     began = time.monotonic()
     assert other.explain(lost).startswith(f"Lost machine {silent} ")
-    assert time.monotonic() - began < place(0).timeout_s + 3 and no_killing == [1]
+    assert time.monotonic() - began < spec(0).timeout_s + 3 and no_killing == [1]
     other.leave(0)
 
 
@@ -281,7 +281,7 @@ def test_the_secret_file_is_made_private_and_refused_when_open(tmp_path, monkeyp
     assert len(made) == 32 and load_secret(None) == made == path.read_bytes()
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     path.chmod(0o640)
-    with pytest.raises(LaunchError, match=r"closed to others\. chmod 600"):
+    with pytest.raises(LaunchError, match=r"private\. Run chmod 600"):
         load_secret(None)
     with pytest.raises(LaunchError, match="cannot read"):
         load_secret(str(tmp_path / "none"))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 
 _HEADER_BYTES = mmap.PAGESIZE  # its first eight bytes count the messages that have been published
 _YIELDS = 300  # some 100 microseconds
@@ -27,7 +27,7 @@ class LostRankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MemoryAddress:
     """Where to find a rank's memory: only processes with the same ``machine`` can open it."""
 
     machine: tuple[str, int]
@@ -35,11 +35,11 @@ class _Place:
     fd: int
 
 
-class SharedMemoryExchange(Exchange):
+class SharedMemoryCommunicator(CpuCommunicator):
     """A rank writes into memory of its own and counts up; the others read the count, then the memory.
 
-    The memory has no name in any file system (memfd): only processes of the same user that are told of it can open it,
-    it needs no room in /dev/shm, and it is gone with its last process, however that ends.
+    The memory has no name in any file system (memfd): only processes of the same user that are given its descriptor can
+    open it, it needs no room in /dev/shm, and it is gone with its last process, however that ends.
 
     Args:
         memories: one per rank of the group, that of this rank writable.
@@ -59,7 +59,7 @@ class SharedMemoryExchange(Exchange):
         self._slots = [list(tensor.split(slot_bytes)) for tensor in tensors]
 
     def buffers(self) -> list[Tensor]:
-        """See ``Exchange``."""
+        """See ``CpuCommunicator``."""
         return [slots[0] for slots in self._slots]
 
     def _slot(self, number: int) -> Tensor:
@@ -80,6 +80,7 @@ class SharedMemoryExchange(Exchange):
 
     def _wait(self, sender: int, number: int) -> None:
         count = self._counts[sender]
+        # Peers are usually microseconds behind: sleeping at once would cost more than the wait.
         for _ in range(_YIELDS):
             os.sched_yield()
             if count[0] > number:
@@ -90,11 +91,12 @@ class SharedMemoryExchange(Exchange):
             now = time.monotonic()
             if now - checked > _CHECK_S:
                 checked = now
+                # A killed peer never counts up. Looking for its process ends the wait before the timeout.
                 self._require_alive(sender)
                 if now - started > self._timeout_s:
                     raise LostRankError(
                         f"No answer from peer rank {sender} of the shard group for {self._timeout_s:.0f} s. "
-                        "Find out what it waits for, or raise the timeout of collectives."
+                        "Find out why it is late, or raise the timeout of collectives."
                     )
 
     def _require_alive(self, sender: int) -> None:
@@ -104,31 +106,32 @@ class SharedMemoryExchange(Exchange):
             raise LostRankError(f"The process of peer rank {sender} of the shard group has ended.") from None
 
 
-def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryExchange | None:
+def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryCommunicator | None:
     """Collective over ``group``. None, on every rank, where its ranks cannot share memory: other machines, other users.
 
     Only on x86, whose order of stores it relies on.
     """
-    num_bytes = _HEADER_BYTES + slot_bytes * 2 * Exchange.LAG
-    mine: _Place | None = None
+    num_bytes = _HEADER_BYTES + slot_bytes * 2 * CpuCommunicator.LAG
+    mine: _MemoryAddress | None = None
     memory: mmap.mmap | None = None
     machine = _machine()
     if machine is not None:
         fd = os.memfd_create("vissl_zero")
         os.ftruncate(fd, num_bytes)
         memory = mmap.mmap(fd, num_bytes)
-        mine = _Place(machine, os.getpid(), fd)
-    places: list[_Place | None] = [None] * group.size()
-    dist.all_gather_object(places, mine, group=group)
-    memories = _map(places, memory, group.rank(), num_bytes)
+        mine = _MemoryAddress(machine, os.getpid(), fd)
+    addresses: list[_MemoryAddress | None] = [None] * group.size()
+    dist.all_gather_object(addresses, mine, group=group)
+    memories = _map(addresses, memory, group.rank(), num_bytes)
     is_open = torch.tensor([memories is not None])
+    # All ranks must take the same way: one that cannot map the memory sends everyone to gloo.
     dist.all_reduce(is_open, dist.ReduceOp.MIN, group=group)
     if mine is not None:
         os.close(mine.fd)  # all have opened it, or will not
     if memories is None or not bool(is_open):
         return None
-    pids = [place.pid for place in places if place is not None]
-    return SharedMemoryExchange(memories, pids, group.rank(), slot_bytes, timeout_s)
+    pids = [address.pid for address in addresses if address is not None]
+    return SharedMemoryCommunicator(memories, pids, group.rank(), slot_bytes, timeout_s)
 
 
 def _machine() -> tuple[str, int] | None:
@@ -142,19 +145,21 @@ def _machine() -> tuple[str, int] | None:
         return None
 
 
-def _map(places: Sequence[_Place | None], mine: mmap.mmap | None, rank: int, num_bytes: int) -> list[mmap.mmap] | None:
-    if mine is None or any(place is None or places[rank] is None for place in places):
+def _map(
+    addresses: Sequence[_MemoryAddress | None], mine: mmap.mmap | None, rank: int, num_bytes: int
+) -> list[mmap.mmap] | None:
+    if mine is None or any(address is None or addresses[rank] is None for address in addresses):
         return None
     memories = []
-    for index, place in enumerate(places):
-        assert place is not None
+    for index, address in enumerate(addresses):
+        assert address is not None
         if index == rank:
             memories.append(mine)
             continue
-        if place.machine != places[rank].machine:  # type: ignore[union-attr]
+        if address.machine != addresses[rank].machine:  # type: ignore[union-attr]
             return None
         try:
-            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR)
+            fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
         except OSError:
             return None
         try:

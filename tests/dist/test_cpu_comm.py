@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.sharding.exchange import choose
-from vissl_zero.sharding.exchange.exchange import Exchange
-from vissl_zero.sharding.exchange.messages import GlooExchange
-from vissl_zero.sharding.exchange.shared_memory import SharedMemoryExchange
+from vissl_zero.sharding.cpu_comm import open_communicator
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_comm.gloo import GlooCommunicator
+from vissl_zero.sharding.cpu_comm.shared_memory import SharedMemoryCommunicator
 from vissl_zero.sharding.torch_engine.message_plan import plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
-def _open(kind: str) -> Exchange:
+def _open(kind: str) -> CpuCommunicator:
     group = dist.group.WORLD
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:  # undone: the next test may have other ranks beside this process
-        patch.setattr(choose, "SLOT_BYTES", 4096)  # so that a message takes many slots
-        exchange = choose.open_exchange(group, 5.0, use_shared_memory=kind == "shared memory")
-    assert isinstance(exchange, SharedMemoryExchange if kind == "shared memory" else GlooExchange)
-    return exchange
+        patch.setattr(open_communicator, "SLOT_BYTES", 4096)  # so that a message takes many slots
+        comm = open_communicator.open_communicator(group, 5.0, use_shared_memory=kind == "shared memory")
+    assert isinstance(comm, SharedMemoryCommunicator if kind == "shared memory" else GlooCommunicator)
+    return comm
 
 
 def _values(rank: int, numel: int) -> Tensor:
@@ -35,14 +35,14 @@ def _values(rank: int, numel: int) -> Tensor:
 
 
 def _collectives(kind: str, numels: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    exchange = _open(kind)
+    comm = _open(kind)
     results = []
     for numel in numels:
         mine = _values(dist.get_rank(), numel * dist.get_world_size())
         total, mean, everything = torch.empty(numel), torch.empty(numel), torch.empty_like(mine)
-        exchange.reduce_scatter(total, mine)
-        exchange.reduce_scatter(mean, mine, is_mean=True)
-        exchange.all_gather(everything, mine[:numel])
+        comm.reduce_scatter(total, mine)
+        comm.reduce_scatter(mean, mine, is_mean=True)
+        comm.all_gather(everything, mine[:numel])
         results.append((total, mean, everything))
     return results
 
@@ -64,11 +64,11 @@ def test_sums_are_those_of_the_ranks_in_order_bit_for_bit(kind: str, world_size:
 
 
 def _bytes_sent(kind: str) -> dict[str, int]:
-    exchange = _open(kind)
+    comm = _open(kind)
     whole = torch.zeros(4 * 3000)
-    exchange.reduce_scatter(torch.empty(3000), whole)
-    exchange.all_gather(whole, torch.zeros(3000))
-    return dict(exchange.sent_bytes)
+    comm.reduce_scatter(torch.empty(3000), whole)
+    comm.all_gather(whole, torch.zeros(3000))
+    return dict(comm.sent_bytes)
 
 
 @pytest.mark.timeout(60)
@@ -78,12 +78,12 @@ def test_a_rank_sends_three_quarters_to_three_others(kind: str) -> None:
 
 
 def _wait_for_one_that_dies(how: str) -> None:
-    exchange = _open("shared memory")
+    comm = _open("shared memory")
     if dist.get_rank() == 1:
         if how == "ends":
             os._exit(3)
         time.sleep(8)
-    exchange.all_gather(torch.empty(8), torch.zeros(4))
+    comm.all_gather(torch.empty(8), torch.zeros(4))
 
 
 @pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ from vissl_zero.sharding.plan import plan_wrap
 
 
 def _alive(units: list[FSDPModule]) -> int:
-    """Bytes of whole parameters, and of what was gathered for them, each storage once."""
+    """Bytes of full parameters, and of what was gathered for them, each storage once."""
     sizes: dict[int, int] = {}
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group

@@ -15,10 +15,10 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.saved import as_data
-from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.errors import ConfigError, LaunchError
-from vissl_zero.launch.dry_run import DOES_NOT_FIT, dry_run
-from vissl_zero.reporting.rehearsal_lines import verdict
+from vissl_zero.launch.print_dry_run import DOES_NOT_FIT, print_dry_run
+from vissl_zero.reporting.dry_run_lines import verdict
 
 NO_QUEUE = "config.LOSS.swav_loss.queue.queue_length=0"  # it must hold a batch
 
@@ -30,7 +30,7 @@ def planned(recipe, *overrides, folder="/nowhere", host=None):
 
 def said(plan) -> tuple[int, str]:
     console = Console(file=io.StringIO())
-    code = dry_run(plan, console=console)
+    code = print_dry_run(plan, console=console)
     return code, console.file.getvalue()
 
 
@@ -44,13 +44,13 @@ def test_a_machine_with_gpus_and_images_that_are_elsewhere():
     words += ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", "config.DATA.TRAIN.DATA_PATHS=[/imagenet/train]"]
     words += ["config.DATA.TEST.DATA_SOURCES=[disk_folder]", "config.DATA.TEST.DATA_PATHS=[/imagenet/val]"]
     plan = planned("quickstart/swav_digits", *words)
-    run = rehearse(plan)
+    run = dry_run(plan)
     assert (plan.device, plan.world_size, run.num_images) == ("cuda", 32, 1_281_167)
     assert run.steps_per_epoch == 1_281_167 // (32 * 32)
     code, text = said(plan)
     assert code == 0 and "Assumed: machines with 8 GPU(s) each" in text and "a GPU of 80 GiB, assumed" in text
     assert "1,281,167 images in 1,000 classes are assumed" in text and "/imagenet/train, /imagenet/val" in text
-    assert rehearse(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120
+    assert dry_run(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120
 
 
 def test_a_run_of_the_same_recipe_is_refused():
@@ -69,9 +69,9 @@ def test_the_verdict_says_by_how_much_and_what_would_help():
 
 
 def test_tiers_are_counted_apart(tmp_path):
-    inside = rehearse(planned("quickstart/swav_digits"))
+    inside = dry_run(planned("quickstart/swav_digits"))
     disk = f"config.ZERO.offload_optimizer_config={{device: nvme, nvme_path: {tmp_path}}}"
-    outside = rehearse(planned("quickstart/swav_digits", disk))
+    outside = dry_run(planned("quickstart/swav_digits", disk))
     state = inside.forecast.memory.optimizer
     assert inside.tiers.keys() == {"device"} and outside.tiers["disk"] == state > 0
     assert outside.tiers["device"] == inside.tiers["device"] - state
@@ -81,12 +81,12 @@ def test_tiers_are_counted_apart(tmp_path):
 def test_it_refuses_classes_without_an_output_and_labels_that_are_not_there(tmp_path):
     head = "config.MODEL.HEAD.PARAMS=[[mlp,{dims:[64,5]}]]"
     with pytest.raises(ConfigError, match=r"an output per class: there is an image of class 9"):
-        rehearse(planned("supervised/digits", head))
+        dry_run(planned("supervised/digits", head))
     for index in range(40):
         Image.new("RGB", (40, 40)).save(tmp_path / f"{index}.png")
     photos = ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}]"]
     with pytest.raises(ConfigError, match="this loss needs labels and the images have none"):
-        rehearse(planned("supervised/digits", *photos))
+        dry_run(planned("supervised/digits", *photos))
 
 
 def test_a_folder_with_a_run_in_it(tmp_path):

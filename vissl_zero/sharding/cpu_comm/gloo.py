@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vissl_zero.sharding.exchange.exchange import Exchange
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 
 
-class GlooExchange(Exchange):
+class GlooCommunicator(CpuCommunicator):
     """One all-to-all, or a broadcast per rank, for each message.
 
     Measured with 64 MB of float32 a rank, 2 and 4 ranks on one machine: 27 and 49 ms for an all-to-all and a local sum,
@@ -29,11 +29,11 @@ class GlooExchange(Exchange):
         self._works: dict[int, list[dist.Work]] = {}
 
     def buffers(self) -> list[Tensor]:
-        """See ``Exchange``."""
+        """See ``CpuCommunicator``."""
         return [*self._sent, *self._arrived]
 
     def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
-        """See ``Exchange``. Waits: gloo cannot bear messages of different sizes from different ranks."""
+        """See ``CpuCommunicator``. Waits: gloo cannot bear messages of different sizes from different ranks."""
         super().announce(tag, check)
         self.finish()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.exchange.choose import open_exchange
+from vissl_zero.sharding.cpu_comm.open_communicator import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage
 from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.plan import WrapPlan
@@ -28,11 +28,11 @@ from vissl_zero.sharding.torch_engine.message_plan import ParameterMessages, pla
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
-class WholeParameters(ShardedModel):
+class ReplicatedParameters(ShardedModel):
     """A model of which each rank updates a part and holds all. See ``ShardedModel``.
 
     Attributes:
-        exchange: among all ranks.
+        comm: among all ranks.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class WholeParameters(ShardedModel):
     ):
         group = dist.group.WORLD
         assert group is not None
-        self.exchange = open_exchange(group, plan.timeout_s)
+        self.comm = open_communicator(group, plan.timeout_s)
         for param in module.parameters():
             param.data = param.data.contiguous()
         trained = {name for parameter_group in groups for name in parameter_group.params}
         shards = list(row_shards(module, trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._means: GradientAverage | None = None
-        messages = plan_messages(rows[::-1], group.size(), self.exchange.capacity(rows[0].source.dtype)) if rows else []
+        messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
         if plan.keep_gradients:
             self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
         else:
-            self._gradients = GradientMessages(rows, messages, self.exchange)
-        self._parameters = ParameterMessages(messages, self.exchange)
+            self._gradients = GradientMessages(rows, messages, self.comm)
+        self._parameters = ParameterMessages(messages, self.comm)
         build_optimizer = offloaded(build_optimizer, plan, None, shards)
         # The shards are views: what they share memory with is whole already.
         wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)

@@ -10,7 +10,7 @@ import vissl_zero
 from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
-from vissl_zero.engine.rehearsal import Rehearsal
+from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.reporting.memory_kinds import shown_kinds
 from vissl_zero.reporting.out_of_memory import Switch, switches
 from vissl_zero.reporting.quantity import bytes_text
@@ -39,7 +39,7 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
             return found, f"a GPU of this machine, {bytes_text(found)}"
         return (
             _ASSUMED_GPU,
-            f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB says another number)",
+            f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB sets another number)",
         )
     whole = int(given * _GIB) if given else available_memory()
     what = f"a machine of {bytes_text(whole)}" if given else f"this machine, {bytes_text(whole)}"
@@ -47,7 +47,7 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
 
 
-def verdict(run: Rehearsal) -> tuple[bool, list[str]]:
+def verdict(run: DryRun) -> tuple[bool, list[str]]:
     """Whether the run fits where it computes, and what to say about it."""
     available, what = room(run.plan)
     need = int(run.tiers["device"] + _OF_PROCESS)
@@ -67,7 +67,7 @@ def verdict(run: Rehearsal) -> tuple[bool, list[str]]:
     return False, [*lines, *(f"  {switch}" for switch in helps if switch.saved > 0)]
 
 
-def rehearsal_lines(run: Rehearsal) -> Iterator[str]:
+def dry_run_lines(run: DryRun) -> Iterator[str]:
     """The plan for people, ASCII but for what the user named; the verdict comes last."""
     plan = run.plan
     yield f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
@@ -117,7 +117,7 @@ def _precision(plan: ResolvedRun) -> str:
     return formats.master if formats.compute == formats.master else f"{formats.master}, computed in {formats.compute}"
 
 
-def _memory(run: Rehearsal) -> Iterator[tuple[str, str]]:
+def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
     rests: Mapping[str, str] = {
         "optimizer": run.plan.sharding.offload_optimizer.device,
         "params": run.plan.sharding.offload_params.device,
@@ -127,7 +127,7 @@ def _memory(run: Rehearsal) -> Iterator[tuple[str, str]]:
         if kind == "activations" and run.forecast.unknown:
             text = f"not counted ({run.forecast.unknown})"
         if rests.get(kind, "none") != "none":
-            text += f", at rest on {rests[kind]}"
+            text += f", stored on {rests[kind]}"
         if kind == "params":
-            text += f"; {bytes_text(run.forecast.memory.params_step_peak)} at the fullest moment of a step"
+            text += f"; {bytes_text(run.forecast.memory.params_step_peak)} at the peak of a step"
         yield name, text

@@ -15,11 +15,16 @@ from typing import Any, TextIO
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
 
-class TolerantStream:
-    """A text stream that drops what cannot be written, and is the stream it wraps in all else."""
+class LossyStream:
+    """A text stream that drops what cannot be written, and is the stream it wraps in all else.
+
+    Attributes:
+        dropped: why something was dropped that its reader still waits for; None if nothing was.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self.dropped: OSError | None = None
 
     def write(self, text: str) -> int:
         """Write, or drop."""
@@ -40,14 +45,22 @@ class TolerantStream:
         if error.errno not in _LOST:
             raise error
         if error.errno == errno.EPIPE:
-            # Nobody will ever read again. What is in the buffer must go somewhere, or Python complains at its end.
+            # The reader is gone for good. The buffer must be flushed somewhere, or Python complains at exit.
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
+        else:
+            self.dropped = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def why_stdout_is_incomplete() -> OSError | None:
+    """Why what this process has printed is not all there; None if it is, or if whoever read it has gone away."""
+    sys.stdout.flush()
+    return sys.stdout.dropped if isinstance(sys.stdout, LossyStream) else None
 
 
 def tolerate_lost_output() -> None:
@@ -59,8 +72,8 @@ def tolerate_lost_output() -> None:
             # Else the next file that is opened gets this number, and what a library prints goes into a checkpoint.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
-        if number == 0 or isinstance(stream, TolerantStream):
+        if number == 0 or isinstance(stream, LossyStream):
             continue
         if stream is None:
             stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
-        setattr(sys, name, TolerantStream(stream))
+        setattr(sys, name, LossyStream(stream))

@@ -16,14 +16,14 @@ from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
 from vissl_zero.checkpoint.resume import Found, opening_lines
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import as_data
-from vissl_zero.engine.rehearsal import rehearse
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.launch.run import require_free, require_plain_files
-from vissl_zero.reporting.rehearsal_lines import rehearsal_lines, verdict
+from vissl_zero.reporting.dry_run_lines import dry_run_lines, verdict
 
 DOES_NOT_FIT = 1
 
 
-def dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
+def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
     """Print the plan; returns the exit code: 0, or ``DOES_NOT_FIT``.
 
     Args:
@@ -35,8 +35,8 @@ def dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = N
     """
     out = console or rich.get_console()
     resumed = _resumed(plan)
-    run = rehearse(plan)
-    for line in [*rehearsal_lines(run), *resumed]:
+    run = dry_run(plan)
+    for line in [*dry_run_lines(run), *resumed]:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if submission:
         out.print(f"\nsbatch script:\n{submission}", markup=False, highlight=False, soft_wrap=True)
@@ -47,7 +47,7 @@ def _resumed(plan: ResolvedRun) -> list[str]:
     """What the run would do with what its folder already holds; the checkpoint's data are not read.
 
     Raises:
-        ConfigError, CheckpointError, LaunchError: as the run would, where it cannot begin or go on there.
+        ConfigError, CheckpointError, LaunchError: as the run would, where it cannot start or resume there.
     """
     folder, options = Path(plan.run_dir), plan.config["CHECKPOINT"]
     require_plain_files(folder)

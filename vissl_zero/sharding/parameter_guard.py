@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.torch_private import is_building_data_parallel, runs_in_data_parallel
 
 
-class Watch:
+class ParameterGuard:
     """Looks after the parameters of one model between steps.
 
     Args:
@@ -24,7 +26,7 @@ class Watch:
     """
 
     def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
-        self._shards = [shard for shard in shards if not shard.is_stored]
+        self._shards = [shard for shard in shards if not shard.is_on_disk]
         self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
         self._places = {shard.name: _place(shard.source) for shard in self._shards}
         self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
@@ -57,20 +59,20 @@ class Watch:
         for owner, key, shard in self._owners:
             if getattr(owner, key, None) is not shard.source:
                 return (
-                    f"{shard.name} is another parameter than the one that was given to initialize(), and would not be "
-                    "trained. Change the model before initialize(); write new values into the parameter in place."
+                    f"{shard.name} is not the parameter that was given to initialize(), and would not be trained. "
+                    "Change the model before initialize(); write new values into the parameter in place."
                 )
         for shard in self._shards:
             source = shard.source
             if source.requires_grad and shard.name in self._frozen:
                 return (
-                    f"{shard.name} was frozen when sharding began, and now has requires_grad: it would not be trained "
-                    "as the others are. Give it to initialize() with requires_grad=True, and freeze it afterwards."
+                    f"{shard.name} was frozen when sharding began, and now has requires_grad, but would not be "
+                    "trained. Give it to initialize() with requires_grad=True, and freeze it afterwards."
                 )
             if _place(source) != self._places[shard.name]:
                 return (
                     f"The memory of {shard.name} was replaced after sharding began (by model.to(...), .half() or "
-                    ".data = ...), so that updates would be lost. Do that before initialize(); write in place after it."
+                    ".data = ...), so updates would be lost. Do that before initialize(); afterwards, write in place."
                 )
             if num_hooks(source) != self._num_hooks[shard.name]:
                 return (
@@ -83,7 +85,7 @@ class Watch:
         if optimizer is self._optimizer and not self._is_own_step:  # a copy of it may be tried out
             raise VisslZeroError(
                 "step() was called on the optimizer that was given to initialize(), which has no gradients. "
-                "Call step() of the optimizer that initialize() has returned."
+                "Call step() of the optimizer that initialize() returned."
             )
 
 
@@ -98,20 +100,46 @@ def num_hooks(source: Tensor) -> int:
     return len(source._backward_hooks or ()) + len(getattr(source, "_post_accumulate_grad_hooks", None) or ())
 
 
-def refuse_wrapping(model: nn.Module) -> None:
-    """Have ``DistributedDataParallel`` end in a sentence instead of averaging gradients a second time."""
+def mark_sharded(model: nn.Module) -> None:
+    """Have ``DistributedDataParallel`` end in a sentence instead of averaging gradients a second time.
+
+    Around the model itself it is refused when it is built; around a module that holds the model, in the forward pass,
+    or, if there are DTensors, which it cannot broadcast, when it asks for them.
+    """
     model._ddp_params_and_buffers_to_ignore = _NotToBeWrapped()  # type: ignore[assignment]
+    model.register_forward_pre_hook(_refuse_to_run_inside)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        model.__dict__["named_parameters"] = partial(_named_or_refused, model.named_parameters)
+
+
+def is_marked_sharded(model: nn.Module) -> bool:
+    """Whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
+    return isinstance(getattr(model, "_ddp_params_and_buffers_to_ignore", None), _NotToBeWrapped)
+
+
+def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("recurse") is False and is_building_data_parallel():
+        raise VisslZeroError(_AVERAGED_TWICE)
+    return named(*args, **kwargs)
+
+
+def _refuse_to_run_inside(model: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled() and runs_in_data_parallel() and is_marked_sharded(model):
+        raise VisslZeroError(_AVERAGED_TWICE)
+
+
+_AVERAGED_TWICE = (
+    "This model was given to initialize(), which averages its gradients; DistributedDataParallel would do it a "
+    "second time. Call the model as it is: leave it out of accelerator.prepare(...), fabric.setup(...) and the "
+    "like. docs/initialize.md has the lines for accelerate, Lightning and Hugging Face's Trainer."
+)
 
 
 class _NotToBeWrapped:
     """Where ``DistributedDataParallel`` looks for what to leave alone, before it changes anything of a model."""
 
     def __iter__(self) -> Iterator[str]:
-        raise VisslZeroError(
-            "This model was given to initialize(), which averages its gradients; DistributedDataParallel would do it a "
-            "second time. Call the model as it is: leave it out of accelerator.prepare(...), fabric.setup(...) and the "
-            "like (give those the data loader only), and write the loop yourself instead of Trainer.train()."
-        )
+        raise VisslZeroError(_AVERAGED_TWICE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> tuple[()]:
-        return ()  # a copy is a plain model
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()  # a copy is a plain model

@@ -1,4 +1,4 @@
-"""A shard that rests on a disk, of which the model and the optimizer hold only the shape."""
+"""A shard on disk. The model and the optimizer hold only its shape."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vissl_zero.sharding.shard import Shard, divide_by_norms
 
 
 @dataclass(eq=False)
-class StoredShard(Shard):
-    """See ``Shard``. ``local`` and its gradient are on the meta device: whoever computes with them is told so.
+class DiskShard(Shard):
+    """See ``Shard``. ``local`` and its gradient are on the meta device: computing with them raises an error.
 
     Attributes:
         store: where values and gradient are.
@@ -25,7 +25,7 @@ class StoredShard(Shard):
 
     store: ParameterStore = None  # type: ignore[assignment]
     index: int = -1
-    is_stored = True
+    is_on_disk = True
 
     def values(self) -> Tensor:
         """See ``Shard``. Reads them."""
@@ -79,11 +79,11 @@ class StoredShard(Shard):
             self.source._local_tensor = absent
 
 
-def stored_shard(shard: Shard, store: ParameterStore | None) -> Shard:
-    """``shard`` as one that rests in ``store``, if it does."""
+def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
+    """``shard`` as a ``DiskShard`` if ``store`` holds it, else unchanged."""
     index = None if store is None else store.layout.index_of.get(shard.name)
     if store is None or index is None:
         return shard
     num_elements = store.layout.params[index].num_elements
     assert shard.local.numel() == num_elements, (shard.name, shard.local.shape, num_elements)
-    return StoredShard(**{field.name: getattr(shard, field.name) for field in fields(shard)}, store=store, index=index)
+    return DiskShard(**{field.name: getattr(shard, field.name) for field in fields(shard)}, store=store, index=index)

@@ -1,6 +1,6 @@
 """A run built with fake tensors (shapes, no memory): what it will hold, where, and how long it is.
 
-The machine described need not be this one. Images that are not here are assumed, and what is assumed is said.
+It can describe another machine. Images that are not here are assumed, and the assumptions are printed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vissl_zero.config.machine_profile import Machine, read_profile
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.eval_images import require_evaluation
 from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
@@ -30,6 +32,7 @@ from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import ParamGroup, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
+from vissl_zero.sharding.calibration import measured_machine
 from vissl_zero.sharding.candidates import Found, forecast_all
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 
@@ -38,8 +41,8 @@ _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # Imag
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What ``rehearse`` found.
+class DryRun:
+    """What ``dry_run`` found.
 
     Attributes:
         plan: the resolved run.
@@ -83,14 +86,14 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Stage:
-    """A run built with fake tensors, to be asked what it would hold at any level.
+    """A run built with fake tensors, which can be forecast at any level.
 
     Attributes:
         plan: the resolved run.
         forecaster: to be called in ``mode``.
         mode: of the fake tensors.
         model, method, groups, loader: of the run.
-        assumed: see ``Rehearsal``.
+        assumed: see ``DryRun``.
     """
 
     plan: ResolvedRun
@@ -146,7 +149,11 @@ def set_stage(plan: ResolvedRun) -> Stage:
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
         method = build_method(plan.config["LOSS"], len(loader.source))
-        teacher = method.make_teacher(build_model(plan.config["MODEL"], num_classes)) if method.has_teacher else None
+        add_probe(plan, method, model, num_classes, None)
+        teacher = None
+        if method.has_teacher:
+            origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
+            teacher = method.make_teacher(origin)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _default_dtype(dtype):
         for module in filter(None, (model, method, teacher)):
@@ -182,12 +189,13 @@ def set_stage(plan: ResolvedRun) -> Stage:
             is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
             teacher=teacher,
             loss=method,
+            machine=described_machine(plan),
         )
         forecaster = Forecaster(subject, plan.sharding)
     return Stage(plan, forecaster, mode, model, method, groups, loader, assumed)
 
 
-def rehearse(plan: ResolvedRun) -> Rehearsal:
+def dry_run(plan: ResolvedRun) -> DryRun:
     """What a run will hold and how long it is; cost and errors as ``set_stage``."""
     stage = set_stage(plan)
     with stage.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
@@ -198,7 +206,7 @@ def rehearse(plan: ResolvedRun) -> Rehearsal:
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
     end = 0 if plan.config["TEST_ONLY"] else end
     params = list(stage.model.parameters())
-    return Rehearsal(
+    return DryRun(
         plan=plan,
         forecast=found,
         num_params=sum(param.numel() for param in params),
@@ -224,6 +232,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def described_machine(plan: ResolvedRun) -> Machine | None:
+    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else what was measured of this one, if that is there.
+
+    Of several machines none counts as measured: each decides by itself, and all must decide alike.
+    """
+    profile = plan.config["ZERO"]["MACHINE_PROFILE"]
+    if profile:
+        return read_profile(profile)
+    return measured_machine(plan.device) if plan.num_nodes == 1 else None
+
+
 def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The DATA block, with images made up where the run's are not on this machine, and a sentence that says so."""
     data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
@@ -236,7 +255,7 @@ def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
     train |= {**made_up, "SOURCE_PARAMS": {}, "DATA_LIMIT": num_images, "DEFAULT_GRAY_IMG_SIZE": _ASSUMED_SIDE}
     test |= {"DATA_SOURCES": [], "DATA_PATHS": []}
     return data, (
-        f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT says "
+        f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT sets "
         f"another number): {', '.join(map(str, lacking))} is not on this machine.",
     )
 

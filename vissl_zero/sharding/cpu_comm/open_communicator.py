@@ -7,14 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from vissl_zero.sharding.exchange.exchange import Exchange
-from vissl_zero.sharding.exchange.messages import GlooExchange
-from vissl_zero.sharding.exchange.shared_memory import open_shared_memory
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_comm.gloo import GlooCommunicator
+from vissl_zero.sharding.cpu_comm.shared_memory import open_shared_memory
 
 SLOT_BYTES = 2**20  # stays in a core's cache; 2 * LAG of them per rank. Twice or half that: as fast
 
 
-def open_exchange(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> Exchange:
+def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:
     """Shared memory where all ranks of ``group`` run on one machine, else gloo. CPU tensors.
 
     Collective over the world: every rank calls it, each with its own group.
@@ -24,16 +24,16 @@ def open_exchange(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memo
         timeout_s: longest wait for a message; that of ``group`` if it is shorter.
         use_shared_memory: False: gloo in any case.
     """
-    exchange: Exchange | None = None
+    comm: CpuCommunicator | None = None
     of_group_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     timeout_s = min(timeout_s, of_group_s)
     if use_shared_memory:
-        exchange = open_shared_memory(group, SLOT_BYTES, timeout_s)
+        comm = open_shared_memory(group, SLOT_BYTES, timeout_s)
     wishes: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(wishes, None if exchange else tuple(dist.get_process_group_ranks(group)))
+    dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
     for ranks in sorted({wish for wish in wishes if wish}):
         own = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if dist.get_rank() in ranks:
-            exchange = GlooExchange(own, SLOT_BYTES)
-    assert exchange is not None
-    return exchange
+            comm = GlooCommunicator(own, SLOT_BYTES)
+    assert comm is not None
+    return comm

@@ -25,7 +25,7 @@ class _Pending(NamedTuple):
     drain: Drain
 
 
-class Exchange(ABC):
+class CpuCommunicator(ABC):
     """Messages among the ranks of a group.
 
     A message is written by ``fill`` into a slot of ``slot_bytes`` and read by ``drain`` when it has come from all

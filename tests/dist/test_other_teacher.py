@@ -1,0 +1,109 @@
+"""A student learns from the model under DISTILLATION, with the weights of a file, alike at levels 0 and 3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from vissl_zero.checkpoint.first_weights import load_teacher
+from vissl_zero.config.compose import compose
+from vissl_zero.config.host import Host
+from vissl_zero.config.resolve import resolve
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.engine.build import build_run, other_model
+from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.loop import train
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.init import initialize_
+
+TEACHER = "config.DISTILLATION.TEACHER_MODEL"
+CROPS = (
+    "config.DATA.TRAIN.TRANSFORMS=[{name: ImgPilToMultiCrop, total_num_crops: 3, num_crops: [3], size_crops: [16], "
+    "crop_scales: [[0.5, 1]]}, {name: ToTensor}]"
+)
+
+
+def _plan(weights: Path, level: int, *further: str) -> ResolvedRun:
+    words = [
+        "config.LOSS.name=dino_distillation_loss",
+        CROPS,
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 6]}]]",
+        f"{TEACHER}.TRUNK.NAME=vision_transformer",
+        f"{TEACHER}.TRUNK.VISION_TRANSFORMERS={{IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 1, NUM_HEADS: 2}}",
+        f"{TEACHER}.TRUNK.VISION_TRANSFORMERS.HIDDEN_DIM=8",
+        f"{TEACHER}.TRUNK.VISION_TRANSFORMERS.MLP_DIM=8",
+        f"{TEACHER}.HEAD.PARAMS=[[mlp, {{dims: [8, 6]}}]]",
+        f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE={weights}",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=2",
+        "config.MACHINE.DEVICE=cpu",
+        "config.TRAINER.DTYPE=float64",
+        "config.TRAINER.MAX_STEPS=2",
+        f"config.ZERO.LEVEL={level}",
+        *further,
+    ]
+    host = Host(num_gpus=0, why_no_gpu="", num_cores=2)
+    return resolve(compose("digits/distillation", words).run, str(weights.parent / "run"), host=host)
+
+
+class _Losses(Hook):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        assert record.loss is not None
+        self.values.append(record.loss)
+
+
+def _losses(plan: ResolvedRun) -> list[float]:
+    hook = _Losses()
+    run, schedules, frozen = build_run(
+        plan, torch.device("cpu"), fill_teacher=lambda teacher: load_teacher(teacher, plan)
+    )
+    try:
+        train(run, schedules, frozen, [hook])
+    finally:
+        run.sharded.close()
+    return hook.values
+
+
+def _write(path: Path, plan: ResolvedRun, scale: float) -> None:
+    teacher = other_model(plan, 0)
+    assert teacher is not None
+    initialize_(teacher, seed=7)
+    torch.save({name: tensor * scale for name, tensor in teacher.state_dict().items()}, path)
+
+
+@pytest.mark.timeout(240)
+def test_features_alone_can_be_compared(tmp_path: Path) -> None:
+    weights = tmp_path / "teacher.pth"
+    weights.touch()
+    words = [
+        "config.LOSS.name=distillation_loss",
+        "config.LOSS.distillation_loss={teacher: '', loss_type: mse}",
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 8]}]]",
+        f"{TEACHER}.HEAD.PARAMS=[[identity, {{}}]]",
+    ]
+    _write(weights, _plan(weights, 0, *words), 1.0)
+    first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
+    assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
+
+
+@pytest.mark.timeout(240)
+def test_the_teacher_s_weights_count_and_levels_agree(tmp_path: Path) -> None:
+    weights = tmp_path / "teacher.pth"
+    weights.touch()
+    _write(weights, _plan(weights, 0), 1.0)
+    first, third = (run_on_ranks(2, _losses, _plan(weights, level), timeout_s=100)[0] for level in (0, 3))
+    assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
+    _write(weights, _plan(weights, 0), 2.0)
+    other = run_on_ranks(2, _losses, _plan(weights, 0), timeout_s=100)[0]
+    assert abs(other[0] - first[0]) > 1e-3
+
+
+def test_what_is_wrong_with_the_teacher_is_said_under_its_own_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _plan(tmp_path / "missing.pth", 0)
+    assert f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE" in str(caught.value)

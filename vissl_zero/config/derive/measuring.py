@@ -1,0 +1,56 @@
+"""Recipes of VISSL's programs that train nothing, kNN and extraction: what their switches stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vissl_zero.config.blocks.output import NearestNeighbor
+from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import ConfigError, Problem
+
+_KEY = "config.MODEL.FEATURE_EVAL_SETTINGS"
+# VISSL's names of what the trunk gives to its heads.
+_FEATURES = ("lastCLS", "res5avg", "avgpool", "flatten")
+_ALL_IMAGES = 10**8  # VISSL takes all of them
+_NOT_USED = ["mlp", {"dims": [-1, 1]}]
+
+
+def only_measures(cfg: RunConfig) -> bool:
+    """Whether FREEZE_TRUNK_AND_HEAD or EXTRACT_TRUNK_FEATURES_ONLY leaves nothing to train."""
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    return settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_AND_HEAD or settings.EXTRACT_TRUNK_FEATURES_ONLY)
+
+
+def without_training(cfg: RunConfig) -> RunConfig:
+    """``cfg``, or a copy that is TEST_ONLY where nothing is to be trained: its loss does not count.
+
+    Raises:
+        ConfigError: it asks for the features of an inner layer.
+    """
+    if not only_measures(cfg):
+        return cfg
+    settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL
+    if settings.EXTRACT_TRUNK_FEATURES_ONLY:
+        entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
+        if len(entries) > 1 or any(entry[0] not in _FEATURES or entry[1][0] != "Identity" for entry in entries):
+            must = f"must name what the trunk gives ({', '.join(_FEATURES)}, with Identity), of which kNN is measured"
+            problem = Problem(f"{_KEY}.LINEAR_EVAL_FEAT_POOL_OPS_MAP", str(entries), must, "Write [], say.")
+            raise ConfigError([problem])
+        model = replace(model, HEAD=replace(model.HEAD, PARAMS=[_NOT_USED]))
+        settings = replace(
+            settings, LINEAR_EVAL_FEAT_POOL_OPS_MAP=[], FREEZE_TRUNK_ONLY=True, FREEZE_TRUNK_AND_HEAD=False
+        )
+    neighbours, unset = cfg.NEAREST_NEIGHBOR, NearestNeighbor()
+    all_images: dict[str, Any] = {
+        key: _ALL_IMAGES
+        for key in ("MAX_TRAIN_IMAGES", "MAX_TEST_IMAGES")
+        if getattr(neighbours, key) == getattr(unset, key)
+    }
+    return replace(
+        cfg,
+        MODEL=replace(model, FEATURE_EVAL_SETTINGS=settings),
+        NEAREST_NEIGHBOR=replace(neighbours, **all_images),
+        LOSS={**cfg.LOSS, "name": "CrossEntropyLoss"},
+        TEST_ONLY=True,
+    )

@@ -1,0 +1,26 @@
+"""What a fork server imports first: it ends with its creator, and the processes that it forks end with it.
+
+For the fork server only, through ``lifetime.start_fork_server``: the import itself has the effect. It must come before
+torch, whose import takes seconds, on a busy machine a minute, in which a fork server looks at nothing. What is passed
+to it meanwhile lies in its own socket and keeps its creator's pipes open. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+
+from vissl_zero.lifetime import CREATOR_VARIABLE, end_with_parent
+
+_server: int | None = os.getpid()
+
+
+def _end_with_server() -> None:
+    """Runs in a forked process before it unpickles what it has to do, which imports modules, too."""
+    global _server
+    server, _server = _server, None  # what the process forks itself has another parent
+    if server is not None:
+        end_with_parent(server)
+
+
+end_with_parent(int(os.environ[CREATOR_VARIABLE]))
+os.register_at_fork(after_in_child=_end_with_server)
