@@ -31,9 +31,9 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.rehearsal import rehearse
 
 NUM_STEPS = 3
 
@@ -243,7 +243,7 @@ def main() -> None:
         if time.monotonic() - started > given.seconds:
             break
         plan = planned(cell, given.batch)
-        found = rehearse(plan).forecast
+        found = dry_run(plan).forecast
         if found.step is None:
             print(f"{cell!s:60} not known: {found.unknown}", flush=True)
             continue

@@ -45,7 +45,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def make_plan(folder: Path, level: int, num_ranks: int, num_steps: int) -> ResolvedRun:
-    """A small SwAV run with a queue, a checkpoint every second step, written while training goes on."""
+    """A small SwAV run with a queue, a checkpoint every second step, written while training continues."""
     composed = compose(
         "quickstart/swav_digits",
         [

@@ -3,6 +3,7 @@
     python benchmarks/step_cost.py --model mlp --optimizer sgd --ranks 2 --levels 1 2 3
     python benchmarks/step_cost.py --levels offload --optimizer adamw --nvme <folder>
     python benchmarks/step_cost.py --levels muon --optimizer adamw
+    python benchmarks/step_cost.py --levels compile --model vit --optimizer adamw
     python benchmarks/step_cost.py --quick
 
 Every way of training has processes of its own. They take turns: in each round each trains a few steps while the others
@@ -46,6 +47,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fully_shard, Muon",
         *(f"vissl_zero level {level}{what}" for level in (1, 2, 3) for what in ("", ", Muon")),
     ),
+    # torch.compile unit by unit beside the same level without it.
+    "compile": ("DDP", *(f"vissl_zero level {level}{what}" for level in (0, 3) for what in ("", ", compiled"))),
     # What rests elsewhere; DeepSpeed has it with AdamW alone.
     "offload": (
         "DDP",
@@ -61,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vissl_zero level 3, both on NVMe",
     ),
 }
-ALLOCATOR_LEVELS = {"larc": 1, "muon": 1, "offload": 3}  # of the groups that are none
+ALLOCATOR_LEVELS = {"larc": 1, "muon": 1, "compile": 3, "offload": 3}  # of the groups that are none
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     "eager": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
@@ -107,7 +110,7 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
         return held
 
     measured = False
-    for _ in range(2):
+    for _ in range(6 if system_name.endswith("compiled") else 2):  # once no check listens
         state_bytes = step()
     measured = True
     print(json.dumps({"num_params": num_params, "state_bytes": state_bytes}), file=answers, flush=True)
@@ -321,7 +324,7 @@ def plot(found: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mlp", choices=["mlp", "regnet", "regnet-two-crops", "tiny"])
+    parser.add_argument("--model", default="mlp", choices=["mlp", "regnet", "regnet-two-crops", "vit", "tiny"])
     parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adamw"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--levels", nargs="+", default=["0", "1", "2", "3"], choices=list(GROUPS))

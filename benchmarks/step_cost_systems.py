@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vissl_zero  # before torchvision, which it lets be imported beside a CPU build of torch
 
+from timm.models.vision_transformer import VisionTransformer  # isort: skip
 from torchvision.models import regnet_y_400mf  # isort: skip
 
 
@@ -52,6 +53,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
     "regnet-two-crops": (
         lambda: regnet_y_400mf(num_classes=1000),
         lambda: [torch.randn(16, 3, 64, 64), torch.randn(16, 3, 32, 32)],
+    ),
+    # ViT-S at 64 pixels: 384 wide, 12 blocks of 6 heads, 21.6 M parameters, 17 tokens an image.
+    "vit": (
+        lambda: VisionTransformer(64, 16, embed_dim=384, depth=12, num_heads=6, num_classes=10),
+        lambda: [torch.randn(16, 3, 64, 64)],
     ),
     "tiny": (lambda: Stack(64, 128, 3), lambda: [torch.randn(8, 64)]),
 }
@@ -184,7 +190,7 @@ class FullyShardNoReshard(FullyShard):
 
 
 class Pair(torch.optim.Optimizer):
-    """torch's Muon on matrices and torch's AdamW on the rest; on DTensors as well as on whole tensors."""
+    """torch's Muon on matrices and torch's AdamW on the rest; on DTensors as well as on full tensors."""
 
     def __init__(self, params: Iterable[nn.Parameter]):
         params = list(params)
@@ -224,6 +230,7 @@ class Ours(System):
 
     level = 0
     variant = ""  # in the place of the optimizer asked for
+    is_compiled = False
     tiers: ClassVar[dict[str, str]] = {}  # where the optimizer and the parameters rest
 
     def build(self, model: nn.Module, optimizer: str) -> None:
@@ -235,7 +242,7 @@ class Ours(System):
             "muon": {"type": "Muon", "lr": 1e-4},
         }[self.variant or optimizer]
         blocks = {f"offload_{what}_config": _tier(device) for what, device in self.tiers.items()}
-        zero = {"level": self.level, **blocks}
+        zero = {"level": self.level, "compile": self.is_compiled, **blocks}
         self.model, self.optimizer = vissl_zero.initialize(model, optimizer=given, zero=zero)
 
     def backward(self, loss: Tensor) -> None:
@@ -249,8 +256,8 @@ class Ours(System):
 
     def exchanged_bytes(self) -> int:
         """See ``System``."""
-        exchange = getattr(self.optimizer._sharded, "exchange", None)
-        return sum(exchange.sent_bytes.values()) if exchange else 0  # what Muon adds crosses the network
+        comm = getattr(self.optimizer._sharded, "comm", None)
+        return sum(comm.sent_bytes.values()) if comm else 0  # what Muon adds crosses the network
 
 
 def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
@@ -260,8 +267,9 @@ def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
     return model_units(model)
 
 
-def _ours(level: int, variant: str = "", **tiers: str) -> type[Ours]:
-    return type(f"Level{level}", (Ours,), {"level": level, "variant": variant, "tiers": tiers})
+def _ours(level: int, variant: str = "", is_compiled: bool = False, **tiers: str) -> type[Ours]:
+    facts = {"level": level, "variant": variant, "is_compiled": is_compiled, "tiers": tiers}
+    return type(f"Level{level}", (Ours,), facts)
 
 
 def _tier(device: str) -> dict[str, str]:
@@ -281,6 +289,7 @@ SYSTEMS: dict[str, type[System]] = {
     "DDP, Muon": DDPMuon,
     "fully_shard, Muon": FullyShardMuon,
     **{f"vissl_zero level {level}, Muon": _ours(level, "muon") for level in range(4)},
+    **{f"vissl_zero level {level}, compiled": _ours(level, is_compiled=True) for level in range(4)},
     "vissl_zero level 2, optimizer on NVMe": _ours(2, optimizer="nvme"),
     "vissl_zero level 3, optimizer on CPU": _ours(3, optimizer="cpu"),
     "vissl_zero level 3, optimizer on NVMe": _ours(3, optimizer="nvme"),

@@ -2,12 +2,13 @@
 
     python benchmarks/vissl_training.py <checkout of facebookresearch/vissl>
     python benchmarks/vissl_training.py <checkout> --match pretrain/dino --levels 0 3 --json trained.json
+    python benchmarks/vissl_training.py <checkout> --json trained.json --go-on   # with what is not in the file yet
 
 Of each recipe only sizes (widths, depths, images, batches, numbers of prototypes), paths, machines and the number of
 steps are changed, and the precision, to float64. Images are drawn and written in the format that the recipe names:
 class folders, or lists of files with lists of labels (torchvision's own formats as class folders). Weights to begin
-with are left out. Chosen are all recipes under ``pretrain``, and of every other folder the first that ``explain``
-accepts.
+with are left out. Chosen are all recipes under ``pretrain`` and ``test``, and of every other folder the first that can
+be trained. All runs share one pool of ranks.
 """
 
 from __future__ import annotations
@@ -26,18 +27,27 @@ import torch
 from PIL import Image
 
 from tests.ranks import close_pool, run_on_ranks
-from vissl_zero.config.account import account_of
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
+from vissl_zero.config.derive.components import trunk_options
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.taps import are_tapped
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
+from vissl_zero.errors import ConfigError
+from vissl_zero.models.model import build_trunk
+from vissl_zero.models.taps import Taps
 
-RANKS, STEPS, BATCH, SIDE, PATCH = 2, 3, 4, 56, 8
+RANKS, STEPS, BATCH = 2, 3, 4
+# Sides of the largest crops, and of patches: small crops of 96/224 of them are whole numbers of patches too.
+SIDE, PATCH = 28, 4
+SIDES = {"xcit": 56, "convnext": 84, "resnet_sk": 56}
+ALEXNET_SIDES = {"alexnet_deepcluster": 224, "alexnet_rotnet": 224}  # of the others 227: their features have one size
 NUM_IMAGES, NUM_CLASSES = 4 * RANKS * BATCH, 4
 TIMEOUT_S = 240.0
 TOLERANCE = 1e-10
@@ -53,8 +63,8 @@ class _Losses(Hook):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_step(self, run: Run, record: StepRecord) -> None:
-        self.values.append(record.loss)
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        self.values.append(float("nan") if record.loss is None else record.loss)
 
 
 def losses(plan: ResolvedRun) -> list[float]:
@@ -85,13 +95,15 @@ def write_images(folder: Path) -> None:
 
 def small(run: RunConfig, images: Path, level: int) -> RunConfig:
     """The recipe at sizes that a CPU trains in seconds, in place."""
+    name = run.MODEL.TRUNK.NAME
     run.MACHINE.DEVICE, run.DISTRIBUTED.BACKEND = "cpu", "gloo"
     run.DISTRIBUTED.NUM_NODES, run.DISTRIBUTED.NUM_PROC_PER_NODE = 1, RANKS
     run.TRAINER.MAX_STEPS, run.TRAINER.DTYPE, run.ZERO.LEVEL = STEPS, "float64", level
     run.MODEL.AMP_PARAMS.USE_AMP, run.SLURM.USE_SLURM = False, False
     run.MODEL.WEIGHTS_INIT.PARAMS_FILE = ""
     run.MODEL.FSDP_CONFIG.mixed_precision = False
-    run.DATA.NUM_DATALOADER_WORKERS, run.DATA.IMG_SIZE = 0, SIDE
+    side = ALEXNET_SIDES.get(name, 227) if name.startswith("alexnet") else SIDES.get(name, SIDE)
+    run.DATA.NUM_DATALOADER_WORKERS, run.DATA.IMG_SIZE = 0, side
     for split in (run.DATA.TRAIN, run.DATA.TEST):
         if not split.DATA_SOURCES:
             continue
@@ -102,23 +114,21 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
             split.LABEL_PATHS = [str(images / "labels.npy")]
         if split.DATA_SOURCES == ["torchvision_dataset"]:
             split.DATA_SOURCES, split.LABEL_SOURCES = ["disk_folder"], ["disk_folder"]
-    _shrink_trunk(run)
-    run.MODEL.HEAD.PARAMS = [_shrunk_head(head) for head in run.MODEL.HEAD.PARAMS]
+    _shrink_trunk(run, side)
+    _fit_heads(run, side)
     run.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP = [
-        [name, min(1, steps)] for name, steps in run.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP
+        [parameter, min(1, steps)] for parameter, steps in run.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP
     ]
-    name = run.LOSS["name"]
-    if name in run.LOSS:
-        run.LOSS[name] = _shrunk_loss(run.LOSS[name])
+    loss = run.LOSS["name"]
+    if loss in run.LOSS:
+        run.LOSS[loss] = _shrunk_loss(run.LOSS[loss])
     return run
 
 
-def _shrink_trunk(run: RunConfig) -> None:
+def _shrink_trunk(run: RunConfig, side: int) -> None:
     trunk = run.MODEL.TRUNK
-    trunk.RESNETS.DEPTH = 18
-    if trunk.NAME == "resnet":
-        trunk.RESNETS.WIDTH_MULTIPLIER = 1
-        trunk.RESNETS.GROUPS, trunk.RESNETS.WIDTH_PER_GROUP = 1, 64
+    trunk.RESNETS.DEPTH, trunk.RESNETS.WIDTH_MULTIPLIER = 18, 1
+    trunk.RESNETS.GROUPS, trunk.RESNETS.WIDTH_PER_GROUP = 1, 64
     regnet = trunk.REGNET
     if trunk.NAME == "regnet":
         regnet.name, regnet.depth, regnet.w_0, regnet.w_a, regnet.w_m = None, 6, 8, 8.0, 2.0
@@ -127,36 +137,62 @@ def _shrink_trunk(run: RunConfig) -> None:
         regnet.bottleneck_multipliers, regnet.strides = [], []
         regnet.stage_checkpoints, regnet.stage_checkpointing = [], []
     for block in (trunk.VISION_TRANSFORMERS, trunk.BEIT, trunk.XCIT):
-        block.IMAGE_SIZE, block.PATCH_SIZE, block.NUM_LAYERS = SIDE, PATCH, 4
-        block.NUM_HEADS, block.HIDDEN_DIM = 2, 32
-    trunk.VISION_TRANSFORMERS.MLP_DIM = 64
+        block.IMAGE_SIZE, block.PATCH_SIZE, block.NUM_LAYERS = side, PATCH, 4
+        block.NUM_HEADS, block.HIDDEN_DIM = 4, 32
+    trunk.XCIT.PATCH_SIZE = 8
+    trunk.VISION_TRANSFORMERS.MLP_DIM, trunk.CONVIT.N_GPSA_LAYERS = 64, 2
+    trunk.RESNETS_SK.DEPTH, trunk.RESNETS_SK.WIDTH_MULTIPLIER = 50, 1
+    trunk.CONVNEXT.DEPTH, trunk.CONVNEXT.DIMS = [1, 1, 2, 1], [8, 16, 16, 32]
+    swin = trunk.SWIN_TRANSFORMER
+    swin.IMAGE_SIZE, swin.EMBED_DIM, swin.DEPTHS, swin.NUM_HEADS = side, 12, [1, 2], [3, 6]
+    trunk.EFFICIENT_NETS.model_version = "B0"
+
+
+def _fit_heads(run: RunConfig, side: int) -> None:
+    """First widths as the small trunk has them, the others a 64th."""
+    name = run.MODEL.TRUNK.NAME
+    trunk = build_trunk({"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(run)})
+    shapes: list[tuple[int, ...]] = [(int(trunk.feature_dim),)] * len(run.MODEL.HEAD.PARAMS)
+    settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    if are_tapped(run):
+        settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = [
+            [layer, ["AdaptiveAvgPool2d", [[2, 2]]] if "AvgPool" in pooling[0] else pooling]
+            for layer, pooling in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
+        ]
+        taps = Taps(trunk, settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP, should_flatten=settings.SHOULD_FLATTEN_FEATS)
+        with torch.no_grad():
+            shapes = [tuple(rows.shape[1:]) for rows in taps(trunk.eval()([torch.zeros(1, 3, side, side)]))]
+    heads = zip(run.MODEL.HEAD.PARAMS, shapes, strict=True)
+    run.MODEL.HEAD.PARAMS = [_shrunk_head(head, shape) for head, shape in heads]
 
 
 def _width(width: int) -> int:
-    return width if width < NUM_CLASSES else max(8, width // 64)
+    return width if width < 0 else min(max(8, width // 64), NUM_IMAGES // 2)
 
 
-def _shrunk_head(head: Any) -> Any:
-    name, keys = head
-    keys = dict(keys)
+def _shrunk_head(head: Any, shape: tuple[int, ...]) -> Any:
+    name, keys = head[0], dict(head[1])
+    features = int(np.prod(shape))
     if name == "chain":
-        keys["heads"] = [_shrunk_head(inner) for inner in keys["heads"]]
-        keys["heads"][1:] = [
-            _first_as(inner, before) for before, inner in zip(keys["heads"], keys["heads"][1:], strict=False)
-        ]
+        inner = []
+        for part in keys["heads"]:
+            inner.append(_shrunk_head(part, (features,)))
+            features = inner[-1][1]["dims"][-1] if "dims" in inner[-1][1] else features
+        keys["heads"] = inner
+        features = int(np.prod(shape))
     if keys.get("dims"):
-        keys["dims"] = [-1, *map(_width, keys["dims"][1:])]
-    keys.pop("in_channels", None)
+        keys["dims"] = [features, *map(_width, keys["dims"][1:])]
+    for key, value in (("in_dim", features), ("in_channels", shape[0])):
+        if key in keys:
+            keys[key] = value
+    for key in ("hidden_dim", "bottleneck_dim", "mid_channels", "num_classes"):
+        if key in keys:
+            keys[key] = _width(keys[key])
     if keys.get("num_clusters"):
         keys["num_clusters"] = [_width(count) for count in keys["num_clusters"]]
     if keys.get("predictor_dims"):
         keys["predictor_dims"] = [_width(count) for count in keys["predictor_dims"]]
     return [name, keys]
-
-
-def _first_as(head: Any, before: Any) -> Any:
-    dims = head[1].get("dims")
-    return [head[0], {**head[1], "dims": [before[1]["dims"][-1], *dims[1:]]}] if dims else head
 
 
 def _shrunk_loss(block: Any) -> Any:
@@ -186,34 +222,47 @@ def plan_of(recipe: RecipeFile, images: Path, level: int) -> ResolvedRun:
     return resolve(small(composed.run, images, level), str(images / "run"), recipe=recipe.recipe, host=host)
 
 
-def chosen(root: Path, match: str) -> Iterator[RecipeFile]:
-    """All accepted recipes under pretrain, the first accepted one of every other folder, and each kind of model."""
-    folders: set[str] = set()
+def chosen(root: Path, match: str) -> Iterator[list[RecipeFile]]:
+    """Each recipe under pretrain and test, and those of every other folder, of which one is to be trained."""
+    folders: dict[str, list[RecipeFile]] = {}
     for recipe in recipe_files(root):
         name = recipe.overlay or recipe.recipe
-        folder = name.rpartition("/")[0]
-        if match not in str(recipe) or (folder in folders and not name.startswith("pretrain/")):
+        if match not in str(recipe):
             continue
-        if account_of(recipe).is_accepted:
-            folders.add(folder)
-            yield recipe
+        if name.startswith(("pretrain/", "test/")):
+            yield [recipe]
+        else:
+            folders.setdefault(name.rpartition("/")[0], []).append(recipe)
+    yield from folders.values()
 
 
 def trained(recipe: RecipeFile, images: Path, levels: list[int]) -> dict[str, Any]:
     """Losses at each level and the greatest relative difference, or what went wrong."""
     began = time.monotonic()
-    row: dict[str, Any] = {"recipe": str(recipe), "losses": {}, "difference": None, "error": ""}
+    row: dict[str, Any] = {"recipe": str(recipe), "losses": {}, "difference": None, "refused": "", "error": ""}
     try:
-        for level in levels:
-            row["losses"][level] = run_on_ranks(RANKS, losses, plan_of(recipe, images, level), timeout_s=TIMEOUT_S)[0]
+        plans = [plan_of(recipe, images, level) for level in levels]
+        if plans[0].config["TEST_ONLY"]:
+            return {**row, "refused": "TEST_ONLY", "seconds": 0.0}
+        for level, plan in zip(levels, plans, strict=True):
+            row["losses"][level] = run_on_ranks(RANKS, losses, plan, timeout_s=TIMEOUT_S)[0]
         first, *others = row["losses"].values()
-        assert len(first) == STEPS, f"{len(first)} steps"
+        if len(first) != STEPS:
+            row["error"] = f"{len(first)} steps"
         row["difference"] = max(
             abs(a - b) / max(1.0, abs(a)) for other in others for a, b in zip(first, other, strict=True)
         )
+    except ConfigError as error:
+        row["refused"] = " | ".join(map(str, error.problems))[:600] or str(error)[:600]
     except Exception as error:  # noqa: BLE001 - a failure is a figure of its own
         row["error"] = " | ".join(str(error).strip().splitlines()[-3:])[-600:] or type(error).__name__
     return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _word(row: Mapping[str, Any]) -> str:
+    if row["refused"]:
+        return "refused"
+    return "equal" if row["difference"] is not None and row["difference"] <= TOLERANCE else "FAILED"
 
 
 def main() -> None:
@@ -224,24 +273,34 @@ def main() -> None:
     parser.add_argument("--levels", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--most", type=int, default=10_000, help="so many recipes")
     parser.add_argument("--json", type=Path, help="write every row here, as they come")
+    parser.add_argument("--go-on", action="store_true", help="keep what stands in --json, train the others")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
+    if args.go_on and args.json.exists():
+        rows = json.loads(args.json.read_text())
+    seen, new = {row["recipe"]: _word(row) for row in rows}, 0
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder)
         write_images(images)
-        for recipe in chosen((args.checkout / "configs/config").absolute(), args.match):
-            rows.append(trained(recipe, images, args.levels))
-            row = rows[-1]
-            is_equal = row["difference"] is not None and row["difference"] <= TOLERANCE
-            what = row["error"] or f"{row['difference']:.1e}"
-            print(f"{'equal' if is_equal else 'FAILED'} {row['seconds']:5.1f} s {row['recipe']}: {what}", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1))
-            if len(rows) == args.most:
+        for kind in chosen((args.checkout / "configs/config").absolute(), args.match):
+            if new == args.most:
                 break
+            is_done = any(seen.get(str(recipe), "refused") != "refused" for recipe in kind)
+            for recipe in [] if is_done else [recipe for recipe in kind if str(recipe) not in seen]:
+                row = trained(recipe, images, args.levels)
+                rows.append(row)
+                what = row["refused"] or row["error"] or f"{row['difference']:.1e}"
+                print(f"{_word(row)} {row['seconds']:5.1f} s {row['recipe']}: {what}", flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(rows, indent=1))
+                new += _word(row) != "refused"
+                if _word(row) != "refused":
+                    break
     close_pool()
-    equal = [row for row in rows if row["difference"] is not None and row["difference"] <= TOLERANCE]
-    print(f"{len(equal)} of {len(rows)} recipes train {STEPS} steps with the same losses at levels {args.levels}")
+    words = [_word(row) for row in rows]
+    print(f"{words.count('equal')} of {len(rows) - words.count('refused')} recipes train {STEPS} steps", end=" ")
+    print(f"with the same losses at levels {args.levels}; {words.count('refused')} are refused or only measure")
 
 
 if __name__ == "__main__":
