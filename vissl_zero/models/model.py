@@ -102,10 +102,16 @@ class Model(nn.Module):
         size = trunk.patch_size
         views = [PatchView() for _ in images] if see is None else see(images, size)
         masked, kept = [view.masked for view in views], [view.kept for view in views]
-        rows = trunk(images, masked, kept, return_tokens=True)
+        last_blocks = max(view.last_blocks for view in views)
+        if last_blocks > len(trunk.blocks):
+            must = f"must have at least the {last_blocks} blocks that the method looks at"
+            fix = "Take a deeper trunk, or lower the method's number of blocks."
+            raise ConfigError([Problem("config.MODEL.TRUNK", f"{len(trunk.blocks)} blocks", must, fix)])
+        tokens = trunk(images, masked, kept, return_tokens=True, last_blocks=last_blocks)
+        rows, blocks = tokens[: len(images)], tokens[len(images) :]
         shown = [
-            Tokens(own, trunk.num_prefix_tokens, grid_of(image, size), view)
-            for own, image, view in zip(rows, images, views, strict=True)
+            Tokens(own, trunk.num_prefix_tokens, grid_of(image, size), view, tuple(blocks[index :: len(images)]))
+            for index, (own, image, view) in enumerate(zip(rows, images, views, strict=True))
         ]
         return shown, trunk.pooled(rows)
 

@@ -18,11 +18,13 @@ class PatchView(NamedTuple):
         masked: (b, P) bool, patches that the mask token stands for; None: none.
         kept: (b, k) int64, the patches that are seen, the others being left out; None: all.
         wanted: (b, ..., m) int64, the patches that heads are asked for; None: all.
+        last_blocks: how many of the trunk's last blocks heads are given the tokens of, too.
     """
 
     masked: Tensor | None = None
     kept: Tensor | None = None
     wanted: Tensor | None = None
+    last_blocks: int = 0
 
 
 # From the image tensors of all resolutions and a patch's (height, width) to a view of each.
@@ -37,12 +39,14 @@ class Tokens(NamedTuple):
         num_prefix: class and register tokens, which come first.
         grid: patches per column and per row, h and w.
         view: how they were seen.
+        blocks: the shape of ``rows``, of the last blocks in their order, before the trunk's last norm.
     """
 
     rows: Tensor
     num_prefix: int
     grid: tuple[int, int]
     view: PatchView
+    blocks: tuple[Tensor, ...] = ()
 
     def wanted(self) -> Tensor:
         """(b, ..., m, D) of the patches asked for, of which none may have been left out."""

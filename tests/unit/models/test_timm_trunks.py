@@ -127,6 +127,17 @@ def test_masked_patches_are_not_seen() -> None:
         VisionTransformer(**SMALL)([image], masks=[mask])
 
 
+def test_tokens_of_the_last_blocks_come_before_the_norm() -> None:
+    trunk = VisionTransformer(**SMALL).eval()
+    images = [*_images(16), *_images(8)]
+    tokens = trunk(images, return_tokens=True, last_blocks=2)
+    shapes = [(2, 17, 8), (2, 5, 8)]
+    assert [tuple(rows.shape) for rows in tokens] == shapes * 3  # after the norm, the last block but one, the last
+    normed: list[torch.Tensor] = trunk.norm(trunk.blocks[-1](tokens[2:4]))
+    assert all(torch.equal(*pair) for pair in zip(normed, tokens[:2], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(trunk.norm(tokens[4:]), tokens[:2], strict=True))
+
+
 def test_dropped_patches_are_keyed() -> None:
     trunk = VisionTransformer(**SMALL, PATCH_DROP_RATE=0.5).train()
     (image,) = _images(16)

@@ -60,7 +60,12 @@ class TransformerTrunk(nn.Module):
         self._normed: dict[int, list[Tensor]] = {}
 
     def forward(
-        self, images: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None, return_tokens: bool = False
+        self,
+        images: list[Tensor],
+        masks: PatchMasks = None,
+        kept: PatchMasks = None,
+        return_tokens: bool = False,
+        last_blocks: int = 0,
     ) -> list[Tensor]:
         """One pass over all resolutions.
 
@@ -69,20 +74,25 @@ class TransformerTrunk(nn.Module):
             masks: per resolution (b_r, P_r) bool, patches replaced by the mask token; None: none.
             kept: per resolution (b_r, k_r) int64, the patches that are seen, the others being left out; None: all.
             return_tokens: give tokens after the last norm instead of features.
+            last_blocks: give the tokens of that many last blocks too, before the norm.
         Returns:
-            R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D).
+            R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D), followed by R
+            of each of the last blocks in their order.
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
         caught: dict[int, list[Tensor]] = {}
+        last: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             xs = block(xs)
             if index in self._tapped:
                 caught[index] = xs
+            if index >= len(self.blocks) - last_blocks:
+                last += xs
         # One call for all tapped blocks: a unit is gathered once a step.
         flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
         *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
         self._normed = dict(zip(caught, tapped, strict=True))
-        return xs if return_tokens else self.pooled(xs)
+        return [*xs, *last] if return_tokens else self.pooled(xs)
 
     tap_names = ("lastCLS", "concatCLS4", "blkCLS0", "lastPOOL", "concatPOOL4", "stridePOOL_4", "lastBLK", "lastMAP")
 
