@@ -282,6 +282,7 @@ METHODS = Registry(
             "mae": "MAE: pixels of hidden patches from the few that are seen.",
             "simmim": "SimMIM: pixels of masked patches by one linear layer.",
             "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
+            "data2vec": "data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.",
             "ibot": "iBOT: DINO, and self-distillation of masked patches.",
             "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
             "msn": "MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.",

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
     "simmim": ("simmim_loss", {"mask_patch_size": 4}, ["pixel_head", {"dims": [6, 12]}], [2]),
     "ijepa": ("ijepa_loss", {"momentum": 0.7}, ["patch_predictor", {**PATCHES[1], "dims": [6, 8, 6]}], [2]),
+    "data2vec": ("data2vec_loss", {"momentum": 0.7, "average_top_k_layers": 2}, ["latent_head", {"dims": [6, 6]}], [2]),
     "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
     "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5]}], [2, 1]),
     "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
@@ -75,7 +76,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
 # Methods that look at patches.
-TRANSFORMERS = ("mae", "simmim", "ijepa", "ibot", "dinov2", "msn")
+TRANSFORMERS = ("mae", "simmim", "ijepa", "data2vec", "ibot", "dinov2", "msn")
+MASK_TOKEN = ("simmim", "data2vec", "ibot", "dinov2")
 TIMM_VIT = {"img_size": 8, "patch_size": 2, "depth": 2, "num_heads": 2, "embed_dim": 6, "mlp_ratio": 1.5}
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
@@ -116,10 +118,10 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
     config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
     if method in TRANSFORMERS:
-        vit = {**VIT, "USE_MASK_TOKEN": method in ("simmim", "ibot", "dinov2")}
+        vit = {**VIT, "USE_MASK_TOKEN": method in MASK_TOKEN}
         config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": vit}
     if norm == "timm":
-        name, has_token = "vit_tiny_patch16_224", method in ("simmim", "ibot", "dinov2")
+        name, has_token = "vit_tiny_patch16_224", method in MASK_TOKEN
         keys_of_timm = {"name": name, "use_mask_token": has_token, "model_args": TIMM_VIT}
         config["MODEL"]["TRUNK"] = {"NAME": f"timm/{name}", "PARAMS": keys_of_timm}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]

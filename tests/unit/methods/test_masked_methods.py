@@ -35,6 +35,8 @@ def _resolved(recipe: str, *overrides: str) -> Any:
         ("simmim", f"{_TRUNK}=false", f"{_TRUNK}: must be true for simmim_loss"),
         ("ijepa", "config.LOSS.ijepa_loss.target_scale=0.2", "must leave room for the context: 0.8 of the patches"),
         ("ijepa", "config.LOSS.ijepa_loss.target_ratio=[2, 1]", "the least and the largest"),
+        ("data2vec", f"{_TRUNK}=false", f"{_TRUNK}: must be true for data2vec_loss"),
+        ("data2vec", "config.LOSS.data2vec_loss.average_top_k_layers=4", "must be at most the trunk's 3 blocks"),
         ("ibot", "config.LOSS.ibot_loss.mask_ratio=[0.5, 0.1]", "two shares of the patches"),
         ("dinov2", "config.LOSS.dinov2_loss.mask_probability=2", "must be between 0 and 1"),
         ("msn", _SIZES, "must begin with two crops of the first size"),
@@ -68,6 +70,18 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(recipe: str, overr
     with pytest.raises(ConfigError) as refused:
         method.loss(method.run_student(model, batch), batch)  # type: ignore[arg-type]
     assert message in str(refused.value)
+
+
+def test_a_trunk_with_too_few_blocks_is_refused() -> None:
+    """Of a trunk of timm's, whose depth the recipe does not say."""
+    plan = _resolved("digits/data2vec")
+    args = {"img_size": 24, "patch_size": 4, "depth": 1}
+    keys = {"name": "vit_tiny_patch16_224", "use_mask_token": True, "model_args": args}
+    config = {**plan.config["MODEL"], "TRUNK": {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys}}
+    config |= {"HEAD": {**config["HEAD"], "PARAMS": [["latent_head", {"dims": [-1, 192]}]]}}
+    set_random_key(0, 0, torch.arange(2))
+    with pytest.raises(ConfigError, match="must have at least the 2 blocks that the method looks at"):
+        build_method(plan.config["LOSS"]).run_teacher(build_model(config), _Images())  # type: ignore[arg-type]
 
 
 def test_a_head_of_patches_needs_a_trunk_of_patches() -> None:

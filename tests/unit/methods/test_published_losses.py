@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
 from vissl_zero.methods.byol.method import byol_loss
+from vissl_zero.methods.data2vec.method import mean_of_blocks
 from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
 from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.dinov2.method import dinov2_loss
@@ -169,6 +170,12 @@ def test_simmim():
 def test_ijepa():
     """facebookresearch/ijepa 52c1ae9 src/train.py: smooth_l1_loss onto layer_norm."""
     _is(latent_regression(_randn(23, 3, 2, 4, 5), _randn(24, 3, 2, 4, 5) * 2), 0.8397889728158877)
+
+
+def test_data2vec():
+    """facebookresearch/data2vec_vision af9a363 beit/engine_for_cyclical.py, --post_target_layer_norm --l1_beta 2."""
+    blocks = [_randn(24, 3, 4, 5) * 2, _randn(27, 3, 4, 5) + 0.5, _randn(28, 3, 4, 5) * 0.1]
+    _is(latent_regression(_randn(23, 3, 4, 5), mean_of_blocks(blocks), beta=2.0), 0.46239243604983776)
 
 
 def test_npid():
