@@ -92,6 +92,7 @@ class BatchNorm(_BatchNorm):
         output, mean, var, count = _Synchronised.apply(input, self.weight, self.bias, self.eps, self.group)
         if is_counted:
             # torch normalises with the biased variance, and tracks the unbiased one.
+            # The clamp is for a batch of one row, which has no unbiased variance.
             unbiased = var * (count / (count - 1).clamp(min=1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)  # type: ignore[union-attr]
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)  # type: ignore[union-attr]
@@ -140,6 +141,7 @@ class _Synchronised(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)
             # Statistics depend on the rows of all ranks, and so does the gradient through them.
+            # Outside of the branch above: a rank without rows must take part too.
             dist.all_reduce(sums, group=ctx.group)
             grad_mean, grad_dot = sums / count
             # weight * inv_std * (grad - grad_mean - (x - mean) * inv_std * grad_dot), as three channel-wise factors
@@ -149,6 +151,7 @@ class _Synchronised(torch.autograd.Function):
             shape = (1, -1) + (1,) * (x.dim() - 2)
             grad_x = torch.addcmul(constant.view(shape), x.to(mean.dtype), of_x.view(shape))
             grad_x = grad_x.addcmul_(grad.to(mean.dtype), of_grad.view(shape)).to(x.dtype)
+        # These stay this rank's own, to be averaged over ranks with all other gradients.
         has_affine = weight is not None
         return grad_x, grad_weight if has_affine else None, grad_bias if has_affine else None, None, None
 

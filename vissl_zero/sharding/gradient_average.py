@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.sharding.torch_private import call_after_backward, call_on_gradient
 
+# As DistributedDataParallel has it.
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -70,6 +71,7 @@ class GradientAverage:
             return
         if self._is_open:
             self._end_round()
+        # Not before all ranks have said that they have no more: one that left early would keep the others waiting.
         while self._agree_to_open(False):  # another rank has run one more backward pass
             self._is_open = True
             self._end_round()
@@ -90,6 +92,7 @@ class GradientAverage:
             return
         if not self._is_open:
             self._is_open = True
+            # Waited for in _end_round only: the backward pass runs on meanwhile.
             self._opening = self._announce(True)
         if not (self._is_driven or self._is_callback_queued):
             self._is_callback_queued = True
@@ -144,10 +147,12 @@ class GradientAverage:
         is_present, is_late = table.view(2, -1).tolist()
         places = iter(zip(is_present, is_late, late, strict=True))
         for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
+            # Divided here, since gloo has a sum and no mean.
             flat /= collectives.world_size()
             for param, values in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
                 found, found_late, extra = next(places)
                 param.grad = _unpacked(param, values) if found else None
+                # The table is the same on every rank, so all take part in the same further all-reduces.
                 if found_late:
                     total = torch.zeros_like(param) if extra is None else extra
                     dist.all_reduce(total, group=self._group)

@@ -91,6 +91,7 @@ class ParameterGuard:
 
 def _place(source: Tensor) -> int:
     """Where the values that this rank holds lie in memory."""
+    # The tensor itself: to_local() would return a new view, and record it for autograd.
     local = source._local_tensor if isinstance(source, DTensor) else source
     return local.data_ptr()
 

@@ -110,6 +110,8 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     kinds: dict[str, str] = {ROOT: "root"}
     if plan.level:
         kinds |= dict.fromkeys(_large_layers(model, plan.wrap_threshold), "layer")
+        # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
+        # any case.
         kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
         if plan.precision.compute != plan.precision.master:
             kinds |= dict.fromkeys(_batch_norms(model), "norm")
@@ -124,6 +126,8 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             is_float32=kinds[group[0]] == "norm",
             is_checkpointed=any(name in checkpointed for name in group),
         )
+        # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
+        # then.
         for group in sorted(groups, key=lambda group: max(order[name] for name in group))
     ]
     whole_bytes = _whole_elements(plan.level, units) * getattr(torch, plan.precision.compute).itemsize
@@ -200,6 +204,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
         }
         if not nested:
             break
+        # Parameters of a unit that is dropped go to the one around it, which may tie more: look once more.
         for name in nested:
             del kinds[name]
     groups = {name: {name} for name in kinds}
@@ -233,6 +238,7 @@ def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
 def _whole_elements(level: int, units: Sequence[PlannedUnit]) -> int:
     if level < 3:
         return sum(unit.num_params for unit in units) if level else 0
+    # The unit in use, with the one that is fetched ahead; the root is whole throughout.
     *inner, root = [unit.num_params for unit in units]
     return root + max((sum(pair) for pair in pairwise([0, *inner])), default=0)
 

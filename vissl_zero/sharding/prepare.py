@@ -30,6 +30,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     _refuse_embeddings(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     _cast_to_master(model, dtype_of(plan.precision.master))
+    # Before batch norms and forward methods are replaced, so that a refused model is as it was but for its format.
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
     is_recomputed = bool(wrap_plan.checkpointed)
@@ -38,8 +39,10 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         unit = model.get_submodule(name)
         assert isinstance(unit, Unit), name
         unit.checkpoint = True
+    # After the conversion: compilation knows our batch norm by its class and leaves it out of the graphs.
     if plan.compile:
         compile_units(model, model_units(model) or [model], plan.compile)
+    # Last: it wraps whatever forward is by now, compiled or not.
     run_in_precision(model, plan.precision, device)
     return wrap_plan
 

@@ -72,6 +72,7 @@ def load_rank_state(
     Raises:
         CheckpointError: it comes from another layout or another model; nothing was changed.
     """
+    # All checks come before the first write: a refused state must change nothing.
     _check_layout(state["layout"], plan)
     _check_model(state, shards, buffers)
     _check_groups(state["optimizer"]["groups"], group_facts(shards, optimizer))
@@ -125,9 +126,11 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
                     f"{tuple(shards[name].full_shape)}. Load state of the same model."
                 )
     for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        # torch numbers parameters where this package names them, so only options are taken over.
         group.update({key: value for key, value in given.items() if key not in ("params", "param_names", "name")})
     optimizer.state.clear()
     for name, own in saved.items():
+        # Where each tensor has one owner, the other ranks keep no state of it.
         if name not in owned:
             continue
         shard = owned[name]
@@ -173,6 +176,7 @@ def _value(entry: Any, local: Tensor) -> Any:
     if isinstance(entry, dict):
         values = entry["local"]
         return empty_state(local, values.shape, values.dtype).copy_(values)
+    # A copy: the saved dict may be loaded again after training has moved on.
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 

@@ -56,6 +56,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
     dist.all_gather_object(digests, hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16])
     if len(set(digests)) == 1:
         return
+    # Digests differ: only now send the facts themselves, to name the first that does.
     lists: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lists, list(facts))
     other = next(rank for rank, found in enumerate(lists) if found != lists[0])
@@ -77,6 +78,7 @@ class StepCheck:
     def __init__(self, device: torch.device):
         self._is_needed = collectives.world_size() > 1
         self._device = device
+        # The facts are the host's: on the CPU they need no wait for a GPU.
         if self._is_needed and "cpu" in dist.get_backend_config():
             self._device = torch.device("cpu")
 
@@ -101,6 +103,7 @@ class StepCheck:
             bounds = torch.tensor(sent, dtype=torch.int64, device=self._device)
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
             found = bounds.tolist()
+            # Ranks agree on a value where its maximum is its minimum.
             has_problem, *differs = (found[i] != -found[i + len(values)] for i in range(len(values)))
             marks = [bool(mark) for mark in found[2 * len(values) :]]
             if problem is None and has_problem:
@@ -121,6 +124,7 @@ def _checksum(param: Tensor) -> Tensor:
     """Two numbers (2,) that differ if a value or the order of values does, but for rare accidents."""
     if param.is_meta or not param.numel() or param.is_complex():
         return torch.zeros(2, dtype=torch.float64)
+    # NaN is unequal to itself, so equal models that hold one would be refused.
     flat = param.detach().flatten().nan_to_num()
     flat = flat if flat.is_floating_point() else flat.double()
     ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
@@ -129,6 +133,7 @@ def _checksum(param: Tensor) -> Tensor:
 
 def _differing(values: Tensor) -> list[int]:
     """Rows of ``values`` that are not the same on every rank; the same list everywhere."""
+    # One maximum of a value and of its negative gives both bounds in a single message.
     bounds = torch.stack([values, -values])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     rows = (bounds[0] != -bounds[1]).reshape(len(values), -1).any(dim=1)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from vissl_zero import collectives
 from vissl_zero.sharding.torch_private import real_grad
 
+# As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
 MIN_ROW_NORM = 1e-12
 
 
@@ -94,6 +95,7 @@ class Shard:
 
     def forget_grad(self) -> None:
         """Release the gradient."""
+        # Both refer to one tensor, whose memory is freed only when neither does.
         self.source.grad = None
         self.local.grad = None
 
@@ -123,6 +125,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
         mesh = source.device_mesh
+        # With shard groups, the first mesh dimension counts the groups, which hold the same rows.
         num_copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim > 1 else (1, 0)
         first_element = _first_row(source) * source.shape[1:].numel()
         yield Shard(name, source, local, source.shape, first_element, num_copies=num_copies, copy=copy)
@@ -138,6 +141,7 @@ def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
     """Memory for optimizer state of ``local``, in the order in which it lies: fused kernels pair both up."""
+    # A meta tensor stands for a shard on disk, whose state is in host memory or passes through it.
     device = torch.device("cpu") if local.is_meta else local.device
     if tuple(shape) != tuple(local.shape):
         return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -92,6 +92,7 @@ class ShardedModel(Sharded):
             {
                 "name": parameter_group.name,
                 "params": [self._shards[name].local for name in parameter_group.params],
+                # A placeholder: rates are set in these groups before each step.
                 "lr": 0.0,
                 "weight_decay": parameter_group.weight_decay,
             }
@@ -106,6 +107,7 @@ class ShardedModel(Sharded):
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(device)
+        # Only now: the guard remembers where each parameter lies, and nothing may move one from here on.
         self._parameter_guard = ParameterGuard(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
         self._teacher: ShardedModel | None = None
@@ -169,12 +171,15 @@ class ShardedModel(Sharded):
         """See ``Sharded``."""
         # Full copies would keep the old values after the update.
         self._before_shards_change()
+        # Before take_grad, which reads the gradients that this averages.
         self._average_replicated()
         for shard in self._trained:
             shard.take_grad()
         # The last moment to refuse: nothing has been updated yet, and all ranks learn of it together.
         present = self._step_check.require_equal(self._problem(), self._facts(), self._has_gradients())
         for shard, is_present in zip(self._trained, present, strict=False):
+            # No rank had this gradient. The zeros that filled its message would let decay and momentum move the
+            # parameter.
             if not is_present:
                 shard.forget_grad()
         # An asynchronous checkpoint may still copy the shards that are about to change.
@@ -224,6 +229,7 @@ class ShardedModel(Sharded):
 
     def average(self, decay: float) -> None:
         """See ``Sharded``."""
+        # A checkpoint may still read the averages: parts() hands out their own memory.
         self._wait_for_readers()
         if self._average is None:
             self._average = WeightAverage(self._shards.values(), dict(self._saved_buffers()))
@@ -277,8 +283,10 @@ class ShardedModel(Sharded):
             return
         for buffer in self._module.buffers():
             if buffer.is_floating_point():
+                # Every rank has seen other samples, and the mean has something of all of them.
                 buffer.copy_(collectives.all_reduce_sum(buffer) / collectives.world_size())
             else:
+                # A mean of counters need not be a whole number.
                 dist.broadcast(buffer, src=0)
 
     @contextmanager
@@ -347,6 +355,7 @@ class ShardedModel(Sharded):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sharded``."""
         self._wait_for_readers()
+        # Plain torch's state has no parameters, so gathered copies stay valid.
         if "layout" not in state and {"state", "param_groups"} <= state.keys():
             load_torch_state(state, self._shards, self.optimizer)
             return
@@ -406,6 +415,7 @@ class ShardedModel(Sharded):
         """See ``Sharded``. Buffers, where batch norm is synchronised over all ranks, and parameters held whole."""
         world_size = collectives.world_size()
         found = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
+        # Smaller groups have statistics of their own, so buffers differ between ranks on purpose.
         if self._plan.sync_bn_group in (-1, world_size):
             found |= self.buffers()
         if self._teacher is not None:
@@ -455,6 +465,7 @@ class ShardedModel(Sharded):
         """See ``Sharded``."""
         with ActivationCounter() as counter:
             yield
+        # Looked up after the pass: it gathers parameters and takes buffers, which are counted as other kinds.
         shards = self._shards.values()
         buffers = Storages((*self._module.buffers(), *self._buffers_in_use()))
         excluded = (parameter_storages(self._module, shards), buffers)

@@ -103,6 +103,8 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
         for key, value in values.items():
             if _is_cut(shard, key, value, per_element):
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
+            # State of another shape cannot be cut like the parameter, but it can be stored where a rank holds the full
+            # one.
             elif isinstance(value, Tensor) and value.dim() and shard.local.shape == shard.full_shape:
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", replace(shard, full_shape=value.shape), value)
             elif isinstance(value, Tensor) and value.dim():
@@ -217,6 +219,7 @@ def restore_state(
         CheckpointError: it is of another model or another optimizer; nothing was changed then.
     """
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    # All checks come before the first write, so that a refused checkpoint leaves the model as it was.
     _check_saved(saved, shards, optimizer, loss_scale)
     for name, shard in shards.items():
         _read_values(saved, MODEL + name, shard)
@@ -320,6 +323,7 @@ def _read_values(saved: SavedState, name: str, shard: Shard) -> None:
 
 def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
     """Fill ``target``, which is cut as ``shard`` is."""
+    # The last ranks may hold no row of a small tensor.
     if not target.numel():
         return
     if target.is_contiguous():
@@ -332,11 +336,13 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
 
 def _own_run(shard: Shard, count: int) -> tuple[int, int]:
     """Of ``count`` elements, those that this rank stores: its share among the ranks that hold the same."""
+    # One rank's end is the next one's begin, so that the runs leave no gap and do not overlap.
     return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
 
 
 def _answers_for(shard: Shard) -> bool:
     """Whether this rank stores what there is once per parameter; true on one rank."""
+    # An empty part may begin at element 0 too: fairscale's full tensors, on ranks that do not own them.
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 
 
@@ -363,6 +369,7 @@ def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | N
     """
     begin, end = _own_run(shard, value.numel())
     if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
+        # A parameter without elements still needs an entry, or a restore would miss its name.
         first = shard.first_element + begin
         num_elements, dtype = end - begin, value.dtype
         if read is None:
@@ -383,6 +390,7 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
     latest: list[Any] = [None, {}]
 
     def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
+        # Kept from one key to the next: each record holds all keys of its elements.
         if latest[0] is not param:
             latest[:] = [param, optimizer.read_state(param)]  # type: ignore[arg-type]
         return latest[1][key].view(-1)[begin:end]

@@ -118,6 +118,7 @@ class Stepper:
         grad_norm = norms.grad_sq.sum().sqrt()
         if self._loss_scale is not None:
             # One inf or NaN anywhere makes the norm non-finite, so no separate search is needed.
+            # Ranks hold the same sums, so all of them skip, or none does.
             found_inf = not bool(torch.isfinite(grad_norm))
             self._loss_scale.update(found_inf)
             if found_inf:
@@ -133,13 +134,16 @@ class Stepper:
         table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
         if any(shard.is_on_disk for shard in shards):
             table = self._with_stored(shards, table)
+        # One message for all rows: another all-reduce would pay its latency a second time.
         table = sum_over_ranks(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
+        # Without adaptation nothing reads these two; they only fill the type.
         param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)
         return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
 
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
         """Rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
+        # Counts as zero, for a gradient that is absent and for a scalar, which another rank contributes.
         nothing = torch.empty(0, device=_device(shards), dtype=_dtype(shards))
         params = [
             shard.values() if shard.contributes_to_norm and self._adaptation is not None else nothing
@@ -152,6 +156,7 @@ class Stepper:
         present = [float(shard.local.grad is not None) for shard in shards]
         rows = [grad_sq, self._constant("present", present, grad_sq)]
         if self._adaptation is not None:
+            # A dot product needs two of one length: without a gradient, both must be empty.
             partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
             rows += [squared_norms(params), dots(partners, grads)]
         return rows
@@ -210,6 +215,7 @@ class Stepper:
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:
             if shard.is_on_disk:
+                # Only noted here: the update applies it to what it reads, which saves a pass over the file.
                 shard.change_grad(g, p)
         chosen = [row for row in chosen if not row[0].is_on_disk]
         if chosen:

@@ -339,6 +339,7 @@ class Strategy(ABC):
                 was.
         """
         self._check(plan, device)
+        # Before _shard, which changes the model: a refusal must leave it as it was.
         rule = update_rule_of(build_optimizer, model, groups, plan)
         if rule is UpdateRule.PER_TENSOR:
             plan = dataclasses.replace(plan, needs_whole_tensors=True)
@@ -386,6 +387,7 @@ def update_rule_of(
         [
             {
                 "name": group.name,
+                # The trial makes tensors of its own: only the number of dimensions matters to the constructor.
                 "params": [nn.Parameter(torch.zeros([min(n, 2) for n in shape])) for shape in own],
                 "lr": 0.0,
                 "weight_decay": group.weight_decay,

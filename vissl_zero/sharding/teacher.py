@@ -40,6 +40,7 @@ def follow(teacher: ShardedModel, student: ShardedModel, momentum: float, unit_r
         momentum: 0 copies.
         unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
     """
+    # Units that are still gathered would keep the teacher of the last step.
     teacher._before_shards_change()
     for name, shard in teacher._shards.items():
         value = student._shards[name].held()

@@ -84,6 +84,7 @@ def is_in_backward() -> bool:
 
 def is_nested_backward() -> bool:
     """Whether the backward pass on this thread runs inside another one, as reentrant checkpointing does. CPU only."""
+    # The CPU's backward pass runs on its caller's thread, so nested ones stand on one Python stack.
     entry = _graph._engine_run_backward.__code__
     frame, depth = sys._getframe(), 0
     while frame is not None:
@@ -97,6 +98,7 @@ def is_in_reentrant_checkpoint() -> bool:
 
     Costs a walk over the stack where gradients are off or a backward pass is running; elsewhere nothing.
     """
+    # Reentrant checkpointing runs a segment without gradients first, and again inside the backward pass.
     if torch.is_grad_enabled() and not is_in_backward():
         return False
     frame: Any = sys._getframe()

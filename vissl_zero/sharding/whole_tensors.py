@@ -29,6 +29,7 @@ def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
     The fullest rank then has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039).
     """
     loads, owners = [0] * num_ranks, [0] * len(sizes)
+    # Ties go to the lower number, so that every rank finds the same deal without a message.
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[index] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += sizes[index]
@@ -68,6 +69,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         # Engines cut tensors in different ways, so each rank tells the others where its parts begin.
         dist.all_gather_object(spans, [(s.first_element, s.local.numel()) for s in shards], group=group)
         self._spans: list[list[tuple[int, int]]] = spans
+        # Every shard group deals anew, so a tensor has one owner in each group.
         copies = collectives.world_size() // num_ranks
         by_local: dict[int, nn.Parameter] = {}
         self.owned: dict[str, Shard] = {}
@@ -83,6 +85,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         ]
         self._sharded_params = [list(given["params"]) for given in groups]
         self._whole_params = [[by_local[id(p)] for p in own if id(p) in by_local] for own in self._sharded_params]
+        # Full values first: an optimizer may read its parameters when it is built.
         self._gather()
         self.inner, self.adaptation = build(
             [{**given, "params": list(own)} for given, own in zip(groups, self._whole_params, strict=True)]
@@ -96,6 +99,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed."""
+        # torch's constructor adds the groups through this method, so it is refused only afterwards.
         assert not getattr(self, "_is_built", False)
         super().add_param_group(param_group)
 

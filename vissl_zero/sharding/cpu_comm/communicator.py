@@ -73,6 +73,7 @@ class CpuCommunicator(ABC):
             is_scatter: whether each rank gets a part of its own, or all get the same.
         """
         assert numel <= self.capacity(dtype), (numel, self.capacity(dtype))
+        # Every rank reads before it writes on, which is what makes it safe to use a slot again (see num_slots).
         while len(self._pending) >= self.LAG:
             self._drain_oldest()
         number = self._num_posted

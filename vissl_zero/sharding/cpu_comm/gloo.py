@@ -49,6 +49,7 @@ class GlooCommunicator(CpuCommunicator):
             parts = [arrived[sender, self.rank * size : (self.rank + 1) * size] for sender in range(self.num_ranks)]
             self._works[number] = _all_to_all(parts, list(sent.split(size)), self._group)
             return
+        # gloo pairs collectives by their order, so every rank posts the broadcasts in the order of senders.
         works = []
         for sender in range(self.num_ranks):
             buffer = sent if sender == self.rank else arrived[sender, : len(sent)]

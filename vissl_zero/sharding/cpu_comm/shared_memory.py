@@ -53,6 +53,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
     ):
         super().__init__(len(memories), rank, slot_bytes)
         self._pids, self._timeout_s = list(pids), timeout_s
+        # Each count has one writer, its owner, so no lock is needed.
         self._counts = [memoryview(memory)[:8].cast("q") for memory in memories]
         # Never written but by ``_slot``: torch has no read-only tensors, and says so for each.
         tensors = [torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES) for memory in memories]
@@ -139,6 +140,8 @@ def _machine() -> tuple[str, int] | None:
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
         return None
     try:
+        # A process is found by its number, which means the same process only within one namespace of one running
+        # system.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -159,6 +162,7 @@ def _map(
         if address.machine != addresses[rank].machine:  # type: ignore[union-attr]
             return None
         try:
+            # For writing, though only its owner writes: mmap asks for a writable descriptor by default.
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
         except OSError:
             return None

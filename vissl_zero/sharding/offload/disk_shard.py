@@ -72,6 +72,7 @@ class DiskShard(Shard):
     def _in_memory(self) -> Iterator[None]:
         assert isinstance(self.source, DTensor)
         absent = self.source._local_tensor
+        # full_tensor() gathers what the DTensor holds, and that is a meta tensor but for this moment.
         self.source._local_tensor = self.values()
         try:
             yield

@@ -37,6 +37,8 @@ class GradientStore:
         """Add what a backward pass has given; flat tensors by index."""
 
         def is_read(record: int) -> bool:
+            # A record without stored gradients is overwritten; what that leaves for other shards is not marked as
+            # stored, and so never read.
             return any(segment.tensor in self._stored for segment in self._layout.chunks[record].segments)
 
         def combine(index: int, stored: Tensor, new: Tensor) -> None:

@@ -32,6 +32,7 @@ class HostShard(Shard):
         self._host_grad: Tensor | None = None
         self._is_there = False
         self._arrival: Any = None
+        # fully_shard calls these hooks itself when it has reduced a gradient, on the stream that reduced it.
         if isinstance(self.source, DTensor) and self.source.requires_grad:
             self.source.register_post_accumulate_grad_hook(lambda _: self._fetch_grad())
 
@@ -73,6 +74,7 @@ class HostShard(Shard):
         grad = self.local_grad()
         if grad is None:
             return
+        # The last copy into the same memory may be under way still.
         self._wait()
         if self._host_grad is None:
             self._host_grad = _host_like(self.local, self.pin)

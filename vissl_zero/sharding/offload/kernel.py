@@ -39,6 +39,7 @@ class Kernel:
         self.scalars: dict[str, Any] = {
             key: torch.zeros_like(value) for key, value in state.items() if key not in self.keys and value is not None
         }
+        # The trial step has left state of the proxies.
         optimizer.state = defaultdict(dict)
 
     def _probe(self) -> Mapping[str, Any]:
@@ -57,6 +58,7 @@ class Kernel:
         chosen: list[list[nn.Parameter]] = [[] for _ in groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for piece in pieces:
+            # A parameter over the same memory: what the step writes arrives in the buffer.
             param = nn.Parameter(piece.values)
             param.grad = piece.grad
             state[param] = piece.state

@@ -138,6 +138,7 @@ class ParameterStore:
 
     def _expected_records(self) -> list[int]:
         records: list[int] = []
+        # Bounded, because the order may repeat for ever, and units in memory add no record to it.
         for unit in islice(self._order.expected(), NUM_BUFFERS):
             if len(records) >= NUM_BUFFERS:
                 break

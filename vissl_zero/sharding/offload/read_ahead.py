@@ -30,6 +30,7 @@ class PrefetchOrder:
 
     def restart(self) -> None:
         """A step begins: the order of the last step is expected again."""
+        # Without it, the end of one step would be taken for the context of the next one's beginning.
         self._last = (None, None)
 
     def expected(self) -> Iterator[int]:
@@ -118,6 +119,7 @@ class ReadAhead:
 
     def _drop(self, number: int) -> None:
         for _ in range(number):
+            # From the end, since what is kept is the front.
             _, buffer, reading = self._reads.pop()
             reading.exception()  # wait: the buffer is about to be reused
             self._free.append(buffer)

@@ -57,6 +57,7 @@ class RunFolder:
         if self._keep:
             os.close(self.fd)
             return
+        # By the descriptor, not by the path, which somebody may have pointed to another folder.
         for name in _names(self.fd):
             os.unlink(name, dir_fd=self.fd)
         os.close(self.fd)
@@ -128,6 +129,7 @@ def _enter_run(base: int, run_name: str, nvme_path: str) -> int:
     except OSError as error:
         raise _refused(nvme_path, error) from error
     found = os.fstat(run)
+    # Where others may write to nvme_path, one of them may have made a folder of this name first.
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(run)
         raise OffloadError(f"{nvme_path}/{run_name} is not a folder of this user alone. Use another nvme_path.")

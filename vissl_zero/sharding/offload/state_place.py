@@ -122,6 +122,7 @@ class StateOnDisk(StatePlace):
         sizes = [len(kernel.keys) * chunk.num_elements * chunk.itemsize for chunk in chunks]
         self.record_bytes = max(sizes, default=0)
         self.records = self.file = BlockFile(folder, _FILE, sizes, is_touched=not is_fast_init)
+        # The optimizer sets it, since its buffers are sized by the records of this file.
         self.pipeline: Pipeline | None = None
         self.is_sound = True
         self._scalars: dict[int, dict[str, Any]] = {}
@@ -192,6 +193,7 @@ class StateOnDisk(StatePlace):
                 "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
             )
         assert self.pipeline is not None
+        # State is the first column of the optimizer's trays.
         rest = [None] * (self.pipeline.num_columns - 1)
         self.pipeline.run([[Cell(self.records, record), *rest] for record in records], copy)
 

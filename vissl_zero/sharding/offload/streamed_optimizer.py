@@ -71,6 +71,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._place = place
         self._is_broken = False
         self.state = place.mapping  # type: ignore[assignment]
+        # Not a method of this object: the finalizer would keep it alive.
         self._finalizer = weakref.finalize(self, _end, self._pipeline, place.file, folder)
 
     @property
@@ -133,6 +134,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
             )
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
+        # Trusted again only at the end: an error in between leaves some shards updated and others not.
         self._distrust()
         with nullcontext() if self._store is None else self._store.updating():
             pieces: dict[int, Piece] = {}  # of each tensor one; all of them have made the same step
@@ -169,6 +171,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             pieces[segment.tensor] = Piece(self._group_of[segment.tensor], values, grad, state)
         self._kernel.update(list(pieces.values()))
         updated |= pieces
+        # The gradient's column is never among them: the update has consumed it.
         changed = () if self._place.file is None else (_STATE,)
         return changed if self._records[index] is None else (*changed, _VALUES)
 

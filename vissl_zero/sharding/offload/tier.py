@@ -96,6 +96,7 @@ def offloaded(
             )
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
+        # Nothing is to be streamed, so the base optimizer gets its parameters in the place of the proxies.
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = own
         return optimizer, adaptation
@@ -127,6 +128,7 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
     if failure is not None:
         raise failure
     assert built is not None
+    # Another rank has raised: give the disk back, and fail as it does.
     if num_failed:
         built.close()  # type: ignore[attr-defined]
         raise OffloadError(

@@ -72,6 +72,7 @@ class FullySharded(ShardedModel):
             # Modules that are bound by a tied parameter are one unit.
             self._units = list({unit._get_fsdp_state(): unit for unit in wrapped}.values())
             self._is_last = True
+            # fully_shard cannot cut these, so their gradients travel apart from the units.
             self._scalar_means: OrderedMeans | None = None
             if plan.deterministic:
                 self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
@@ -81,6 +82,7 @@ class FullySharded(ShardedModel):
                 self.comm = open_communicator(group, plan.timeout_s)
             names = {part: name or "(model)" for name, part in module.named_modules()}
             titles = [" + ".join(names[part] for part in unit._get_fsdp_state()._modules) for unit in self._units]
+            # The communicator compares the order of units at once, but only among the ranks of a shard group.
             has_strangers = self.comm is None or group.size() < dist.get_world_size()
             self._guard = UnitGuard(titles, self._units, self.comm, is_recording=has_strangers)
             if self.comm is not None:
@@ -103,6 +105,8 @@ class FullySharded(ShardedModel):
                 self._own_store = store
             super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
             module.register_load_state_dict_pre_hook(self._cut_loaded)
+            # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
+            # one alone.
             lazy_init(module)
             undo.pop_all()
 
@@ -112,6 +116,7 @@ class FullySharded(ShardedModel):
 
         Where the order of sums is fixed, level 1 reduces in every micro-batch, as level 2 does.
         """
+        # Only on a change: the calls visit every unit.
         if is_last != self._is_last:
             for unit in self._units:
                 if self._plan.level == 1 and not self._plan.deterministic:
@@ -145,12 +150,14 @@ class FullySharded(ShardedModel):
     def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """``load_state_dict`` of the model takes full weights too, the same on every rank: cut them as it is cut."""
         self._before_shards_change()
+        # A saved state has a tied parameter under each of its names.
         for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             given = state.get(name)
             if not isinstance(param, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
                 continue
             if given.shape == param.shape:
                 whole = given.detach().to(param.device)
+                # Without a source rank torch cuts what this rank has and sends nothing.
                 state[name] = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
     @contextmanager
@@ -183,6 +190,7 @@ class FullySharded(ShardedModel):
         scalars = [shard.source for shard in self._trained if shard.source.dim() == 0]
         if not scalars or self._scalar_means is not None:
             return
+        # In float64, so that scalars of different formats share one message.
         table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
         dist.all_reduce(table)
         for scalar, (total, num_present) in zip(scalars, table, strict=True):
@@ -225,6 +233,7 @@ def _wrap(
     for position, unit in enumerate(wrap_plan.units):
         modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
+            # Unit by unit, so that a rank never holds all full parameters.
             materialize_(part, name, plan.seed)
             for param in part.parameters():
                 if not (isinstance(param, DTensor) or param.is_contiguous()):
@@ -238,9 +247,11 @@ def _wrap(
             offload_policy=_offload_policy(plan, mesh),
         )
         if store is not None:
+            # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
             names = {param: name for name, param in module.named_parameters()}
             UnitOnDisk(modules[0], position, names, store)
     for scalar in scalars:
+        # fully_shard moves what it cuts and leaves ignored parameters where they are.
         scalar.data = scalar.data.to(mesh.device_type)
 
 
@@ -262,6 +273,8 @@ def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
+    # Batch norm in a unit of half parameters fails ("expected scalar type BFloat16 but found Float"), so it has a unit
+    # of its own, which hands on the format of its input.
     if unit.is_float32:
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if compute == master:

@@ -74,6 +74,7 @@ class GradientMessages:
         if not (self._is_active and self.messages):
             return
         self.settle()
+        # Ranks leave together: while one still opens a round, all others take part in it with zeros.
         while self._announce(False, wait=True):
             self._end_round()
 
@@ -89,6 +90,7 @@ class GradientMessages:
 
     def settle(self) -> None:
         """Between backward passes: have sent all there is. Collective if a round is open."""
+        # In the middle of a backward pass more gradients are to come; only its end may close the round.
         if self._is_open and not is_in_backward():
             self._end_round()
 
@@ -123,6 +125,8 @@ class GradientMessages:
 
     def _after_backward(self) -> None:
         self._is_callback_queued = False
+        # torch also calls this when a segment of reentrant checkpointing ends, and the pass around it has gradients
+        # left.
         if self._is_open and not is_nested_backward():
             self._end_round()
 
@@ -135,6 +139,7 @@ class GradientMessages:
         def take(received: Sequence[Tensor]) -> None:
             self._num_opening = float(sum(received))
 
+        # As one more message, so that it keeps its place among those of the gradients.
         self._comm.post(1, self._dtype, say, take, is_scatter=False)
         if wait:
             self._comm.finish()
@@ -192,6 +197,8 @@ class GradientMessages:
             for piece, grad in zip(message.pieces, grads, strict=True):
                 missing = piece.numel
                 if grad is not None:
+                    # Autograd may lay a gradient out in another way than its parameter, and a piece is a run of flat
+                    # elements.
                     parts.append(piece.view(grad.contiguous(), rank))
                     missing -= parts[-1].numel()
                 # All ranks' parts have one length, so that a message can be cut by position; short ones are padded.
@@ -207,9 +214,11 @@ class GradientMessages:
         add_in_order([part[: message.payload] for part in received], total, is_mean=True)
         if is_sum:
             mine += total
+        # What was received is valid only during this call: take the flags now.
         num_present = torch.stack([part[message.payload :] for part in received]).sum(0).tolist()
         for piece, number in zip(message.pieces, num_present, strict=True):
             shard = piece.shard
             if number and shard.reduced is None:
                 begin = message.start + piece.offset
+                # A view, set once: later pieces and rounds fill the same memory.
                 shard.reduced = self._reduced[begin : begin + shard.local.numel()].view_as(shard.local)

@@ -43,6 +43,7 @@ class ParameterMessages:
 
         def drain(received: Sequence[Tensor]) -> None:
             for rank, values in enumerate(received):
+                # This rank's rows are where the optimizer wrote them.
                 if rank != mine:
                     torch._foreach_copy_(views[rank], _slices(message, views[rank], values))
 

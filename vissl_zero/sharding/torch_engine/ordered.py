@@ -40,6 +40,7 @@ class OrderedReduceScatter(ReduceScatter):
         """Reduce; see the module."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
+        # Asked for a sum, torch divides by itself.
         add_in_order(received.view(group.size(), -1).unbind(), output_tensor, is_mean=op == dist.ReduceOp.AVG)
 
 
@@ -75,6 +76,7 @@ class OrderedMeans:
         if world_size == 1 or not self._params:
             return
         present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
+        # Ranks must agree on the list first: the exchange below needs equal sizes everywhere.
         used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
         chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
         if not chosen:
@@ -82,6 +84,7 @@ class OrderedMeans:
         found = [(param, real_grad(param)) for param in chosen]
         grads = [torch.zeros_like(param) if grad is None else grad for param, grad in found]
         sizes = [grad.numel() for grad in grads]
+        # Padded so that each rank sums an equal share.
         flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size)
         torch.cat([grad.reshape(-1) for grad in grads], out=flat[: sum(sizes)])
         received = torch.empty_like(flat)

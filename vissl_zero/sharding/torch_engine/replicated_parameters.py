@@ -48,12 +48,15 @@ class ReplicatedParameters(ShardedModel):
         assert group is not None
         self.comm = open_communicator(group, plan.timeout_s)
         for param in module.parameters():
+            # Messages carry runs of a flattened parameter.
             param.data = param.data.contiguous()
         trained = {name for parameter_group in groups for name in parameter_group.params}
         shards = list(row_shards(module, trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._means: GradientAverage | None = None
+        # Reversed: the backward pass finishes the last parameters first.
         messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
+        # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
         if plan.keep_gradients:
             self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
         else:
@@ -76,6 +79,7 @@ class ReplicatedParameters(ShardedModel):
             return
         self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
         yield
+        # Not in a finally: after an error on this rank, waiting for the others could last until the timeout.
         self._gradients.finish()
 
     def _backward_pass(self) -> AbstractContextManager[None]:
@@ -85,6 +89,7 @@ class ReplicatedParameters(ShardedModel):
         """See ``Sharded``."""
         result = super().step()
         if not result.skipped:
+            # A skipped step has changed nothing to tell.
             self._parameters.share()
         return result
 

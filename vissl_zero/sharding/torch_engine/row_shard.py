@@ -76,6 +76,7 @@ class WholeParameter(nn.Parameter):
             _ELSEWHERE + value  # refused
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # A copy takes no part in the exchange of gradients, so it is a plain parameter.
         return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -194,6 +195,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
         shard = RowShard(name, source, source, source.shape, rows_per_rank=rows_per_rank)
         start, stop = shard.span(rank)
         flat = source.detach().view(-1)[start:stop]
+        # torch cannot infer the number of rows where a row has no elements.
         shard.local = nn.Parameter(flat.view(-1, *source.shape[1:]) if shard.row_numel else flat)
         shard.first_element = start
         yield shard

@@ -104,6 +104,7 @@ class UnitGuard:
     def end_micro_batch(self) -> None:
         """All ranks must have run equally many units by now; raises like ``tell``. Collective."""
         self._announce(_END)
+        # Announcements are read up to a few messages later; none may be open when the optimizer steps.
         if self._comm is not None:
             self._comm.finish()
 
@@ -145,6 +146,7 @@ class _GuardedUnit:
         self._is_running = False  # between the unit's entry and its exit in a forward pass
         infos = [param._module_info for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(state._modules)
+        # Not on the unit's own modules: calling them is what gathers the unit.
         self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
@@ -200,6 +202,7 @@ class _GuardedUnit:
         self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
             self._is_watching_gradients = True
+            # torch makes the full parameters in the first gather and keeps these objects, so one hook lasts.
             trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
             call_on_gradient([param.unsharded_param for param in trained], self.on_gradient)
 
@@ -317,11 +320,13 @@ def _is_follower(hook: Any) -> bool:
 def _has_rows_of_shard(param: Any) -> bool:
     """Whether the full parameter holds the values of this rank's rows."""
     local = param.sharded_param._local_tensor
+    # A shard that is elsewhere would have to be read or copied for each comparison.
     if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
         return True
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
     whole = param.unsharded_param.detach()[start : start + len(local)]
     expected = local.detach().to(whole.dtype)
+    # NaN is unequal to itself: a run that has diverged must not be taken for one that writes.
     return torch.equal(whole, expected) or torch.equal(whole.nan_to_num(), expected.nan_to_num())
 
 
@@ -329,6 +334,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
     """Make modules of units say why they cannot be copied, moved or saved, and run as units in ``forward`` too."""
     for module in modules:
         assert isinstance(module, nn.Module)
+        # copy and pickle look for these on the object before its class.
         module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
         save: Any = getattr(module, "save_pretrained", None)
         if save is not None:

@@ -43,6 +43,7 @@ class UnitOnDisk:
             return
         store.write({index: param._sharded_param_data for index, param in self._params.items()})
         for param in self._params.values():
+            # The model keeps only the shape: a read outside of a gather must fail, not give old values.
             param.sharded_param._local_tensor = param.sharded_param._local_tensor.to("meta")
         self._drop()
         group = self._group
@@ -51,6 +52,7 @@ class UnitOnDisk:
 
     def unshard(self, async_op: bool = False) -> None:
         """Read the shards, then gather them."""
+        # In the other cases torch returns at once and gathers nothing, so nothing must be read.
         if self._group._all_gather_result is None and not self._group.is_unsharded:
             self._fetch()
         self._unshard(async_op)
@@ -71,6 +73,7 @@ class UnitOnDisk:
         for index, param in self._params.items():
             if (grad := param.sharded_param.grad) is not None:
                 if param.grad_offload_event is not None:
+                    # The copy to the host may be under way still.
                     param.grad_offload_event.synchronize()
                     param.grad_offload_event = None
                 grads[index] = grad.to_local().reshape(-1)
@@ -82,6 +85,7 @@ class UnitOnDisk:
         outs = {}
         for index, param in self._params.items():
             data = torch.empty(param.padded_sharded_param_size, dtype=param.orig_dtype).view(-1)
+            # torch gathers parts of equal length; beyond this rank's rows lies padding.
             data[self._store.layout.params[index].num_elements :].zero_()
             outs[index] = param._sharded_param_data = data
         self._store.fetch(self._position, outs)
@@ -92,6 +96,7 @@ class UnitOnDisk:
                 param._sharded_param_data = torch.empty_like(param._sharded_param_data, device="meta")
 
     def _forget_order(self) -> None:
+        # torch's own prefetch takes an entry out here too; without that the list would grow with every pass.
         if self._group._post_forward_indices:
             self._group._post_forward_indices.pop()
 
