@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,12 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
 def test_configuration_and_launcher_import_no_torch(module):
     code = f"import vissl_zero.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_walks_of_the_architecture_page_name_files_that_exist_and_stay_short():
+    walks = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("## Two walks")[1].split("\n## ")[0]
+    rooms = PACKAGE, PACKAGE / "sharding"
+    for name in re.findall(r"`([\w/]+\.py)`", walks):
+        assert any((room / name).is_file() for room in rooms), name
+    lengths = [table.count("\n| `") for table in walks.split("| file |")[1:]]
+    assert all(length <= most for length, most in zip(lengths, (14, 6, 11), strict=True)), lengths
