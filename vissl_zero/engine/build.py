@@ -17,6 +17,7 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.online_probe import OnlineProbe
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import Model, build_model
@@ -69,6 +70,7 @@ def build_run(
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
     method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype)
+    method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, len(loader.source.class_names), device)
     teacher = None

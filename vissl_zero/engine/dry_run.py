@@ -26,6 +26,7 @@ from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.schedule import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised.method import require_classes
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
@@ -149,6 +150,7 @@ def set_stage(plan: ResolvedRun) -> Stage:
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
         method = build_method(plan.config["LOSS"], len(loader.source))
+        method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
         add_probe(plan, method, model, num_classes, None)
         teacher = None
         if method.has_teacher:
@@ -168,14 +170,14 @@ def set_stage(plan: ResolvedRun) -> Stage:
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
-            taught = None
+            seen, taught = method.see(fakes), None
             if teacher is not None:
                 with torch.no_grad():
-                    taught = method.run_teacher(teacher, fakes)
-            outputs = method.run_student(model, fakes)
+                    taught = method.run_teacher(teacher, seen)
+            outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
                 require_classes(outputs, num_classes)
-            return method.loss(outputs, fakes, taught), (outputs, taught)
+            return method.loss(outputs, seen, taught), (outputs, taught)
 
         subject = Subject(
             model=model,

@@ -78,7 +78,7 @@ def _loaded(run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype) -> Any
     """Each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        yield batch.to(run.device, dtype)
+        yield run.method.see(batch.to(run.device, dtype))
 
 
 def _join(micro_batches: Sequence[Batch], with_images: bool) -> Batch:

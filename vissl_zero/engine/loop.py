@@ -186,6 +186,7 @@ def _accumulate(
     for index, cpu_batch in enumerate(micro_batches):
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
+        batch = method.see(batch)
         taught = _taught(sharded, method, batch)
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():

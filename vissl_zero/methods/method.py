@@ -17,13 +17,15 @@ whose backward passes sum over ranks. A rank may have no samples; it must make t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero.methods.health import CollapseRule
+from vissl_zero.methods.mixing import Mixing
 from vissl_zero.models.model import Model
 from vissl_zero.registry import LOSSES, require_interface
 
@@ -56,6 +58,9 @@ class Batch(Protocol):
         """Samples of this micro-batch over all ranks."""
 
 
+B = TypeVar("B", bound=Batch)
+
+
 class Method(nn.Module):
     """Base of all methods, registered in LOSSES: what student and teacher see, the loss, the figures.
 
@@ -63,7 +68,7 @@ class Method(nn.Module):
 
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
-    micro-batch ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
+    micro-batch ``see``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
     ``after_micro_batch``. State that a resumed run needs belongs in buffers or in ``get_extra_state``.
 
     Attributes:
@@ -76,6 +81,7 @@ class Method(nn.Module):
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
             all others.
+        mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
         guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
     """
 
@@ -86,6 +92,7 @@ class Method(nn.Module):
     loss_sees_images: bool = False
     ignored_label: int | None = None
     guessing_loss: float | None = None
+    mixing: Mixing | None = None
 
     def forward(self, *args: Any) -> Tensor:
         """See the class."""
@@ -101,6 +108,14 @@ class Method(nn.Module):
         """
         loss: Tensor = self(outputs, batch) if taught is None else self(outputs, batch, taught)
         return loss
+
+    def see(self, batch: B) -> B:
+        """The micro-batch as student, teacher and loss see it: its images mixed where there is ``mixing``."""
+        if self.mixing is None:
+            return batch
+        images, _ = self.mixing(batch.images, batch.num_local)
+        mixed: B = replace(batch, images=images)  # type: ignore[type-var]
+        return mixed
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The model's outputs for a micro-batch: an entry per head."""

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.unit.config.example_config import CPU_HOST, complaints
+from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
-from vissl_zero.config.derive.components import loss_options
 from vissl_zero.config.rules import problems
 from vissl_zero.data.batch import Batch
 from vissl_zero.errors import ConfigError
-from vissl_zero.methods.supervised.keys import MixingConfig
+from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
+from vissl_zero.methods.simclr.method import SimCLR
 from vissl_zero.methods.supervised.method import CrossEntropy, soft_cross_entropy
-from vissl_zero.methods.supervised.mixing import Mixing, beta_from, smooth_targets
 from vissl_zero.models.heads.mlp import EvalMLP
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
@@ -26,9 +26,9 @@ LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
 
 def mixed(step: int = 0, **keys: object) -> tuple[torch.Tensor, torch.Tensor]:
     set_random_key(3, step, torch.arange(B))
-    config = MixingConfig(**{"num_classes": C, "label_smoothing": 0.0, **keys})  # type: ignore[arg-type]
-    (images,), labels = Mixing(config)([IMAGES], LABELS)
-    return images, labels
+    mixing = Mixing(MixingConfig(**{"num_classes": C, "label_smoothing": 0.0, **keys}))  # type: ignore[arg-type]
+    (images,), shares = mixing([IMAGES], B)
+    return images, mixing.labels(LABELS, shares, torch.float64)
 
 
 def own_share(labels: torch.Tensor, row: int) -> float:
@@ -95,7 +95,8 @@ def test_draws_follow_the_step_and_repeat():
 
 def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
     set_random_key(3, 0, torch.arange(B))
-    loss = CrossEntropy(mixing={"num_classes": C})
+    loss = CrossEntropy()
+    loss.mixing = mixing_of({"COLLATE_FUNCTION": "cutmixup_collator", "COLLATE_FUNCTION_PARAMS": {"num_classes": C}})
     model = _Sum().forward
     batch = Batch([IMAGES], [1], LABELS, torch.arange(B), B)
     outputs = loss.run_student(model, batch)  # type: ignore[arg-type]
@@ -105,6 +106,19 @@ def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
     assert loss(outputs, batch).item() == pytest.approx(soft_cross_entropy(_Sum().forward([images])[0], labels).item())
     with pytest.raises(ConfigError, match="num_classes: must be the 4 outputs"):
         loss([outputs[0][:, :4], outputs[1]], batch)
+
+
+def test_a_loss_without_labels_sees_mixed_images_each_crop_mixed_by_itself():
+    """As VISSL's collator does, which calls its Mixup once for each crop (cutmixup_collator.py)."""
+    set_random_key(3, 0, torch.arange(B))
+    method = SimCLR()
+    method.mixing = Mixing(MixingConfig())
+    batch = Batch([IMAGES.repeat(2, 1, 1, 1)], [2], None, torch.arange(B), B)
+    first, second = method.see(batch).images[0].unflatten(0, (2, B))
+    shares = [1 - view[0].mean().item() / (B - 1) for view in (first, second)]
+    assert shares[0] != pytest.approx(shares[1])
+    for view, share in zip((first, second), shares, strict=True):
+        assert torch.allclose(view, share * IMAGES + (1 - share) * IMAGES.flip(0))
 
 
 class _Sum:
@@ -123,12 +137,13 @@ def test_a_recipe_writes_it_where_vissl_has_it():
     )
     cfg = load("digits/supervised", [*words, f"+{params}={{cutmix_alpha: 1, num_classes: 10}}"])
     assert problems(cfg, CPU_HOST) == []
-    assert loss_options(cfg)["mixing"]["cutmix_alpha"] == 1.0
     cfg = load("digits/supervised", [*words, f"+{params}={{cutmix: 1, mixup_alpha: 7}}"])
     said = " ".join(map(str, problems(cfg, CPU_HOST)))
     assert "COLLATE_FUNCTION_PARAMS.cutmix: is not a key" in said
-    (found,) = complaints(DATA__TRAIN__COLLATE_FUNCTION="cutmixup_collator")
-    assert "the loss swav_loss has no labels to mix" in found
+    mixes = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator"}
+    assert not complaints(**mixes)  # SwAV, whose images alone are mixed
+    (found,) = complaints(**mixes, DATA__TRAIN__COLLATE_FUNCTION_PARAMS={"ssl_method": "moco"})
+    assert "ssl_method: must be swav for the loss swav_loss" in found
     (found,) = complaints(DATA__TEST__COLLATE_FUNCTION="cutmixup_collator")
     assert "must not mix the images of an evaluation" in found
 

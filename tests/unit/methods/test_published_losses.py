@@ -25,6 +25,7 @@ from vissl_zero.methods.ibot.method import masked_patch_loss
 from vissl_zero.methods.ijepa.method import latent_regression
 from vissl_zero.methods.koleo import koleo
 from vissl_zero.methods.mae.method import mae_loss, pixel_targets
+from vissl_zero.methods.mixing import mix_targets, smooth_targets
 from vissl_zero.methods.moco_v2.method import KeyQueue, info_nce
 from vissl_zero.methods.moco_v3.method import symmetric_info_nce
 from vissl_zero.methods.msn.method import msn_loss
@@ -37,7 +38,6 @@ from vissl_zero.methods.supervised.method import (
     binary_cross_entropy,
     soft_cross_entropy,
 )
-from vissl_zero.methods.supervised.mixing import mix_targets, smooth_targets
 from vissl_zero.methods.vicreg.method import vicreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 

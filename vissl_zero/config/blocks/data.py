@@ -32,6 +32,32 @@ class DataLimitSampling:
     """Leave out this many images, drawn first: two runs that share a seed then have none in common."""
 
 
+@dataclass
+class MixingConfig:
+    """``COLLATE_FUNCTION_PARAMS`` of ``cutmixup_collator``, as VISSL and timm have them."""
+
+    mixup_alpha: float = number(1.0, least=0, most=2)
+    """Of the Beta distribution of mixup's shares; 0: no mixup."""
+    cutmix_alpha: float = number(0.0, least=0, most=2)
+    """Of the Beta distribution of CutMix's areas; 0: no CutMix."""
+    cutmix_minmax: list[float] | None = None
+    """Least and largest side of CutMix's box over the image's, in place of cutmix_alpha."""
+    prob: float = number(1.0, least=0, most=1)
+    """Probability of mixing at all."""
+    switch_prob: float = number(0.5, least=0, most=1)
+    """Probability of CutMix where both are on."""
+    mode: str = choice("batch", "batch", "pair", "elem")
+    """What shares a draw: the images of a process's micro-batch, two images that are mixed with each other, nothing."""
+    correct_lam: bool = True
+    """CutMix: labels are mixed by the area that was pasted, where the box is cut by the border."""
+    label_smoothing: float = number(0.1, least=0, below=1)
+    """Share of each label that is spread over all classes."""
+    num_classes: int = number(1000, least=1, most=2**31)
+    """Classes; as many as the head has outputs. Only supervised losses have labels to mix."""
+    ssl_method: str = choice("", "", "swav", "simclr", "moco")
+    """Whose loss sees the mixed images, without labels: each crop is mixed by itself; empty: a supervised one."""
+
+
 @with_vissl_keys("DATA.TRAIN")
 @dataclass
 class Split:
@@ -66,11 +92,11 @@ class Split:
     DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
     """Which images DATA_LIMIT takes."""
     COLLATE_FUNCTION: str = choice("default_collate", *COLLATORS, MIXING_COLLATOR)
-    """Under every name, crops are collated by resolution; cutmixup_collator also mixes images and labels (mixup,
-    CutMix), for supervised losses."""
+    """Under every name, crops are collated by resolution; cutmixup_collator also mixes images (mixup, CutMix), and the
+    labels of a supervised loss."""
     COLLATE_FUNCTION_PARAMS: dict[str, Any] = field(default_factory=dict)
     """Keys of cutmixup_collator: mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode, correct_lam,
-    label_smoothing, num_classes."""
+    label_smoothing, num_classes, ssl_method."""
     TRANSFORMS: list[Any] = field(default_factory=list)
     """From an image to its crops: a list of {name: ..., <argument>: ...}, our own transforms or torchvision's."""
 

@@ -113,6 +113,11 @@ _CONDITIONS: tuple[Inactive, ...] = (
         for split in ("TRAIN", "TEST")
     ),
     Inactive(
+        tuple(f"DATA.TRAIN.COLLATE_FUNCTION_PARAMS.{key}" for key in ("num_classes", "label_smoothing")),
+        lambda cfg: cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS["name"] not in _WITH_CLASSES,
+        "the loss has no labels to mix",
+    ),
+    Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
         lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),
         "no image is read from a file",

@@ -11,14 +11,15 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from vissl_zero.config.blocks.data import MIXING_COLLATOR, Split
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
 from vissl_zero.config.catalogue import missing
 from vissl_zero.config.derive.data import largest_crop
 from vissl_zero.config.derive.placement import micro_batch, ranks
 from vissl_zero.config.host import Host
+from vissl_zero.config.options import typed_options
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
-from vissl_zero.errors import Problem, did_you_mean
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
 
 
@@ -269,19 +270,48 @@ def enough(cfg: RunConfig, host: Host) -> Problem | None:
 
 
 def mixing(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Images are mixed for supervised losses, in training."""
-    found, key = [], "COLLATE_FUNCTION"
+    """Images are mixed in training, by keys that make sense, for a loss whose labels are mixed too or that has none."""
+    found, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
         fix = "Write default_collate."
         found.append(
             Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix the images of an evaluation", fix)
         )
-    if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS.get("name") not in _MIXABLE:
-        must = f"must not mix images: the loss {cfg.LOSS.get('name')} has no labels to mix"
-        fix = f"Write multicrop_collator, or a loss with labels: {', '.join(_MIXABLE)}."
-        found.append(Problem(f"config.DATA.TRAIN.{key}", MIXING_COLLATOR, must, fix))
+    if train.COLLATE_FUNCTION != MIXING_COLLATOR:
+        return found
+    loss, params = cfg.LOSS.get("name"), f"config.DATA.TRAIN.{key}_PARAMS"
+    if loss not in _MIXABLE:
+        fix = f"Write multicrop_collator, or one of these losses: {', '.join(_MIXABLE)}."
+        return [
+            *found,
+            Problem(f"config.DATA.TRAIN.{key}", MIXING_COLLATOR, f"must not mix images for the loss {loss}", fix),
+        ]
+    try:
+        keys = MixingConfig(**typed_options(MixingConfig, train.COLLATE_FUNCTION_PARAMS, params))
+    except ConfigError as error:
+        return [*found, *error.problems]
+    if not (keys.mixup_alpha or keys.cutmix_alpha or keys.cutmix_minmax):
+        must = "must have a mixup_alpha or a cutmix_alpha above 0, or cutmix_minmax"
+        found.append(Problem(params, str(keys), must, "Write mixup_alpha: 0.8, or another collator."))
+    sides = keys.cutmix_minmax
+    if sides is not None and not (len(sides) == 2 and 0 <= sides[0] < sides[1] <= 1):
+        must = "must be two shares of the side, the smaller first"
+        found.append(Problem(f"{params}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], for example."))
+    if keys.ssl_method not in ("", _MIXABLE[loss]):
+        must = f"must be {_MIXABLE[loss] or 'empty'} for the loss {loss}"
+        found.append(Problem(f"{params}.ssl_method", keys.ssl_method, must, "Correct it, or leave it out."))
+    if cfg.ONLINE_PROBE.USE_PROBE:
+        fix = "Set it to false, or write another collator."
+        found.append(Problem("config.ONLINE_PROBE.USE_PROBE", "True", "must be false where images are mixed", fix))
     return found
 
 
-_MIXABLE = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
+# Losses for which images can be mixed -> what VISSL's ssl_method says for them; none has labels to mix.
+_MIXABLE = {
+    "CrossEntropyLoss": "",
+    "cross_entropy_multiple_output_single_target": "",
+    "swav_loss": "swav",
+    "simclr_info_nce_loss": "simclr",
+    "moco_loss": "moco",
+}
 RULES = (mixing, sources, datasets, same_origin, image_size, labels, transforms, paths, enough)

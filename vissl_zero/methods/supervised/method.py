@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32
-from vissl_zero.methods.method import Batch, Method
-from vissl_zero.methods.supervised.keys import PARAMS_KEY, CrossEntropyConfig, MixingConfig
-from vissl_zero.methods.supervised.mixing import Mixing
+from vissl_zero.methods.method import B, Batch, Method
+from vissl_zero.methods.supervised.keys import CrossEntropyConfig
 from vissl_zero.registry import LOSSES
 
 
@@ -63,7 +62,6 @@ class CrossEntropy(Method):
         ignore_index: int = -1,
         normalize_output: bool = False,
         temperature: float = 1.0,
-        mixing: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         if temperature <= 0:
@@ -74,8 +72,11 @@ class CrossEntropy(Method):
         self.couples_samples = weight is not None or ignore_index >= 0  # the mean weight of a micro-batch divides
         self.normalize_output = normalize_output
         self.temperature = temperature
-        self.mixing = None if mixing is None else Mixing(MixingConfig(**mixing))
         self._last: tuple[list[Tensor], Tensor] | None = None
+
+    def see(self, batch: B) -> B:
+        """As it is: ``run_student`` mixes the images, with their labels."""
+        return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The model's outputs; where images are mixed, the mixed labels (rows, num_classes) come after them."""
@@ -83,9 +84,10 @@ class CrossEntropy(Method):
             return super().run_student(model, batch)
         targets_of(batch)
         assert batch.targets is not None
-        mixed, labels = self.mixing(batch.images, batch.targets)
-        outputs: list[Any] = model(mixed, self.probe())
-        return [*outputs, labels]
+        images, shares = self.mixing(batch.images, batch.num_local)
+        outputs: list[Any] = model(images, self.probe())
+        dtype = torch.promote_types(images[0].dtype, torch.float32)
+        return [*outputs, self.mixing.labels(batch.targets, shares, dtype)]
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Sum over heads of the mean over counted crops.
@@ -131,7 +133,16 @@ class CrossEntropy(Method):
         for logits in outputs:
             if logits.shape[1] != labels.shape[1]:
                 got, must = f"{labels.shape[1]} classes", f"must be the {logits.shape[1]} outputs of the head"
-                raise ConfigError([Problem(f"{PARAMS_KEY}.num_classes", got, must, "Correct one of the two.")])
+                raise ConfigError(
+                    [
+                        Problem(
+                            "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS.num_classes",
+                            got,
+                            must,
+                            "Correct one of the two.",
+                        )
+                    ]
+                )
         self._last = ([logits.detach() for logits in outputs], labels.argmax(dim=1))
         return torch.stack([soft_cross_entropy(self._scaled(logits), labels) for logits in outputs]).sum()
 

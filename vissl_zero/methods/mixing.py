@@ -1,16 +1,23 @@
 """Mixup and CutMix: two images in one, with a label of both (https://arxiv.org/abs/1710.09412, 1905.04899).
 
+Losses without labels see the mixed images alone, each crop mixed by itself, as VISSL's ``cutmixup_collator`` does with
+an ``ssl_method``.
+
 An image's partner is the one at the other end of its process's micro-batch, as in timm and VISSL. Draws are keyed by
 (seed, step, image), so that they are the same at any level and after a resume.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.methods.supervised.keys import MixingConfig
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
+from vissl_zero.config.options import typed_options
 from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits, resolution_scope
 
 _TRIES = 64  # of the rejection that draws a Beta: at alpha 2, one in 100,000 fails, and takes the last
@@ -66,36 +73,48 @@ class Mixing:
     def __init__(self, config: MixingConfig):
         self.config = config
 
-    def __call__(self, images: list[Tensor], targets: Tensor) -> tuple[list[Tensor], Tensor]:
+    def __call__(self, images: list[Tensor], num_samples: int) -> tuple[list[Tensor], list[Tensor]]:
         """Mix each crop with the same crop of its partner. No communication.
 
         Args:
             images: R tensors (V_r * B, 3, H_r, W_r), crop-major.
-            targets: (B,) int64.
+            num_samples: B.
         Returns:
-            Images of the same shapes; (rows, num_classes) labels in the dtype of the images, at least float32.
+            Images of the same shapes; for each resolution (V_r * B,) float64, the share of each that is its own.
         """
-        dtype = torch.promote_types(images[0].dtype, torch.float32)
-        labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
-        mixed, mixed_labels = [], []
+        mixed, shares = [], []
         for index, crops in enumerate(images):
-            views = len(crops) // max(len(targets), 1)
+            views = len(crops) // max(num_samples, 1)
             with resolution_scope(index, len(crops)):
                 draws = keyed_bits(len(crops), 4 * _TRIES + _SHARES, "mixing", crops.device)
-            uniforms = self._shared((draws.double() / 2**NUM_BITS).unflatten(0, (views, len(targets)))).flatten(0, 1)
-            partners = crops.unflatten(0, (views, len(targets))).flip(1).flatten(0, 1)
-            rows, others = labels.repeat(views, 1), labels.flip(0).repeat(views, 1)
-            images_of_both, shares = self._mix(crops, partners, uniforms)
+            uniforms = self._shared((draws.double() / 2**NUM_BITS).unflatten(0, (views, num_samples))).flatten(0, 1)
+            partners = crops.unflatten(0, (views, num_samples)).flip(1).flatten(0, 1)
+            images_of_both, own = self._mix(crops, partners, uniforms)
             mixed.append(images_of_both)
-            mixed_labels.append(mix_targets(rows, others, shares))
-        return mixed, torch.cat(mixed_labels)
+            shares.append(own)
+        return mixed, shares
+
+    def labels(self, targets: Tensor, shares: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Labels of what was mixed.
+
+        Args:
+            targets: (B,) int64.
+            shares: from ``__call__``.
+            dtype: of the labels.
+        Returns:
+            (rows, num_classes), rows sum to 1.
+        """
+        labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
+        own = torch.cat(shares)
+        views = len(own) // max(len(targets), 1)
+        return mix_targets(labels.repeat(views, 1), labels.flip(0).repeat(views, 1), own)
 
     def _shared(self, uniforms: Tensor) -> Tensor:
         """(V, B, m) draws, equal where ``mode`` lets images share them."""
         if self.config.mode == "elem":
             return uniforms
         if self.config.mode == "batch":
-            return uniforms[:1, :1].expand_as(uniforms)
+            return uniforms[:, :1].expand_as(uniforms)  # each crop has a draw of its own
         place = torch.arange(uniforms.shape[1], device=uniforms.device)
         return uniforms[:, torch.minimum(place, place.flip(0))]
 
@@ -131,3 +150,11 @@ class Mixing:
             begin, end = centre - length // 2, centre + length // 2
         cells = torch.arange(side, device=place.device)
         return (cells >= begin[:, None]) & (cells < end[:, None])
+
+
+def mixing_of(train: Mapping[str, Any]) -> Mixing | None:
+    """What mixes the images of ``config.DATA.TRAIN`` after resolution; None: nothing does."""
+    if train["COLLATE_FUNCTION"] != MIXING_COLLATOR:
+        return None
+    key = "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS"
+    return Mixing(MixingConfig(**typed_options(MixingConfig, train["COLLATE_FUNCTION_PARAMS"], key)))
