@@ -9,6 +9,7 @@ from torch import nn
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
 from vissl_zero.methods.dino.method import DINOHead
+from vissl_zero.methods.swav.method import SwAVHead
 from vissl_zero.models.heads.mlp import Chain
 from vissl_zero.models.init import initialize_
 
@@ -49,6 +50,21 @@ def test_heads_that_do_not_meet_are_refused():
     heads = [["mlp", {"dims": [64, 32]}], ["mlp", {"dims": [16, 10]}]]
     said = complaints(MODEL__HEAD__PARAMS=[["chain", {"heads": heads, "dims": [64, 10]}]])
     assert any("[64, 32] and then [16, 10]" in text for text in said)
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+def test_swav_head_learns_the_lengths_of_prototypes_as_vissl(is_unit):
+    """torch's weight_norm with lengths 1 at the start, vissl 09270ed swav_prototypes_head.py; its names too."""
+    keys = {"use_weight_norm_prototypes": True, "normalize_last_layer": is_unit}
+    head = SwAVHead([8, 6], [20], **keys).double()
+    initialize_(head, 0)
+    lengths = head.prototypes0.weight_g
+    assert lengths.requires_grad != is_unit and bool((lengths == 1).all())
+    with torch.no_grad():
+        lengths.mul_(torch.rand(20, 1) + 0.5)
+    output = head(torch.randn(4, 8).double())
+    weight = torch._weight_norm(head.prototypes0.weight_v, lengths, 0)
+    torch.testing.assert_close(output.scores[0], output.embeddings @ weight.T, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_unit", [True, False])

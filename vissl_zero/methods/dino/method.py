@@ -17,7 +17,7 @@ from vissl_zero.methods.embedding import EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.gather import at_least_float32
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.sinkhorn import sinkhorn
-from vissl_zero.methods.swav.method import SwAVOutput
+from vissl_zero.methods.swav.method import NormalizedPrototypes, SwAVOutput
 from vissl_zero.registry import HEADS, LOSSES
 
 
@@ -99,31 +99,6 @@ class Centre(nn.Module):
 
 
 _INIT_STD = 0.02
-
-
-class NormalizedPrototypes(nn.Module):
-    """Scores against rows ``weight_v`` of length ``weight_g``: what ``torch.nn.utils.weight_norm`` computes.
-
-    Attributes:
-        weight_v: (K, D), directions.
-        weight_g: (K, 1), lengths, 1 at the start; not trained where ``is_unit``.
-    """
-
-    def __init__(self, width: int, num_prototypes: int, is_unit: bool):
-        super().__init__()
-        self.weight_v = nn.Parameter(torch.zeros(num_prototypes, width))
-        self.weight_g = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=not is_unit)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """(n, D) -> (n, K)."""
-        return F.linear(rows.to(self.weight_v.dtype), F.normalize(self.weight_v, dim=1) * self.weight_g)
-
-    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Directions as a linear layer of torch begins, lengths 1."""
-        bound = 1 / math.sqrt(self.weight_v.shape[1])
-        drawn = torch.empty(self.weight_v.shape).uniform_(-bound, bound, generator=generator_for("weight_v"))
-        self.weight_v.data.copy_(drawn)
-        self.weight_g.data.fill_(1.0)
 
 
 @HEADS.register("dino_head", config=DINOHeadConfig)

@@ -72,7 +72,13 @@ class IBOTHead(nn.Module):
     def __init__(self, dims: Sequence[int], num_clusters: Sequence[int], activation_name: str = "GELU"):
         super().__init__()
         heads = [
-            SwAVHead(dims, [count], activation_name=activation_name, use_weight_norm_prototypes=True)
+            SwAVHead(
+                dims,
+                [count],
+                activation_name=activation_name,
+                use_weight_norm_prototypes=True,
+                normalize_last_layer=True,
+            )
             for count in num_clusters
         ]
         self.class_head = heads[0]

@@ -40,7 +40,9 @@ class SwAVHeadConfig:
     """Give embeddings beside the scores. false is for losses of scores alone (dino_loss, dino_distillation_loss);
     those that need embeddings refuse it."""
     use_weight_norm_prototypes: bool = False
-    """Score against prototypes divided by their L2 norm, whatever their own length (DINO)."""
+    """Prototypes are directions times learned lengths, 1 at the start: torch's weight_norm (DINO)."""
+    normalize_last_layer: bool = False
+    """The lengths stay 1; for use_weight_norm_prototypes."""
 
 
 @dataclass
@@ -123,6 +125,7 @@ class SwAVSpec(MethodSpec):
         return [
             *one_head(cfg, "swav_head"),
             *needs_embeddings(cfg),
+            *_lengths(cfg, keys, path),
             *self._crops(cfg, keys, path),
             *_prototypes(keys, path),
             *_queue(keys, path, micro_batch(cfg, host)),
@@ -146,6 +149,15 @@ def _prototypes(keys: SwAVLossConfig, path: str) -> list[Problem]:
     must = "must have at least 1 prototype in each layer"
     fix = "Leave it out: it is taken from the head's num_clusters."
     return [Problem(f"config.{path}.num_prototypes", str(keys.num_prototypes), must, fix)]
+
+
+def _lengths(cfg: RunConfig, keys: SwAVLossConfig, path: str) -> list[Problem]:
+    """The loss divides weights of linear layers alone by their norm."""
+    has_lengths = any(options.get("use_weight_norm_prototypes") for _, options in heads_of(cfg))
+    if not (has_lengths and keys.normalize_last_layer):
+        return []
+    must = "must be false for a head with use_weight_norm_prototypes, which has a normalize_last_layer of its own"
+    return [Problem(f"config.{path}.normalize_last_layer", "True", must, "Write false.")]
 
 
 def _queue(keys: SwAVLossConfig, path: str, batch: int) -> list[Problem]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,6 +36,36 @@ class SwAVOutput(NamedTuple):
     probe_scores: list[Tensor] | None
 
 
+class NormalizedPrototypes(nn.Module):
+    """Scores against rows ``weight_v`` of length ``weight_g``: what ``torch.nn.utils.weight_norm`` computes.
+
+    Attributes:
+        weight_v: (K, D), directions.
+        weight_g: (K, 1), lengths, 1 at the start; not trained where ``is_unit``.
+    """
+
+    def __init__(self, width: int, num_prototypes: int, is_unit: bool):
+        super().__init__()
+        self.weight_v = nn.Parameter(torch.zeros(num_prototypes, width))
+        self.weight_g = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=not is_unit)
+
+    @property
+    def weight(self) -> Tensor:
+        """(K, D), what rows are scored against."""
+        return F.normalize(self.weight_v, dim=1) * self.weight_g
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(n, D) -> (n, K)."""
+        return F.linear(rows.to(self.weight_v.dtype), self.weight)
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Directions as a linear layer of torch begins, lengths 1."""
+        bound = 1 / math.sqrt(self.weight_v.shape[1])
+        drawn = torch.empty(self.weight_v.shape).uniform_(-bound, bound, generator=generator_for("weight_v"))
+        self.weight_v.data.copy_(drawn)
+        self.weight_g.data.fill_(1.0)
+
+
 @HEADS.register("swav_head", config=SwAVHeadConfig)
 class SwAVHead(nn.Module):
     """Projection MLP and prototypes, as SwAV and DINO have them.
@@ -42,7 +73,8 @@ class SwAVHead(nn.Module):
     Args: the fields of ``SwAVHeadConfig``.
 
     Attributes:
-        prototypes0, prototypes1, ...: linear layers without bias, one per entry of ``num_clusters``.
+        prototypes0, prototypes1, ...: linear layers without bias, or ``NormalizedPrototypes``, one per entry of
+            ``num_clusters``.
     """
 
     def __init__(
@@ -56,6 +88,7 @@ class SwAVHead(nn.Module):
         activation_name: str = "ReLU",
         return_embeddings: bool = True,
         use_weight_norm_prototypes: bool = False,
+        normalize_last_layer: bool = False,
     ):
         super().__init__()
         _check_head(dims, num_clusters, activation_name)
@@ -70,9 +103,13 @@ class SwAVHead(nn.Module):
         self.projection_head = nn.Sequential(*layers)
         self.num_layers = len(num_clusters)
         for index, num_prototypes in enumerate(num_clusters):
-            self.add_module(f"prototypes{index}", nn.Linear(dims[-1], num_prototypes, bias=False))
+            layer: nn.Module = (
+                NormalizedPrototypes(dims[-1], num_prototypes, normalize_last_layer)
+                if use_weight_norm_prototypes
+                else nn.Linear(dims[-1], num_prototypes, bias=False)
+            )
+            self.add_module(f"prototypes{index}", layer)
         self.normalize_feats = normalize_feats
-        self.use_weight_norm_prototypes = use_weight_norm_prototypes
 
     def forward(self, features: Tensor, probe: Tensor | None = None) -> SwAVOutput:
         """Embed and score the rows of all crops; score the probe too, with the same prototypes.
@@ -94,12 +131,9 @@ class SwAVHead(nn.Module):
     def _score(self, embeddings: Tensor) -> list[Tensor]:
         scores = []
         for index in range(self.num_layers):
-            layer: nn.Linear = getattr(self, f"prototypes{index}")
-            rows = embeddings.to(layer.weight.dtype)
-            if self.use_weight_norm_prototypes:
-                scores.append(F.linear(rows, F.normalize(layer.weight, dim=1)))
-            else:
-                scores.append(layer(rows))
+            layer: nn.Linear | NormalizedPrototypes = getattr(self, f"prototypes{index}")
+            is_plain = isinstance(layer, nn.Linear)
+            scores.append(layer(embeddings.to(layer.weight.dtype) if is_plain else embeddings))
         return scores
 
 
