@@ -7,8 +7,8 @@
 Of each recipe only sizes (widths, depths, images, batches, numbers of prototypes), paths, machines and the number of
 steps are changed, and the precision, to float64. Images are drawn and written in the format that the recipe names:
 class folders, or lists of files with lists of labels (torchvision's own formats as class folders). Weights to begin
-with are left out. Chosen are all recipes under ``pretrain`` and ``test``, and of every other folder the first that can
-be trained. All runs share one pool of ranks.
+with are left out; a teacher under DISTILLATION has drawn ones. Chosen are all recipes under ``pretrain`` and ``test``,
+and of every other folder the first that can be trained. All runs share one pool of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from PIL import Image
 from tests.ranks import close_pool, run_on_ranks
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
-from vissl_zero.config.derive.components import trunk_options
+from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
@@ -54,7 +54,7 @@ TOLERANCE = 1e-10
 # Keys of losses that count outputs, prototypes or remembered images.
 _WIDTHS = ("embedding_dim", "output_dim", "out_dim", "patch_out_dim")
 _COUNTS = ("num_prototypes", "num_clusters")
-_MEMORIES = ("queue_length", "queue_size")
+_MEMORIES = ("queue_length", "local_queue_length", "queue_size")
 
 
 class _Losses(Hook):
@@ -116,6 +116,11 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
             split.DATA_SOURCES, split.LABEL_SOURCES = ["disk_folder"], ["disk_folder"]
     _shrink_trunk(run, side)
     _fit_heads(run, side)
+    if takes_other_model(run):
+        teacher = as_teacher(run)  # shares its blocks with DISTILLATION
+        _shrink_trunk(teacher, side)
+        _fit_heads(teacher, side)
+        teacher.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(images / "labels.npy")  # any file: it is not read here
     run.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP = [
         [parameter, min(1, steps)] for parameter, steps in run.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP
     ]

@@ -263,7 +263,7 @@ METHODS = Registry(
         name: (f"{_METHODS}.{name}.keys", text)
         for name, text in {
             "supervised": "Supervised cross-entropy.",
-            "simclr": "SimCLR: NT-Xent between two views, negatives from all ranks.",
+            "simclr": "SimCLR: NT-Xent between views, negatives from all ranks.",
             "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
             "moco_v3": "MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.",
             "byol": "BYOL: prediction of a teacher's projection of the other view.",
@@ -321,6 +321,7 @@ HEADS = Registry(
         "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
         "identity": (f"{_HEADS}.mlp", "The features as they are."),
         "mobilenet_v3_head": (f"{_HEADS}.mlp", "MobileNet v3's classifier of two layers."),
+        "mobilenet_v3_head_timm": (f"{_HEADS}.mlp", "The same with a convolution as the first layer."),
         "vision_transformer_head": (f"{_HEADS}.mlp", "A vision transformer's classifier of one or two layers."),
         "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
         "chain": (f"{_HEADS}.mlp", "Heads one after another."),

@@ -103,7 +103,8 @@ def _simmim(x: Tensor, mine: slice) -> Tensor:
 
 # Each takes (n, 6, DIM) and the slice of the whole batch that these are.
 LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
-    "simclr": lambda x, _: nt_xent(x[:, 0], x[:, 1], 0.3),
+    "simclr": lambda x, _: nt_xent((x[:, 0], x[:, 1]), 0.3),
+    "multicrop_simclr": lambda x, _: nt_xent(x[:, :4].unbind(1), 0.3),
     "moco_v2": _moco_v2,
     "moco_v3": lambda x, _: symmetric_info_nce((x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), 0.3),
     "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1),

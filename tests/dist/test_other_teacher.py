@@ -103,6 +103,22 @@ def test_the_teacher_s_weights_count_and_levels_agree(tmp_path: Path) -> None:
     assert abs(other[0] - first[0]) > 1e-3
 
 
+@pytest.mark.timeout(240)
+def test_swav_s_assignments_can_be_learned_with_the_teacher_s_prototypes(tmp_path: Path) -> None:
+    weights = tmp_path / "teacher.pth"
+    weights.touch()
+    words = [
+        "config.LOSS.name=swav_distillation_loss",
+        "config.LOSS.swav_distillation_loss={use_teacher_prototypes: true, local_queue_length: 20}",
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 5]}]]",
+        f"{TEACHER}.HEAD.PARAMS=[[swav_head, {{dims: [8, 5], num_clusters: [7]}}]]",
+    ]
+    _write(weights, _plan(weights, 0, *words), 1.0)
+    assert _plan(weights, 0, *words).config["LOSS"]["swav_distillation_loss"]["queue_length"] == 40
+    first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
+    assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
+
+
 def test_what_is_wrong_with_the_teacher_is_said_under_its_own_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _plan(tmp_path / "missing.pth", 0)

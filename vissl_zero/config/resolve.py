@@ -18,7 +18,7 @@ from vissl_zero.config.derive.components import (
 )
 from vissl_zero.config.derive.data import with_image_size
 from vissl_zero.config.derive.inactive import inactive_keys
-from vissl_zero.config.derive.measuring import only_measures, without_training
+from vissl_zero.config.derive.measuring import only_measures, tests_alone, without_training
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import GPU_NAMES, global_batch, placement, ranks
 from vissl_zero.config.derive.sharding import sharding_plan
@@ -63,6 +63,8 @@ def resolve(
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
     if problem := part_alone(cfg, recipe):
         raise ConfigError([problem])
+    if tests_alone(cfg):
+        notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = with_image_size(with_run_of_weights(without_training(cfg)))
     host = host or _host(cfg)
     if found := problems(cfg, host):

@@ -45,6 +45,16 @@ def test_knn_of_the_trunk_s_features_needs_no_head():
         _plan(f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{TAPS}=[[res3, [AdaptiveAvgPool2d, [[2, 2]]]]]")
 
 
+def test_images_alone_can_be_measured():
+    run = compose("digits/supervised", ["config.TEST_ONLY=true", "config.DATA.TEST.DATA_SOURCES=[digits]"]).run
+    run.DATA.TRAIN = type(run.DATA.TRAIN)()
+    run.DATA.TEST.TRANSFORMS = [{"name": "ToTensor"}]
+    plan = resolve(run, "/nowhere", host=Host(num_gpus=0, why_no_gpu="", num_cores=1))
+    assert plan.config["DATA"]["TRAIN"] == plan.config["DATA"]["TEST"]
+    assert not plan.config["NEAREST_NEIGHBOR"]["USE_KNN"]
+    assert any("config.DATA.TRAIN names none" in note for note in plan.notes)
+
+
 def test_without_their_mode_the_switches_are_refused():
     run = compose("digits/simclr", [f"{SETTINGS}.FREEZE_TRUNK_AND_HEAD=true"]).run
     with pytest.raises(ConfigError, match="FREEZE_TRUNK_AND_HEAD: needs EVAL_MODE_ON"):

@@ -8,6 +8,7 @@ process in ``tests/dist/test_method_losses.py``.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from vissl_zero.methods.data2vec.method import mean_of_blocks
 from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
 from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.dinov2.method import dinov2_loss
-from vissl_zero.methods.distillation.method import dino_distillation_loss, distillation_loss
+from vissl_zero.methods.distillation.method import SwAVDistillation, dino_distillation_loss, distillation_loss
 from vissl_zero.methods.ibot.method import masked_patch_loss
 from vissl_zero.methods.ijepa.method import latent_regression
 from vissl_zero.methods.koleo import koleo
@@ -55,7 +56,17 @@ def _is(value: Tensor, published: float | list[float]) -> None:
 
 def test_simclr():
     """lightly e8d317f lightly/loss/ntx_ent_loss.py; vissl 09270ed simclr_info_nce_loss.py: the same."""
-    _is(nt_xent(A, B, 0.2), 3.6582377199659972)
+    _is(nt_xent((A, B), 0.2), 3.6582377199659972)
+
+
+def test_simclr_of_several_crops():
+    """vissl 09270ed multicrop_simclr_info_nce_loss.py, one process: of several it masks the others' negatives out."""
+    crops = _randn(3, 4, 6, 5)
+    _is(nt_xent(crops, 0.2), 4.973078642412923)
+    _is(nt_xent(crops[:2], 0.2), 2.9590561629518692)
+    alone = crops[:, :1].clone().requires_grad_()
+    nt_xent(alone, 0.2).backward()
+    assert alone.grad is not None and not alone.grad.any()
 
 
 def test_moco_v2():
@@ -246,6 +257,30 @@ def test_dino_distillation(is_swapped: bool, published: float):
     """vissl 09270ed dino_distillation_loss.py, 5 crops, of which the teacher sees 2, temperatures 0.07 and 0.1."""
     student, teacher = _randn(0, 5, 3, 6), _randn(1, 2, 3, 6)
     _is(dino_distillation_loss(student, F.softmax(teacher / 0.07, dim=2), 0.1, is_swapped), published)
+
+
+@pytest.mark.parametrize(
+    ("two", "swapped", "queue", "normalized", "published"),
+    [
+        (False, False, 0, False, [27.438101804054583, 19.767040752816975]),
+        (False, True, 16, False, [26.099861177640168, 16.059367890812606]),
+        (True, False, 16, False, [27.204144314632536, 24.71706791305241]),
+        (True, True, 16, True, [13.33664051753177, 10.645129977629377]),
+    ],
+)
+def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: bool, published: list[float]):
+    """vissl 09270ed swav_distillation_loss.py in two steps, without its rounding of assignments to float32."""
+    loss = SwAVDistillation(
+        5, [7], 4, queue, 0.1, 0.05, use_teacher_prototypes=True, use_two_crops_for_teacher=two,
+        swapped_assignment=swapped, normalize_student_feats=normalized,
+    ).double()  # fmt: skip
+    loss.prototypes.copy_(_randn(1, 7, 4))
+    batch = SimpleNamespace(num_local=6, num_crops=[5])
+    for seed, value in zip((2, 5), published, strict=True):
+        embeddings = F.normalize(_randn(seed, 12, 4), dim=1)[: 12 if two else 6]
+        taught = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
+        _is(loss([_randn(0, 30, 4)], batch, [taught]), value)
+        loss.after_micro_batch([], batch)
 
 
 def test_soft_targets_are_torchs():

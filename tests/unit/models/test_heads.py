@@ -10,7 +10,7 @@ from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
 from vissl_zero.methods.dino.method import DINOHead
 from vissl_zero.methods.swav.method import SwAVHead
-from vissl_zero.models.heads.mlp import Chain
+from vissl_zero.models.heads.mlp import Chain, MobileNetHead, MobileNetHeadOfTimm
 from vissl_zero.models.init import initialize_
 
 PROJECTION = ["mlp", {"dims": [64, 32], "use_relu": True, "skip_last_layer_relu_bn": False}]
@@ -50,6 +50,19 @@ def test_heads_that_do_not_meet_are_refused():
     heads = [["mlp", {"dims": [64, 32]}], ["mlp", {"dims": [16, 10]}]]
     said = complaints(MODEL__HEAD__PARAMS=[["chain", {"heads": heads, "dims": [64, 10]}]])
     assert any("[64, 32] and then [16, 10]" in text for text in said)
+
+
+def test_mobilenets_head_of_timm_is_the_other_with_a_convolution():
+    """vissl 09270ed mobilenet_v3_head.py: classifier.0 is a convolution, classifier.4 the classes."""
+    head, other = MobileNetHeadOfTimm(6, 9, 4, with_bn=True), MobileNetHead(6, 9, 4, with_bn=True)
+    initialize_(head, 0)
+    bound = 6**-0.5
+    assert 0.9 * bound < head.classifier[0].weight.abs().max() <= bound and not head.classifier[4].bias.any()
+    for mine, its in ((0, 0), (4, 3)):
+        other.classifier[its].weight.data = head.classifier[mine].weight.data.flatten(1)
+        other.classifier[its].bias.data = head.classifier[mine].bias.data
+    rows = torch.randn(5, 6)
+    torch.testing.assert_close(head.eval()(rows), other.eval()(rows))
 
 
 @pytest.mark.parametrize("is_unit", [True, False])

@@ -70,6 +70,7 @@ BUILTIN: dict[str, dict[str, type]] = {
         "siamese_head": SiameseHeadConfig,
         "identity": IdentityHeadConfig,
         "mobilenet_v3_head": MobileNetHeadConfig,
+        "mobilenet_v3_head_timm": MobileNetHeadConfig,
         "vision_transformer_head": VisionTransformerHeadConfig,
         "patch_predictor": PatchPredictorConfig,
     },

@@ -56,7 +56,7 @@ class EvalMLPConfig:
 
 @dataclass
 class MobileNetHeadConfig:
-    """``mobilenet_v3_head``: a wider layer with hard swish and dropout, then the classes."""
+    """``mobilenet_v3_head`` and ``mobilenet_v3_head_timm``: a layer with hard swish and dropout, then classes."""
 
     in_channels: int = number(960, least=1, most=2**20)
     """Width of the features."""

@@ -22,12 +22,22 @@ def only_measures(cfg: RunConfig) -> bool:
     return settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_AND_HEAD or settings.EXTRACT_TRUNK_FEATURES_ONLY)
 
 
+def tests_alone(cfg: RunConfig) -> bool:
+    """Whether images are only measured: TEST_ONLY, and TRAIN names none."""
+    return cfg.TEST_ONLY and not cfg.DATA.TRAIN.DATA_SOURCES and bool(cfg.DATA.TEST.DATA_SOURCES)
+
+
 def without_training(cfg: RunConfig) -> RunConfig:
     """``cfg``, or a copy that is TEST_ONLY where nothing is to be trained: its loss does not count.
+
+    Where TRAIN names no images, TEST's stand for them, and there is no kNN, which would find each image itself.
 
     Raises:
         ConfigError: it asks for the features of an inner layer.
     """
+    if tests_alone(cfg):
+        images = replace(cfg.DATA, TRAIN=cfg.DATA.TEST)
+        cfg = replace(cfg, DATA=images, NEAREST_NEIGHBOR=replace(cfg.NEAREST_NEIGHBOR, USE_KNN=False))
     if not only_measures(cfg):
         return cfg
     settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL

@@ -10,14 +10,21 @@ from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.derive.components import as_teacher
 from vissl_zero.config.saved import RESOLVED_FILE
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, crops_of, loss_keys, one_head
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
     from vissl_zero.config.run import RunConfig
 
-_CLASSIFIERS = ("mlp", "eval_mlp", "mobilenet_v3_head", "vision_transformer_head", "identity")
+_CLASSIFIERS = (
+    "mlp",
+    "eval_mlp",
+    "mobilenet_v3_head",
+    "mobilenet_v3_head_timm",
+    "vision_transformer_head",
+    "identity",
+)
 WEIGHTS_FILE = "weights.safetensors"
 _WITH_THE_PACKAGE = {"digits": Path(__file__).parent / "digits_teacher"}
 
@@ -55,6 +62,45 @@ class DINODistillationLossConfig:
     see."""
 
 
+@dataclass
+class SwAVDistillationLossConfig:
+    """``swav_distillation_loss``: the clusters that SwAV's assignment of a trained teacher's scores gives a crop."""
+
+    temperature: float = number(0.1, least=1e-4)
+    """Divides the student's scores before the softmax."""
+    epsilon: float = number(0.03, least=1e-4)
+    """Entropy regularisation of the assignment; larger is softer."""
+    num_iters: int = number(3, least=0, most=10000)
+    """Rounds of Sinkhorn's algorithm; 0: the softmax of the teacher's scores."""
+    use_double_precision: bool = False
+    """Compute assignments and loss in float64."""
+    temp_hard_assignment_iters: int = number(0, least=0)
+    """Optimizer steps from the start in which assignments are rounded to one prototype."""
+    num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    num_prototypes: list[int] | None = None
+    """Prototypes; null: from the teacher's head, which also wins over a different number."""
+    embedding_dim: int | None = None
+    """Width of the teacher's embeddings; null: from its head."""
+    local_queue_length: int = number(0, least=0)
+    """Past crops of the teacher that join the assignment, for each process; 0: none."""
+    queue_length: int | None = None
+    """The same over all processes, in one queue; null: local_queue_length times the processes of the recipe."""
+    queue_start_iter: int = number(0, least=0)
+    """Optimizer steps before the queue is used."""
+    normalize_student_feats: bool = False
+    """Divide what the student gives by its L2 norm first."""
+    use_student_prototypes: bool = True
+    """Of a student with prototypes, its own scores are compared; else its embeddings are taken."""
+    use_teacher_prototypes: bool = False
+    """Score what the student gives against the teacher's prototypes; else it is the scores."""
+    use_two_crops_for_teacher: bool = True
+    """The teacher sees the first two crops; else the first."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+
+
 _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 
@@ -79,7 +125,12 @@ def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
 class DistillationSpec(MethodSpec):
     """Distillation: the probabilities of a trained, frozen classifier."""
 
-    losses = {"distillation_loss": DistillationLossConfig, "dino_distillation_loss": DINODistillationLossConfig}
+    losses = {
+        "distillation_loss": DistillationLossConfig,
+        "dino_distillation_loss": DINODistillationLossConfig,
+        "swav_distillation_loss": SwAVDistillationLossConfig,
+    }
+    shape_keys = ("num_prototypes", "embedding_dim", "queue_length")
     title = "Distillation"
     paper = "https://arxiv.org/abs/1503.02531"
     views = "1 or more crops of any sizes; the teacher sees the same"
@@ -91,7 +142,9 @@ class DistillationSpec(MethodSpec):
         return not getattr(loss_keys(cfg), "teacher", "")
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """The number of crops."""
+        """The number of crops; sizes of the teacher's head and of the queue."""
+        if cfg.LOSS["name"] == "swav_distillation_loss":
+            return _swav_sizes(cfg)
         if cfg.LOSS["name"] != "dino_distillation_loss":
             return {}
         counts = crops_of(cfg)
@@ -100,6 +153,8 @@ class DistillationSpec(MethodSpec):
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
         """One head, a teacher that is there, labels where they count, crops for the teacher."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
+        if cfg.LOSS["name"] == "swav_distillation_loss":
+            return [*_swav_problems(cfg), *_teacher_problems(cfg, host)]
         if cfg.LOSS["name"] == "dino_distillation_loss":
             found = one_head(cfg, "mlp", "dino_head", "swav_head")
             crops = sum(crops_of(cfg) or [1])
@@ -119,6 +174,34 @@ class DistillationSpec(MethodSpec):
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
             found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
         return found
+
+
+def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+    head = next((options for _, options in heads_of(as_teacher(cfg))), {})
+    dims, crops = head.get("dims") or [head.get("bottleneck_dim", 256)], crops_of(cfg)
+    processes = cfg.DISTRIBUTED.NUM_NODES * cfg.DISTRIBUTED.NUM_PROC_PER_NODE
+    return {
+        "num_crops": (None if crops is None else sum(crops), "transforms"),
+        "num_prototypes": (head.get("num_clusters"), "teacher's head"),
+        "embedding_dim": (dims[-1], "teacher's head"),
+        "queue_length": (loss_keys(cfg).local_queue_length * processes, "processes"),
+    }
+
+
+def _swav_problems(cfg: RunConfig) -> list[Problem]:
+    """A teacher with one layer of prototypes, crops for both."""
+    keys, found = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
+    heads = list(heads_of(as_teacher(cfg)))
+    layers = [len(options.get("num_clusters") or []) for _, options in heads]
+    if layers != [1] or heads[0][0] not in ("swav_head", "dino_head"):
+        must = "must be one swav_head or dino_head with one layer of prototypes"
+        fix = 'Write [["swav_head", {dims: [2048, 2048, 128], use_bn: true, num_clusters: [3000]}]], for example.'
+        found.append(Problem(f"{_TEACHER}.HEAD.PARAMS", str([name for name, _ in heads]), must, fix))
+    crops, least = sum(crops_of(cfg) or [1]), 1 + (keys.use_two_crops_for_teacher or keys.swapped_assignment)
+    if crops < least:
+        fix = "Add an ImgPilToMultiCrop, or set use_two_crops_for_teacher and swapped_assignment to false."
+        found.append(Problem("config.DATA.TRAIN.TRANSFORMS", f"{crops}", "must make two crops of an image", fix))
+    return found
 
 
 def teacher_folder(teacher: str) -> Path:

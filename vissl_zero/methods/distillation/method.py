@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from vissl_zero.methods.distillation.keys import (
     WEIGHTS_FILE,
     DINODistillationLossConfig,
     DistillationLossConfig,
+    SwAVDistillationLossConfig,
     teacher_folder,
 )
 from vissl_zero.methods.embedding import EmbeddingMethod, images_of
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.method import Batch
+from vissl_zero.methods.queue import EmbeddingQueue
+from vissl_zero.methods.sinkhorn import sinkhorn
 from vissl_zero.methods.supervised.method import targets_of
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.registry import LOSSES
@@ -200,6 +204,124 @@ class DINODistillation(EmbeddingMethod):
             self.temperatures[1],
             self.swapped_assignment,
         )
+
+
+@LOSSES.register("swav_distillation_loss", config=SwAVDistillationLossConfig)
+class SwAVDistillation(EmbeddingMethod):
+    """Distillation of SwAV's assignments: the teacher is trained, frozen, and sees the first crop, or two.
+
+    Args: the fields of ``SwAVDistillationLossConfig``, with sizes known.
+
+    Attributes:
+        prototypes: buffer (K, D), the teacher's.
+        queue: past embeddings of the teacher, from which their scores come again; None without.
+    """
+
+    has_teacher = True
+    teacher_follows = False
+    prototypes: Tensor
+
+    def __init__(
+        self,
+        num_crops: int,
+        num_prototypes: Sequence[int],
+        embedding_dim: int,
+        queue_length: int,
+        temperature: float = 0.1,
+        epsilon: float = 0.03,
+        num_iters: int = 3,
+        use_double_precision: bool = False,
+        temp_hard_assignment_iters: int = 0,
+        local_queue_length: int = 0,
+        queue_start_iter: int = 0,
+        normalize_student_feats: bool = False,
+        use_student_prototypes: bool = True,
+        use_teacher_prototypes: bool = False,
+        use_two_crops_for_teacher: bool = True,
+        swapped_assignment: bool = False,
+    ):
+        super().__init__()
+        self.num_crops = num_crops
+        self.temperature, self.epsilon, self.num_iters = temperature, epsilon, num_iters
+        self.dtype = torch.float64 if use_double_precision else torch.float32
+        self.num_hard_steps, self.queue_start = temp_hard_assignment_iters, queue_start_iter
+        self.is_normalized = normalize_student_feats
+        self.uses_own_prototypes, self.uses_teachers = use_student_prototypes, use_teacher_prototypes
+        self.teacher_crops = [0, 1] if use_two_crops_for_teacher else [0]
+        self.swapped_assignment = swapped_assignment
+        self.register_buffer("prototypes", torch.zeros(num_prototypes[0], embedding_dim))
+        self.queue = EmbeddingQueue(1, queue_length, embedding_dim) if queue_length else None
+        self._step = 0
+        self._newest: Tensor | None = None
+
+    def make_teacher(self, model: Model) -> Model:
+        """The model under DISTILLATION, with its weights, as it is; its prototypes are noted."""
+        head: Any = model.heads[0]
+        self.prototypes.copy_(head.prototypes0.weight.detach())
+        return model.requires_grad_(False)
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember where the run is: hard assignments end, and the queue starts, at a given step."""
+        super().on_step(step, epoch)
+        self._step = step
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The teacher's crops only."""
+        outputs: list[Any] = model(images_of(batch, self.teacher_crops))
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.
+
+        Raises:
+            ConfigError: what the student gives has another width than what it is compared with.
+        """
+        student = self._given(outputs[0])
+        self._note(student)
+        if self.is_normalized:
+            student = F.normalize(student, dim=1)
+        width = self.prototypes.shape[1 if self.uses_teachers else 0]
+        if student.shape[1] != width:
+            of = "the width of the teacher's embeddings" if self.uses_teachers else "the teacher's prototypes"
+            must = f"must end in {width}, {of}"
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
+        scores = student @ self.prototypes.to(student.dtype).T if self.uses_teachers else student
+        shape = (len(self.teacher_crops), batch.num_local)
+        self._newest = at_least_float32(taught[0].embeddings).unflatten(0, shape)
+        targets = self._assign(at_least_float32(taught[0].scores[0]).unflatten(0, shape))
+        return dino_distillation_loss(
+            self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local)),
+            targets,
+            self.temperature,
+            self.swapped_assignment,
+        )
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Queue the teacher's embeddings, once the queue has started. Collective."""
+        if self.queue is not None and self._step >= self.queue_start:
+            assert self._newest is not None
+            self.queue.push(self._newest.transpose(0, 1).flatten(0, 1)[None])
+
+    @torch.no_grad()
+    def _assign(self, scores: Tensor) -> Tensor:
+        """Assignments (T, B, K) of scores (T, B, K), the rows of the queue taking part."""
+        num_samples = scores.shape[1]
+        if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
+            past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
+            scores = torch.cat((scores, past.expand(len(scores), -1, -1)), dim=1)
+        assigned = sinkhorn(self._upcast(scores), self.epsilon, self.num_iters)[:, :num_samples]
+        if self._step < self.num_hard_steps:
+            return F.one_hot(assigned.argmax(dim=2), assigned.shape[2]).to(assigned.dtype)
+        return assigned
+
+    def _given(self, output: Any) -> Tensor:
+        """What the student gives: rows of an mlp, or embeddings or scores of a head with prototypes."""
+        if isinstance(output, Tensor):
+            return at_least_float32(output)
+        return at_least_float32(output.scores[0] if self.uses_own_prototypes else output.embeddings)
+
+    def _upcast(self, scores: Tensor) -> Tensor:
+        return scores.to(torch.promote_types(scores.dtype, self.dtype))
 
 
 def _scores(output: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,44 +12,52 @@ from torch import Tensor
 from vissl_zero.methods.embedding import EmbeddingMethod, crops_of
 from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples
 from vissl_zero.methods.method import Batch
-from vissl_zero.methods.simclr.keys import SimCLRLossConfig
+from vissl_zero.methods.simclr.keys import MultiCropSimCLRLossConfig, SimCLRLossConfig
 from vissl_zero.registry import LOSSES
 
 
-def nt_xent(first: Tensor, second: Tensor, temperature: float, counts: SampleCounts | None = None) -> Tensor:
-    """Cross-entropy of finding the other view of an image among both views of all images of all ranks.
+def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | None = None) -> Tensor:
+    """Cross-entropy of finding another view of an image among all views of the other images of all ranks.
+
+    With more than two views, each other view of the image is found by itself; the rest of them are left out.
 
     Args:
-        first, second: (n, D) embeddings of the two views of this rank's samples; not normalised.
+        views: (n, D) embeddings of each view of this rank's samples; not normalised.
         temperature: divides the cosine similarities.
         counts: samples of each rank; None: asked for.
     Returns:
-        0-d, the mean over this rank's 2n views.
-    Cost: an all-gather of 2n rows, and an all-reduce of 2N rows in the backward pass.
+        0-d, the mean over this rank's pairs of different views of an image.
+    Cost: an all-gather of V * n rows, and an all-reduce of V * N rows in the backward pass.
     """
-    counts = counts or count_samples(len(first), first.device)
-    views = F.normalize(at_least_float32(torch.stack((first, second))), dim=2)
-    everyone = gather_samples(views.transpose(0, 1), counts).transpose(0, 1)
-    logits = views.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2n, 2N), both view-major
-    own = counts.first + torch.arange(counts.local, device=logits.device)
-    itself, other_view = torch.cat((own, own + counts.total)), torch.cat((own + counts.total, own))
-    logits = logits.scatter(1, itself[:, None], -torch.inf)
-    return F.cross_entropy(logits, other_view, reduction="sum") / max(len(logits), 1)
+    own = F.normalize(at_least_float32(torch.stack(tuple(views))), dim=2)
+    counts = counts or count_samples(own.shape[1], own.device)
+    everyone = gather_samples(own.transpose(0, 1), counts).transpose(0, 1)
+    logits = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
+    numbers = range(len(views))
+    others = torch.tensor([[other for other in numbers if other != view] for view in numbers], device=logits.device)
+    image = (counts.first + torch.arange(counts.local, device=logits.device)).repeat(len(views))[:, None]
+    positives = logits.gather(1, image + others.repeat_interleave(counts.local, dim=0) * counts.total)
+    of_image = image + torch.arange(len(views), device=logits.device) * counts.total
+    # Not minus infinity: of a single image nothing would be left, and the gradient of its logarithm is undefined.
+    negatives = logits.scatter(1, of_image, torch.finfo(logits.dtype).min / 2).logsumexp(dim=1, keepdim=True)
+    return (torch.logaddexp(positives, negatives) - positives).sum() / max(positives.numel(), 1)
 
 
 @LOSSES.register("simclr_info_nce_loss", config=SimCLRLossConfig)
+@LOSSES.register("multicrop_simclr_info_nce_loss", config=MultiCropSimCLRLossConfig)
 class SimCLR(EmbeddingMethod):
-    """SimCLR: NT-Xent between two views, negatives from all ranks.
+    """SimCLR: NT-Xent between views, negatives from all ranks.
 
-    Args: the fields of ``SimCLRLossConfig``.
+    Args: the fields of ``MultiCropSimCLRLossConfig``, with num_crops known.
     """
 
-    def __init__(self, temperature: float = 0.1):
+    def __init__(self, temperature: float = 0.1, num_crops: int = 2):
         super().__init__()
+        self.num_crops = num_crops
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """The mean over this rank's views; see ``nt_xent``. Collective."""
-        first, second = crops_of(outputs[0], 2, batch)
-        self._note(first)
-        return nt_xent(first, second, self.temperature)
+        views = crops_of(outputs[0], self.num_crops, batch)
+        self._note(views[0])
+        return nt_xent(views, self.temperature)

@@ -178,6 +178,41 @@ class MobileNetHead(_DrawnHead):
         return 0.01
 
 
+@HEADS.register("mobilenet_v3_head_timm", config=MobileNetHeadConfig)
+class MobileNetHeadOfTimm(MobileNetHead):
+    """The same with a convolution as the first layer, as timm and VISSL have it; that begins as torch's do."""
+
+    def __init__(
+        self,
+        in_channels: int = 960,
+        mid_channels: int = 1280,
+        num_classes: int = 1000,
+        drop_out: float = 0.2,
+        with_bn: bool = False,
+    ):
+        super().__init__(in_channels, mid_channels, num_classes, drop_out, with_bn)
+        _, activation, dropout, last = self.classifier
+        self.classifier = nn.Sequential(
+            nn.Conv2d(in_channels, mid_channels, 1), activation, nn.Flatten(1), dropout, last
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (n, in_channels), or maps (n, in_channels, 1, 1) -> outputs (n, num_classes)."""
+        maps = features[:, :, None, None] if features.ndim == 2 else features
+        outputs: Tensor = self.classifier(self.channel_bn(maps) if self.channel_bn is not None else maps)
+        return outputs
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """As the other's, and the convolution uniform within 1 / sqrt(fan-in)."""
+        super().init_parameters(generator_for)
+        first = self.classifier[0]
+        assert isinstance(first, nn.Conv2d) and first.bias is not None
+        bound = 1 / sqrt(first.in_channels)
+        for name, tensor in (("weight", first.weight), ("bias", first.bias)):
+            drawn = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator_for(f"classifier.0.{name}"))
+            tensor.data.copy_(drawn)
+
+
 @HEADS.register("vision_transformer_head", config=VisionTransformerHeadConfig)
 class VisionTransformerHead(_DrawnHead):
     """The classifier of vision transformers, as VISSL has it. Args: the fields of ``VisionTransformerHeadConfig``."""
