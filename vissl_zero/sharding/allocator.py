@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from vissl_zero.config.resolved import ShardingPlan
 
+# As glibc's malloc.h numbers it.
 _M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 2**20
 

@@ -106,6 +106,7 @@ class ActivationCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             storage = _plain(tensor).untyped_storage()
+            # The address of a freed storage may be used again: the newer one then takes its place.
             self._made[storage._cdata] = weakref.ref(storage)
         return result
 

@@ -119,6 +119,7 @@ def is_marked_sharded(model: nn.Module) -> bool:
 
 
 def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:
+    # DistributedDataParallel asks module by module; other calls need not pay for a walk over the stack.
     if kwargs.get("recurse") is False and is_building_data_parallel():
         raise VisslZeroError(_AVERAGED_TWICE)
     return named(*args, **kwargs)

@@ -31,6 +31,7 @@ class LossScale:
         good_steps: steps without inf since it last changed.
     """
 
+    # A power of two, so that scaling and unscaling change no digit of a gradient.
     scale: float = 65536.0
     growth_interval: int = 2000
     good_steps: int = 0

@@ -113,6 +113,7 @@ class Stepper:
         # Unscale first: norms, clipping and adaptation are defined on true gradients.
         if scale != 1.0:
             _multiply(shards, 1.0 / scale)
+        # After this all-reduce every rank holds the same numbers, so what they decide needs no further message.
         norms = self._norms(shards)
         names = [shard.name for shard in shards]
         grad_norm = norms.grad_sq.sum().sqrt()
@@ -211,6 +212,7 @@ class Stepper:
         )
         of_grad = scale if clip is None else scale * clip
         of_param = scale * decay
+        # 0-d tensors, not numbers: a number would have to be read from the device, which waits for it.
         factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:

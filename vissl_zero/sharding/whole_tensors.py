@@ -163,6 +163,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for index, is_present in zip(mine, has_grad, strict=True):
             whole = self._wholes[index]
             assert whole is not None
+            # The optimizer leaves a tensor without gradient alone, which a gradient of zeros would not achieve.
             whole.grad = torch.empty_like(whole) if is_present else None
         for message, spans in zip(incoming, self._spans, strict=True):
             targets = []
@@ -210,6 +211,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
 def _value_and_gradient(shard: Shard) -> list[Tensor | bool]:
     grad = shard.local.grad
+    # Zeros in the place of a missing gradient: the size of a message must not depend on who has one.
     return [shard.local.detach(), torch.zeros_like(shard.local) if grad is None else grad, grad is not None]
 
 

@@ -98,9 +98,11 @@ def _wrap(
         module = model.get_submodule(name)
         materialize_(module, name, plan.seed)
         module.to(device)
+        # fairscale marks the parameters that inner units have taken.
         own = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
         if not own and name != ROOT:
             continue
+        # Before wrapping: afterwards the wrapper would be among the parents.
         references = _references(model, module)
         options = groups | _options(unit, own, plan) | {"compute_device": device}
         root = FsdpUnit(module, plan.force_sync_cuda and not unit.is_float32, **options)

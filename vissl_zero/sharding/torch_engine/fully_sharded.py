@@ -192,6 +192,7 @@ class FullySharded(ShardedModel):
             return
         # In float64, so that scalars of different formats share one message.
         table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
+        # Over all ranks, not the shard group: every rank of the world holds the scalars.
         dist.all_reduce(table)
         for scalar, (total, num_present) in zip(scalars, table, strict=True):
             # The second is read, and waited for, only without the first.

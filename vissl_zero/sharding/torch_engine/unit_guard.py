@@ -151,6 +151,7 @@ class _GuardedUnit:
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
         self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+        # These may be the methods of a unit on disk, which has wrapped torch's own before.
         self._unshard, self._wait = group.unshard, group.wait_for_unshard
         # fully_shard has no public hooks at these moments, so its methods are wrapped on the instance.
         group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
