@@ -235,6 +235,7 @@ def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance: True is an int to Python.
     return type(value) is int and 0 <= value < 2**63
 
 

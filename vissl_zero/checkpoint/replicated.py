@@ -50,6 +50,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
         digest.update(bytes_of(tensor.detach().to("cpu").contiguous()))
+    # 63 bits, since torch's integers are signed.
     return digest.intdigest() >> 1
 
 

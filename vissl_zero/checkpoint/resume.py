@@ -51,6 +51,7 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
         LaterFormatError: a later vissl_zero has written one that is newer than the newest complete one.
         CheckpointError: there are checkpoints, and none is complete.
     """
+    # One rank lists the folder: two could see different ones, and resume from different steps.
     paths = collectives.broadcast_object(find_checkpoints(run_folder) if collectives.rank() == 0 else [])
     found = Found()
     for path in paths[nth_newest - 1 :]:
@@ -123,6 +124,7 @@ def _problems(path: Path) -> list[str]:
     gathered: list[tuple[list[str], LaterFormatError | None]] = [(own, later)]
     if world_size > 1:
         gathered = gathered * world_size
+        # Damage that one rank has found must turn all of them to the checkpoint before.
         dist.all_gather_object(gathered, (own, later))
     if found := next((error for _, error in gathered if error), None):
         raise LaterFormatError(
@@ -196,6 +198,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
             hook.load_state_dict(manifest.hooks[name])
     if manifest.world_size == collectives.world_size():
         random_state = checkpoint.ranks[stem_of(collectives.rank())].rng
+        # Ranks have generators of their own, which have no counterpart on another number of ranks.
         if random_state:  # what was imported has none
             restore_random_state(random_state, run.device)
 

@@ -74,6 +74,7 @@ class Saver:
         Raises:
             DivergedError: the loss of the newest step is not finite; nothing is saved.
         """
+        # Read the newest loss first: weights of a step that diverged must not become the newest checkpoint.
         run.settle()
         self.finish()
         if self.latest_step != run.step:
@@ -231,6 +232,7 @@ class CheckpointHook(Hook):
         stops = [asked] * collectives.world_size()
         if len(stops) > 1:
             dist.all_gather_object(stops, asked)
+        # The first in the order of ranks, so that all ranks end with the same reason and exit code.
         run.stop = next(stop for stop in stops if stop is not None)
         self._saver.save(run, self._hooks)
         self._saver.finish()

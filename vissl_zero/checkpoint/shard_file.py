@@ -240,6 +240,8 @@ class ShardFile:
             raise self._damaged("its header is invalid") from error
         end = 8 + length
         for begin, stop in sorted(self._spans.values()):
+            # Bytes that no tensor covers could hold anything, and two names for one place would be two copies when
+            # written.
             if begin != end:
                 raise self._damaged("its tensors overlap or leave gaps")
             end = stop
@@ -316,10 +318,12 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> byt
         header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
         offset = span[1]
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces, which JSON ignores, so that the data begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def _write_all(fd: int, data: memoryview) -> None:
+    # Linux writes at most 2 GiB in one call.
     while data:
         data = data[os.write(fd, data) :]

@@ -89,6 +89,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     # zipfile adds its own field for sizes over 4 GiB; it decides by the size with 5 % in reserve.
     is_large = len(data) * 1.05 > zipfile.ZIP64_LIMIT
     start = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_EXTRA_BYTES * is_large
+    # 4: the extra field's own id and length come before its content.
     padding = -(start + 4) % _ALIGNMENT
     info.extra = _PADDING_ID + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(info, "w") as member:

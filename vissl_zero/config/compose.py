@@ -38,6 +38,7 @@ def register() -> None:
     """Register the schema, the search path and the resolvers. Repeating it does nothing."""
     ConfigStore.instance().store(name="root_schema", node=Root, provider="vissl_zero")
     register_search_path()
+    # Cached, because the name holds the time: every reader must get the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
 
 
@@ -183,6 +184,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
         ConfigError: an unknown recipe, a mistyped key or a mistyped value.
     """
     register()
+    # Hydra refuses to be initialised twice in one process.
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
@@ -223,6 +225,7 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
         with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
             return hydra.compose("defaults", words)
     finally:
+        # The store is the process's: whoever composes next needs the types again.
         store.store(name="root_schema", node=Root, provider="vissl_zero")
 
 

@@ -67,6 +67,7 @@ def resolve(
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = with_image_size(with_run_of_weights(without_training(cfg)))
     host = host or _host(cfg)
+    # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
     if found := problems(cfg, host):
         raise ConfigError([*found, *broken])
     place, step = placement(cfg, host), global_batch(cfg, host)

@@ -75,6 +75,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
+                # It was decoded in vain before; a worker that lives through all epochs need not try again.
                 if index in self._broken:
                     raise self._broken[index]
                 image = self.source.image(index)
@@ -84,6 +85,8 @@ class MicroBatchDataset(Dataset[Loaded]):
                 self._broken[index] = error
                 skipped[error.name] = error.reason
                 continue
+            # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the random
+            # numbers.
             seed_sample(self.seed, epoch, sample_id)
             return self.pipeline(image), self.source.label(index)
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")

@@ -49,6 +49,7 @@ class Loader:
             ProcessLostError: a loader worker died or does not answer. On this rank alone.
         """
         plans = chain.from_iterable(self.order.steps(epoch, start_sample))
+        # A second walk over the same order: workers are several micro-batches ahead of the step that asks.
         batches = self._stream.load(plans)
         for step in self.order.steps(epoch, start_sample):
             yield [next(batches) for _ in step]

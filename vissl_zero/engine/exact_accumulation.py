@@ -51,6 +51,7 @@ def accumulate_exactly(
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
                 taught_parts.append(method.run_teacher(sharded.teacher, batch))
+            # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
     set_random_key(run.plan.seed, run.step, joined.sample_ids)  # the loss may draw, too

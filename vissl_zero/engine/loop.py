@@ -72,6 +72,7 @@ def _look_at_all(run: Run) -> None:
 def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         hook.on_epoch_start(run)
+    # A run that resumes in mid-epoch has done this before it was stopped.
     if run.epoch_samples == 0:
         run.method.on_epoch(run.epoch)
     started = time.perf_counter()
@@ -84,7 +85,9 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
         if run.stop is not None or run.step >= run.num_steps:
             break
         started = time.perf_counter()
+    # Hooks must have the record of the last step before they see the end of the epoch.
     run.settle()
+    # The epoch is not over: a resumed run continues in it.
     if run.stop is not None:
         return
     for hook in hooks:
@@ -192,6 +195,8 @@ def _accumulate(
             with watch if index == 0 else nullcontext():
                 outputs = method.run_student(sharded.model, batch)
                 loss = method.loss(outputs, batch, taught)
+            # Gradients are averaged over ranks: the factor undoes that and weighs each micro-batch by its share of the
+            # samples.
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         run.show_probe(batch)
         method.after_micro_batch(outputs, batch)

@@ -73,6 +73,7 @@ def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: 
     """
     reports = [report for path in sorted(folder.glob("rank*.json")) if (report := _read(path)) is not None]
     reported = {report.rank for report in reports}
+    # A killed rank leaves no report, and those of the others may say only that they lost a peer.
     for rank, code in sorted(exit_codes.items()):
         if rank not in reported and code < 0 and -code != signal.SIGTERM:
             is_killed = -code == signal.SIGKILL

@@ -65,6 +65,7 @@ class Client:
                 sock = socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic()))
                 try:
                     prove(sock, self._secret, is_server=False)
+                    # Requests are small and each is waited for: they must not be held back to be sent together.
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     return sock
                 except BaseException:

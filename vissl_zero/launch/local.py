@@ -55,7 +55,9 @@ def launch_local(
     if choices:
         note(Path(plan.run_dir), choices[0], STARTED)
     while True:
+        # The kernel counts for the whole machine: only what is added while the ranks run may be theirs.
         num_kills = num_oom_kills()
+        # New in every attempt: torch's file store would still hold the addresses of the ranks before.
         with Scratch() as private:
             first_rank = rendezvous.first_rank() if rendezvous else 0
             folder = str(plan_folder or plan.run_dir)

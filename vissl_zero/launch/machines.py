@@ -66,6 +66,7 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
             if code == CRASHED and may_start_again and rendezvous.num_restarts < most:
                 code = None
         except LaunchError as error:
+            # At a restart machine 0 may be gone for good: that is the crash's exit code, not a wrong command.
             if before is None:
                 raise
             print(error, file=sys.stderr)

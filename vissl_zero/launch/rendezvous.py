@@ -148,6 +148,7 @@ class Rendezvous:
                     f"Machine {index} was started with another configuration than machine 0. Use the same recipe, "
                     "overrides and version of vissl_zero on all of them."
                 )
+        # A launcher that was started anew counts from 0, and the limit is the run's.
         self.num_restarts = max(int(greeting["num_restarts"]) for greeting in greetings)
         self._watcher = threading.Thread(target=self._watch, args=(self._generation,), daemon=True, name="peers")
         self._watcher.start()
@@ -286,6 +287,7 @@ class Rendezvous:
             exit_code: of this launcher; None: it will join the next generation.
         """
         self._stopping.set()
+        # Machine 0 may be the lost one, and then a farewell would only wait for its timeout.
         is_out_of_reach = self.is_someone_lost and self._server is None
         with contextlib.suppress(OSError):
             if self._generation is not None and not is_out_of_reach:

@@ -42,6 +42,7 @@ class RunLock:
         self._path = folder / FILE_NAME
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # Before the lock is tried, so that a refusal can name the owner.
             owner = _read(self._fd)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

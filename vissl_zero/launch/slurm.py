@@ -118,6 +118,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
     executor = SlurmExecutor(folder / "%j")
     executor.update_parameters(**parameters(plan))
     task = SlurmTask(plan.run_dir, str(folder), secrets.token_bytes(32), plan.config["SLURM"]["MAX_REQUEUES"])
+    # The pickled task holds the run's secret.
     mask = os.umask(0o077)
     try:
         job = executor.submit(task)

@@ -62,6 +62,7 @@ class SlurmTask:
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")
         if count == 1:
             return launch_local(plan)
+        # One name per try: a requeued job must not read the address of the try before.
         meeting = Path(self.folder) / f"meet_{_job_id()}_{_number('SLURM_RESTART_COUNT')}.json"
         address = (_own_address(), plan.config["SLURM"]["PORT_ID"]) if index == 0 else _read_address(meeting)
         spec = LauncherSpec(

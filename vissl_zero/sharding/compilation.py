@@ -61,7 +61,7 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
 
 
 class _Compiler:
-    """Compiles the units of one model, says how far it is, and what it could not do.
+    """Compiles the units of one model, and reports its progress and what it could not compile.
 
     Args:
         names: of the units.

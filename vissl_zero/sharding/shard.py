@@ -76,7 +76,7 @@ class Shard:
         self.local.copy_(values)
 
     def publish(self) -> None:
-        """Let the model see what the optimizer has changed, where ``local`` is a copy; queued, not waited for."""
+        """Copy what the optimizer has changed to the model, where ``local`` is a copy. Does not wait for the device."""
 
     def grad(self) -> Tensor:
         """The gradient that ``take_grad`` found, to read."""
@@ -115,7 +115,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
 
     Args:
         model: already sharded.
-        group: the ranks among which it is; None where every rank holds it whole and nothing is summed over ranks.
+        group: the ranks that share it; None where every rank holds it whole and nothing is summed over ranks.
     """
     is_first = group is None or group.rank() == 0
     for name, source in model.named_parameters():

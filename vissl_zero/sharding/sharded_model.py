@@ -1,4 +1,4 @@
-"""All that the levels have in common: everything but when gradients and parameters travel."""
+"""What all levels have in common: everything but when gradients and parameters are sent."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ class ShardedModel(Sharded):
         """Drop whole copies of parameters that a change of the shards would leave behind."""
 
     def _after_shards_change(self) -> None:
-        """Tell other ranks of shards that were set from outside, where they hold copies. May be a collective."""
+        """Send shards that were set from outside to the ranks that hold copies of them. May be a collective."""
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         """Around a backward pass that ``backward`` runs."""
         return nullcontext()
 
     def _problem(self) -> str | None:
-        """Why an update would be wrong: something on this rank has been changed behind the back of sharding."""
+        """Why an update would be wrong: something on this rank was changed that sharding has not seen."""
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
@@ -141,14 +141,14 @@ class ShardedModel(Sharded):
         }
 
     def _has_gradients(self) -> Sequence[bool]:
-        """Per trained parameter, whether this rank had a gradient; empty where absent ones are seen in other ways."""
+        """Per trained parameter, whether this rank had a gradient; empty where an absent gradient is None."""
         return ()
 
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
     def _buffers_in_use(self) -> list[Tensor]:
-        """What communication keeps, which is no activation though it is made in the forward pass."""
+        """Buffers of communication: made in the forward pass, and no activations."""
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:

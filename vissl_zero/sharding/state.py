@@ -49,7 +49,7 @@ class Part:
 
 
 class SavedState(Protocol):
-    """Where a saved state is read from: full tensors by name, of which any run of elements may be had."""
+    """A saved state: full tensors by name, of which any run of elements can be read."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a full tensor; None if there is none of that name."""
@@ -341,7 +341,7 @@ def _own_run(shard: Shard, count: int) -> tuple[int, int]:
 
 
 def _answers_for(shard: Shard) -> bool:
-    """Whether this rank stores what there is once per parameter; true on one rank."""
+    """Whether this rank stores what a parameter has once, such as its step counter; true on one rank."""
     # An empty part may begin at element 0 too: fairscale's full tensors, on ranks that do not own them.
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 

@@ -90,12 +90,12 @@ class Bytes:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or buffer that can be had whole, one at a time.
+    """A parameter or buffer that can be gathered in full, one at a time.
 
     Attributes:
         name: full name.
         dtype, shape: of the full tensor.
-        read: gives it; what rank 0 gets counts. A collective: every rank reads the same ones in the same order.
+        read: gathers it; only rank 0 uses the result. A collective: every rank reads the same ones in the same order.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Sharded(ABC):
         """Shard a frozen model as the trained one is sharded. Changed in place.
 
         Args:
-            teacher: a copy of the model, in which there may be less, if it ``follows``; else any.
+            teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
             follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
                 it runs in evaluation mode throughout.
 
@@ -366,9 +366,9 @@ class Strategy(ABC):
 def update_rule_of(
     build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
 ) -> UpdateRule:
-    """How far the optimizer looks to update an element: see ``optim/update_rule.py``.
+    """What the update of one element depends on: see ``optim/update_rule.py``.
 
-    Not asked at level 0, unless all levels are to give the same bits.
+    Not tried at level 0, unless all levels are to give the same bits.
 
     Args:
         build_optimizer: is called with tiny tensors of as many dimensions as the parameters have.

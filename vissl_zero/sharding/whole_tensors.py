@@ -39,8 +39,8 @@ def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Runs an optimizer on full tensors that this rank owns, for shards that all ranks hold.
 
-    ``param_groups`` are those of the optimizer inside, so that rates and counters are the same ones, with all shards as
-    their parameters; during its step, with the full tensors this rank owns. ``state`` belongs to these.
+    ``param_groups`` and ``state`` are those of the optimizer inside, so rates and counters are shared with it. The
+    groups list all shards; during a step, they list the full tensors that this rank owns. ``state`` is by these.
 
     Args:
         build: of the optimizer, over full tensors.

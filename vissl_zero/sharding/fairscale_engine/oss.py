@@ -35,7 +35,7 @@ class OwnedShard(Shard):
         return self.owner == dist.get_rank()
 
     def local_grad(self) -> Tensor | None:
-        """See ``Shard``; other ranks' gradients are none of this rank's business."""
+        """See ``Shard``; gradients that other ranks own are ignored."""
         return self.source.grad if self.is_owned and self.has_grad else None
 
     def held(self) -> Tensor:
@@ -52,7 +52,7 @@ class OwnedShard(Shard):
         divide_by_norms(self.source)
 
     def share(self) -> None:
-        """Make all ranks' copies the owner's. Collective; costs one broadcast."""
+        """Copy it from its owner to all ranks. Collective; costs one broadcast."""
         dist.broadcast(self.source.detach(), src=self.owner)
 
 

@@ -1,4 +1,4 @@
-"""Gradients on a disk: added to in backward, changed in thought by clipping and adaptation, consumed by the update."""
+"""Gradients on a disk: backward passes add to them, and what clipping changes is carried out when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base optimizer, run on a few elements at a time with the state it needs laid before it."""
+"""The base optimizer, run on a few elements at a time, with their state passed in."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 class StreamedOptimizer(torch.optim.Optimizer):
     """Updates shards chunk by chunk, while the next chunks are read and the last ones written.
 
-    The arithmetic is the base optimizer's own, on views of the shards or of what was read; only where things rest is
-    different. A parameter without gradient is left alone, and its state too.
+    The arithmetic is the base optimizer's own, on views of the shards or of what was read; only where they are kept
+    is different. A parameter without gradient is left alone, and its state too.
 
     Args:
         kernel: the base optimizer.
@@ -76,7 +76,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def resident_tensors(self) -> list[Tensor]:
-        """All the memory there is to it: the buffers, and the state unless it is on a disk."""
+        """All memory that it takes: the buffers, and the state unless it is on a disk."""
         buffers = self._pipeline.memory
         if self._store is not None:
             buffers += self._store.resident_tensors

@@ -26,10 +26,10 @@ MAX_BACKLOG_BYTES = 2**23
 class GradientMessages:
     """Sends each gradient off as soon as autograd has finished it, and drops it; keeps this rank's part of the mean.
 
-    Messages go in a fixed order, since ranks must agree on one: what is expected last in the backward pass, the first
-    parameters of the model, comes last. A message waits for those before it, at most until the backward pass ends; a
-    parameter without gradient by then counts as zero. Where other ranks are behind, gradients are kept for a while
-    rather than the backward pass held up: up to ``MAX_BACKLOG_BYTES`` of them.
+    Messages have one fixed order on all ranks: the last parameters of the model first, as the backward pass finishes
+    them. A message waits for those before it, at most until the backward pass ends; a gradient that is still missing
+    then counts as zero. Where other ranks are behind, up to ``MAX_BACKLOG_BYTES`` of gradients are kept, so that the
+    backward pass need not wait.
 
     All messages together are a round, one per backward pass; segments of reentrant checkpointing belong to the backward
     pass around them. Ranks may run different numbers of backward passes: each round is announced, and a rank that has
@@ -95,7 +95,7 @@ class GradientMessages:
             self._end_round()
 
     def forget(self) -> None:
-        """The gradients are not needed any more."""
+        """A new step begins: the next round overwrites the sums of this one."""
         self._is_summing = False
 
     def _on_gradient(self, param: Tensor) -> None:

@@ -13,7 +13,7 @@ from vissl_zero.sharding.torch_engine.row_shard import RowShard
 
 
 class ParameterMessages:
-    """After a step every rank tells its rows to all, straight into their parameters.
+    """After a step, every rank sends its updated rows to all others, straight into their parameters.
 
     Args:
         messages: as for the gradients.
@@ -25,7 +25,7 @@ class ParameterMessages:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Make all ranks' copies of each row that of the rank which updates it. Collective; moves (N-1)/N of all."""
+        """Copy each row from the rank that updates it to all others. Collective; moves (N-1)/N of all."""
         for message in self._messages:
             self._post(message)
         self._comm.finish()

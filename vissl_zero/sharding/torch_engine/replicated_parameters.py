@@ -29,7 +29,7 @@ from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
 class ReplicatedParameters(ShardedModel):
-    """A model of which each rank updates a part and holds all. See ``ShardedModel``.
+    """A model that every rank holds in full, and of which each rank updates a part. See ``ShardedModel``.
 
     Attributes:
         comm: among all ranks.
@@ -104,5 +104,5 @@ class ReplicatedParameters(ShardedModel):
         return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
 
     def _after_shards_change(self) -> None:
-        """A rank's state has the rows it updates."""
+        """What was set are the rows that this rank updates: send them to the others."""
         self._parameters.share()

@@ -16,7 +16,7 @@ from vissl_zero.sharding.torch_private import real_grad, set_real_grad
 
 
 class _Refusing(Tensor):
-    """Stands for a gradient that the loop must not look at: it is there, it can be dropped, and nothing else."""
+    """Stands for a gradient that the loop must not use: it can be set to None, and every other use raises an error."""
 
     _why: ClassVar[str]
 
@@ -26,7 +26,7 @@ class _Refusing(Tensor):
 
 
 class _GradientElsewhere(_Refusing):
-    """Of which this rank holds some rows."""
+    """Stands for a gradient of which this rank holds only some rows."""
 
     _why = (
         "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
@@ -36,7 +36,7 @@ class _GradientElsewhere(_Refusing):
 
 
 class _GradientOfThisRank(_Refusing):
-    """Of a scalar, which is averaged with the step."""
+    """Stands for the gradient of a scalar, which is averaged during the step."""
 
     _why = (
         "The gradient of a scalar parameter was read or changed by the loop, and where parameters are sharded it is "
@@ -46,9 +46,9 @@ class _GradientOfThisRank(_Refusing):
 
 
 class WholeParameter(nn.Parameter):
-    """A parameter whose gradient leaves for the ranks that need it; the class of such a parameter is set to this one.
+    """The class that a parameter gets whose gradient is sent to the ranks that need it.
 
-    Without it a loop that edits gradients would find None and do nothing.
+    With a plain parameter, a loop that edits gradients would find None and do nothing.
     """
 
     _row_shard: RowShard | None = None
@@ -84,7 +84,7 @@ class WholeParameter(nn.Parameter):
 
 
 class ScalarParameter(nn.Parameter):
-    """A parameter without rows beside sharded ones; the class of such a parameter is set to this one."""
+    """The class that a scalar gets where other parameters are sharded."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -104,7 +104,7 @@ _OF_THIS_RANK = torch.empty(0).as_subclass(_GradientOfThisRank)
 
 
 def hide_gradient(shard: Shard) -> Shard:
-    """The same shard with a view of its own to update, so that the loop cannot take its gradient for the mean."""
+    """The same shard, whose gradient the loop cannot read: it would take this rank's own for the mean."""
     local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
     shard.source.__class__ = ScalarParameter
     return dataclasses.replace(shard, local=local)
@@ -166,7 +166,7 @@ class RowShard(Shard):
         self.reduced = None
 
     def drop_grad(self) -> None:
-        """Forget the gradient though the step is not over: what another backward pass adds must not find it."""
+        """Forget the gradient in the middle of a step; a further backward pass starts from zero."""
         if self.reduced is not None:
             # Zero, not only dropped: a further backward pass adds to this buffer.
             self.reduced.zero_()
