@@ -886,6 +886,20 @@ def weights_scaled_through_data_in_a_later_forward(init: Init) -> dict[str, Tens
     return train(model, optimizer, lambda model, x: model(x).square().mean(), 4)
 
 
+CONVERTED = "The memory of a.weight was replaced"
+
+
+@case(level_0=CONVERTED, level_1=CONVERTED, level_2=CONVERTED, level_3="is converted from torch.float64 to torch.float32")
+def a_layer_that_converts_itself_in_forward(init: Init) -> dict[str, Tensor]:
+    """As the routers of Hugging Face's SwitchTransformers do."""
+
+    class ConvertsInForward(WritesInForward):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a.float()(x.float()).double())
+
+    return train(*init(ConvertsInForward(lambda weight: None)), lambda model, x: model(x).square().mean())
+
+
 @case()
 def weights_loaded_into_the_model(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(chain())

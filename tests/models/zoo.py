@@ -165,7 +165,7 @@ WORDS = (
     "granitemoeshared", "gte", "helium", "higgs_audio_v2", "hrm_text", "hyperclovax", "ibert", "imagegpt", "internlm3",
     "iquestcoder", "jais2", "jetmoe", "jina_embeddings_v3", "layoutlm", "lfm2", "lfm3", "llama", "llama4_text",
     "longt5", "m2m_100", "mamba", "marian", "mbart", "megatron-bert", "minimax", "ministral3", "mistral", "mixtral",
-    "mobilebert", "modernbert", "modernbert-decoder", "molmo2_text", "moshi", "mpnet", "mpt", "mra", "mt5",
+    "mobilebert", "modernbert", "modernbert-decoder", "molmo2_text", "moshi", "mpnet", "mpt", "mt5",
     "muse_glimmer_text", "mvp", "nanochat", "nllb-moe", "nomic_bert", "nystromformer", "olmo", "olmo2", "olmo3",
     "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "pegasus_x", "persimmon", "phi", "phi3", "phimoe", "plbart",
     "qwen2", "qwen3", "qwen3_vl_text", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm", "roformer",
@@ -196,8 +196,8 @@ HEADS = {
     ),
     "AutoModelForMaskedLM": ("bert", "albert", "distilbert", "electra", "modernbert", "xlm-roberta", "mobilebert"),
     "AutoModelForSeq2SeqLM": ("t5", "bart", "mbart", "pegasus", "marian", "switch_transformers"),
-    "AutoModelForSequenceClassification": ("bert", "gpt2", "roberta", "llama", "xlm", "funnel", "xlnet"),
-    "AutoModelForImageClassification": ("vit", "deit", "dinov2", "siglip_vision_model", "segformer", "beit"),
+    "AutoModelForSequenceClassification": ("bert", "gpt2", "roberta", "llama", "xlm", "electra", "albert"),
+    "AutoModelForImageClassification": ("vit", "dinov2", "beit", "dinov2_with_registers", "vit_msn", "ijepa"),
 }
 
 
@@ -209,7 +209,9 @@ def _hugging_face(kind: str, auto: str, **options: Any) -> nn.Module:
     default = config_class()
     small = {key: value for key, value in SMALL.items() if isinstance(getattr(default, key, None), int)}
     # Loops over experts: the kernel that groups them takes no float64.
-    return getattr(transformers, auto).from_config(config_class(**{**small, **options}), experts_implementation="eager")
+    config = config_class(**{**small, **options})
+    # Some keep parameters in float32 whatever the default.
+    return getattr(transformers, auto).from_config(config, experts_implementation="eager").double()
 
 
 def _inputs(model: nn.Module, generator: torch.Generator, kind: str) -> dict[str, Tensor]:
@@ -240,16 +242,29 @@ def _task_loss(kind: str) -> Callable[[nn.Module, torch.Generator], Tensor]:
     return loss
 
 
-# They change to it by themselves in the first forward pass, and draw weights meanwhile.
-FULL_ATTENTION = {key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")}
+OPTIONS = {
+    # They change to it by themselves in the first forward pass, and draw weights meanwhile.
+    **{key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")},
+}
+# Its routers convert themselves to float32 in the first forward pass, which changes nothing in a model in float32.
+CONVERTED = {
+    "switch_transformers": {
+        **dict.fromkeys(range(3), "was replaced after sharding began"),
+        3: "is converted from torch.float64 to torch.float32",
+    }
+}
+# Without one they take a single text at a time.
+PADDING = {key: {"pad_token_id": 0} for key in ("gpt2", "llama")}
 for _kind, _names in (("ids", WORDS), ("pixels", PICTURES), ("audio", SOUNDS)):
     for _name in _names:
-        _options = FULL_ATTENTION.get(_name, {})
-        _add(f"hf.{_name}", functools.partial(_hugging_face, _name, "AutoModel", **_options), _features_loss(_kind))
+        _build = functools.partial(_hugging_face, _name, "AutoModel", **OPTIONS.get(_name, {}))
+        _add(f"hf.{_name}", _build, _features_loss(_kind), refused=CONVERTED.get(_name, {}))
 for _auto, _names in HEADS.items():
     for _name in _names:
         _data = "pixels" if "Image" in _auto else "ids"
-        _add(f"hf.{_name}.{_auto[12:]}", functools.partial(_hugging_face, _name, _auto), _task_loss(_data))
+        _options = PADDING.get(_name, {}) if "Sequence" in _auto else {}
+        _build = functools.partial(_hugging_face, _name, _auto, **_options)
+        _add(f"hf.{_name}.{_auto[12:]}", _build, _task_loss(_data), refused=CONVERTED.get(_name, {}))
 
 
 # --- torchvision -----------------------------------------------------------------------------------------------------

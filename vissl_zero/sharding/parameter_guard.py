@@ -15,6 +15,12 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.torch_private import is_building_data_parallel, runs_in_data_parallel
 
+_FIRST_PASSES = 2
+_MOVED = (
+    "The memory of {} was replaced after sharding began (by model.to(...), .half() or .data = ...), so updates would "
+    "be lost. Do that before initialize(); afterwards, write in place."
+)
+
 
 class ParameterGuard:
     """Looks after the parameters of one model between steps.
@@ -37,6 +43,7 @@ class ParameterGuard:
             for key, param in owner._parameters.items()
             if id(param) in sources
         ]
+        _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
         self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
@@ -69,11 +76,8 @@ class ParameterGuard:
                     f"{shard.name} was frozen when sharding began, and now has requires_grad, but would not be "
                     "trained. Give it to initialize() with requires_grad=True, and freeze it afterwards."
                 )
-            if _place(source) != self._places[shard.name]:
-                return (
-                    f"The memory of {shard.name} was replaced after sharding began (by model.to(...), .half() or "
-                    ".data = ...), so updates would be lost. Do that before initialize(); afterwards, write in place."
-                )
+            if self._is_moved(shard):
+                return _MOVED.format(shard.name)
             if num_hooks(source) != self._num_hooks[shard.name]:
                 return (
                     f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "
@@ -81,12 +85,47 @@ class ParameterGuard:
                 )
         return None
 
+    def _is_moved(self, shard: Shard) -> bool:
+        return _place(shard.source) != self._places[shard.name]
+
+    def _refuse_moved(self) -> None:
+        moved = next((shard.name for shard in self._shards if self._is_moved(shard)), None)
+        if moved is not None:
+            raise VisslZeroError(_MOVED.format(moved))
+
     def _refuse_foreign_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer is self._optimizer and not self._is_own_step:  # a copy of it may be tried out
             raise VisslZeroError(
                 "step() was called on the optimizer that was given to initialize(), which has no gradients. "
                 "Call step() of the optimizer that initialize() returned."
             )
+
+
+class _FirstPasses:
+    """Looks at a model after its first forward passes: a layer that converts itself does so there.
+
+    The backward pass would end in torch's words before a step could say what is wrong.
+    """
+
+    def __init__(self, module: nn.Module, look: Callable[[], None]):
+        self._look, self._num_left = look, _FIRST_PASSES
+        self._hook = module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._num_left -= 1
+        if not self._num_left:
+            self._hook.remove()
+        self._look()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _look_at_nothing  # a copy is a plain model
+
+    def __reduce__(self) -> str:
+        return "_look_at_nothing"
+
+
+def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
+    """In a copy, where the hook was."""
 
 
 def _place(source: Tensor) -> int:

@@ -272,6 +272,13 @@ class _GuardedUnit:
         if not self._group.is_unsharded:
             return
         for index, param in enumerate(self._group.fsdp_params):
+            gathered_as = param.param_dtype or param.orig_dtype
+            if param.unsharded_param.dtype != gathered_as:
+                raise VisslZeroError(
+                    f"{param._param_fqn or self._name} is converted from {gathered_as} to "
+                    f"{param.unsharded_param.dtype} in the forward pass of {self._title}, which its shards do not "
+                    "follow. Convert it before initialize(), or compute with a converted copy."
+                )
             version = param.unsharded_param._version
             is_written = self._versions.setdefault(index, version) != version
             if not is_written and self._is_compared(index, param):
