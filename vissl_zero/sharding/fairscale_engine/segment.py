@@ -49,6 +49,7 @@ class Segment(Shard):
     @torch.no_grad()
     def whole(self) -> Tensor:
         """See ``Shard``. Costs one all-reduce of the parameter."""
+        # Each element is in the piece of one rank, so the sum over ranks is the parameter.
         flat = self.local.new_zeros(self.full_shape.numel())
         flat[self.first_element : self.first_element + self.local.numel()] = self.local
         dist.all_reduce(flat)
@@ -58,6 +59,7 @@ class Segment(Shard):
     def normalize_rows(self) -> None:
         """See ``Shard``. Costs one all-reduce of a number per row."""
         places = torch.arange(self.local.numel(), device=self.local.device) + self.first_element
+        # Pieces are cut anywhere, so a row's norm may be a sum over ranks.
         rows = places // self.full_shape[1:].numel()
         squares = self.local.new_zeros(self.full_shape[0]).index_add_(0, rows, self.local.square())
         dist.all_reduce(squares)

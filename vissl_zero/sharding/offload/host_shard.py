@@ -79,6 +79,7 @@ class HostShard(Shard):
         if self._host_grad is None:
             self._host_grad = _host_like(self.local, self.pin)
         if self._is_there:
+            # The sum needs all of the copy, so this one is waited for.
             self._host_grad.add_(grad.to("cpu"))
         else:
             self._host_grad.copy_(grad, non_blocking=True)

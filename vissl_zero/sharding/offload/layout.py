@@ -124,6 +124,7 @@ class Layout:
         self.unit_records: list[range] = []
         for unit in units:
             first = len(self.chunks)
+            # Apart, since frozen parameters have no gradients to store and are never updated.
             for is_trained in (True, False):
                 self._add([self.index_of[param.name] for param in unit if param.is_trained == is_trained])
             self.unit_records.append(range(first, len(self.chunks)))
@@ -150,6 +151,7 @@ class Layout:
 
     def _add(self, indices: Sequence[int]) -> None:
         params = [self.params[index] for index in indices]
+        # Only sizes are cut here; values come later.
         shapes = [torch.empty(param.num_elements, dtype=param.dtype, device="meta") for param in params]
         for chunk in cut(shapes, CHUNK_ELEMENTS):
             segments = tuple(replace(segment, tensor=indices[segment.tensor]) for segment in chunk.segments)

@@ -187,6 +187,7 @@ class _GuardedUnit:
         self._is_running = False
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
+            # As torch does with the tensors that it finds in an output.
             for tensor in _hidden_tensors(output, set()):
                 if tensor.requires_grad:
                     tensor.register_hook(self._state._pre_backward)
@@ -216,6 +217,7 @@ class _GuardedUnit:
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """Refuse gradients of gradients: parameters are not whole when they are differentiated."""
+        # In a backward pass gradients are on only where it is to be differentiated itself.
         if torch.is_grad_enabled():
             raise VisslZeroError(
                 f"A backward pass with create_graph=True runs through {self._title}. Gradients of gradients need "
