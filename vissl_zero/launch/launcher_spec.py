@@ -35,4 +35,5 @@ class LauncherSpec:
     @property
     def silence_s(self) -> float:
         """A launcher without a heartbeat for this long counts as lost."""
+        # Well before a collective times out, which would name no machine.
         return min(_LONGEST_SILENCE_S, self.timeout_s / 2)

@@ -132,6 +132,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _gather(self) -> None:
         """Fill this rank's full tensors and their gradients from the shards of all ranks."""
+        # A value is left out ([is_held:] skips it) where the owner has it already.
         outgoing = [
             _packed(
                 [
@@ -172,6 +173,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 assert whole is not None
                 run = slice(first, first + numel)
                 grad = None if whole.grad is None else whole.grad.view(-1)[run]
+                # The same two parts, in the order in which their sender packed them.
                 targets += [(whole.detach().view(-1)[run], numel), (grad, numel)][self._is_held[index] :]
             dtypes = [self._shards[index].local.dtype for index in mine for _ in range(2 - self._is_held[index])]
             _unpack(message, targets, dtypes)

@@ -192,6 +192,7 @@ def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
     if chosen is None and not found and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
         return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
     if chosen is None:
+        # The highest: VISSL's USE_SDP switches use_zero on by itself (its utils/hydra_config.py), so several may be on.
         return max(found.values(), default=0), ()
     key = "config.ZERO.type" if str(cfg.ZERO.LEVEL) == "auto" else f"config.ZERO.LEVEL={chosen}"
     if chosen == 0 and not found:

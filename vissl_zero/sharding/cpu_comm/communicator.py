@@ -21,7 +21,7 @@ Drain = Callable[[Sequence[Tensor]], None]
 
 class _Pending(NamedTuple):
     number: int
-    view: Callable[[int, Tensor], Tensor]  # (sender, its slot) -> what it says to this rank
+    view: Callable[[Tensor], Tensor]  # a sender's slot -> what it says to this rank
     drain: Drain
 
 
@@ -84,9 +84,7 @@ class CpuCommunicator(ABC):
         kind = "gradients" if is_scatter else "parameters"
         self.sent_bytes[kind] += numel * dtype.itemsize * (self.num_ranks - 1)
         start = self.rank * numel if is_scatter else 0
-        self._pending.append(
-            _Pending(number, lambda _, slot: slot.view(dtype)[start : start + numel], drain),
-        )
+        self._pending.append(_Pending(number, lambda slot: slot.view(dtype)[start : start + numel], drain))
 
     def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
         """Tell all ranks ``tag``: ``check`` is given those of all ranks before any later message is read.
@@ -152,8 +150,7 @@ class CpuCommunicator(ABC):
 
     def _drain_oldest(self) -> None:
         number, view, drain = self._pending.popleft()
-        slots = self._received(number)
-        drain([view(sender, slot) for sender, slot in enumerate(slots)])
+        drain([view(slot) for slot in self._received(number)])
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:

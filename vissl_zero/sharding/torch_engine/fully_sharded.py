@@ -83,8 +83,8 @@ class FullySharded(ShardedModel):
             names = {part: name or "(model)" for name, part in module.named_modules()}
             titles = [" + ".join(names[part] for part in unit._get_fsdp_state()._modules) for unit in self._units]
             # The communicator compares the order of units at once, but only among the ranks of a shard group.
-            has_strangers = self.comm is None or group.size() < dist.get_world_size()
-            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=has_strangers)
+            is_recording = self.comm is None or group.size() < dist.get_world_size()
+            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording)
             if self.comm is not None:
                 tell, keeps_buffers = self._guard.tell, store is None
                 self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers=keeps_buffers)

@@ -143,6 +143,7 @@ class GradientMessages:
         self._comm.post(1, self._dtype, say, take, is_scatter=False)
         if wait:
             self._comm.finish()
+        # Meaningful with wait only: without, the answers of this announcement are still to come.
         return self._num_opening > 0
 
     def _end_round(self) -> None:
