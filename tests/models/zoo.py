@@ -245,6 +245,8 @@ def _task_loss(kind: str) -> Callable[[nn.Module, torch.Generator], Tensor]:
 OPTIONS = {
     # They change to it by themselves in the first forward pass, and draw weights meanwhile.
     **{key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")},
+    # They drop other layers on each rank, which level 3 refuses; odd.layer_drop has that.
+    **{key: {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0} for key in ("m2m_100", "nllb-moe")},
 }
 # Its routers convert themselves to float32 in the first forward pass, which changes nothing in a model in float32.
 CONVERTED = {
