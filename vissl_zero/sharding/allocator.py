@@ -19,7 +19,7 @@ LARGE_BYTES = 2**20
 
 
 def give_back_large_blocks() -> None:
-    """Have every block of a mebibyte or more come from the system and go back to it at once.
+    """Have glibc return every freed block of 1 MiB or more to the system at once.
 
     glibc keeps blocks of up to 32 MiB for reuse as soon as one such has been freed. Units that are gathered and freed
     in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Elsewhere than on glibc nothing happens.
@@ -51,7 +51,7 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
 
 
 def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:
-    """The note of a CPU rank that another launcher started without these variables; or ""."""
+    """The note to print on a CPU rank that another launcher started without these variables; else ""."""
     missing = allocator_environment(plan, environment)
     if not missing:
         return ""

@@ -46,7 +46,7 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
 
 
 class _Ranks:
-    """Holds a process group, which cannot be copied, in a layer, which can."""
+    """Lets a layer that holds a process group be copied; the copy shares the group."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -99,7 +99,7 @@ class BatchNorm(_BatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Count this batch; the weight of its statistics in the running ones."""
+        """Count this batch. Returns the weight that its statistics get in the running ones."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:

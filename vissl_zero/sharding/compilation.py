@@ -1,4 +1,4 @@
-"""``torch.compile``, unit by unit: inside the unit, so that gathering, recomputing and reducing go on around it.
+"""``torch.compile``, unit by unit: inside the unit, so that gathering, recomputing and reducing stay outside.
 
 A graph holds the layers of one unit on one resolution; nothing in it knows of ranks or levels. Identical blocks share
 their graphs, and a unit whose graph cannot be made runs as it is, and is named.
@@ -81,7 +81,7 @@ class _Compiler:
         self._num_heard: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary(dict.fromkeys(names, 0))
 
     def install(self, unit: nn.Module) -> None:
-        """Put the compiled body of ``unit`` in the place of its own. In place."""
+        """Replace the body of ``unit`` with the compiled one. In place."""
         name = "apply_layers" if isinstance(unit, Unit) else "forward"
         given = getattr(getattr(unit, name), "__func__", None)
         if given is None:
@@ -112,7 +112,7 @@ class _Compiler:
         setattr(unit, name, MethodType(run, unit))
 
     def _is_heard(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
-        """Whether forward hooks are waiting inside a unit, other than those of ``fully_shard``."""
+        """Whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
         if not any(
             (layer._forward_pre_hooks or layer._forward_hooks) and not isinstance(layer, FSDPModule) for layer in inner
         ):

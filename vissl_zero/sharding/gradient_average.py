@@ -78,7 +78,7 @@ class GradientAverage:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward pass, where its caller can say so: reentrant checkpointing hides where it ends."""
+        """Around a backward pass that the caller runs: under reentrant checkpointing, autograd hides where it ends."""
         self._is_driven = True
         try:
             yield
@@ -129,7 +129,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """The backward pass has ended: send the rest, and put the means in the place of the gradients."""
+        """The backward pass has ended: send the rest, and replace the gradients with their means."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
         # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by

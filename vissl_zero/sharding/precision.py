@@ -37,7 +37,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, found_inf: bool) -> None:
-        """Learn what the step that just ended, or was skipped, found in the gradients."""
+        """Adapt the scale to what the last step, done or skipped, found in the gradients."""
         if found_inf:
             self.scale, self.good_steps = self.scale / 2, 0
             return

@@ -48,7 +48,10 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
 
 
 def _cast_to_master(model: nn.Module, master: torch.dtype) -> None:
-    """A model in half precision gets masters. One of several formats keeps them; so do buffers beside masters."""
+    """Cast a model that is all in one other format. A model of several formats keeps them.
+
+    Buffers are cast with the parameters, and kept where the parameters are masters already.
+    """
     formats = {param.dtype for param in model.parameters()}
     if len(formats) == 1 and formats != {master}:
         model.to(dtype=master)

@@ -1,4 +1,4 @@
-"""Do all ranks train the same model in the same way? Asked before sharding begins, and before every update."""
+"""Verifies that all ranks train the same model in the same way: before sharding, and before every update."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def digest_of(*values: object) -> int:
 
 
 def _checksum(param: Tensor) -> Tensor:
-    """Two numbers (2,) that differ if a value or the order of values does, but for rare accidents."""
+    """Two numbers (2,) that change with any value and with the order of values, rare coincidences apart."""
     if param.is_meta or not param.numel() or param.is_complex():
         return torch.zeros(2, dtype=torch.float64)
     # NaN is unequal to itself, so equal models that hold one would be refused.

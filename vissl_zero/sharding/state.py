@@ -161,7 +161,7 @@ def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -
 
 
 def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set the options of a group to what ``group_facts`` gave, also where JSON has been in between."""
+    """Set the options of a group to what ``group_facts`` gave, directly or through JSON."""
     for key, value in saved.items():
         if key == "params":
             continue
@@ -311,7 +311,7 @@ def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) 
 
 
 def _read_values(saved: SavedState, name: str, shard: Shard) -> None:
-    """Fill a parameter's shard, wherever it rests."""
+    """Fill a parameter's shard, in memory or on disk."""
     if shard.is_on_disk:
         values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
         _read(saved, name, shard, values)

@@ -174,7 +174,7 @@ def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., 
 
 @cache
 def left_out_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which ``torch.compile`` will not look into: a graph ends before it and another begins behind it."""
+    """The function, left out of graphs by ``torch.compile``: one ends before it, another begins after it."""
     left_out: Callable[..., Any] = torch.compiler.disable(function)
     return left_out
 
@@ -186,7 +186,7 @@ class Tracing:
         self._before = self._counts()
 
     def has_failed(self) -> bool:
-        """Functions were to be traced, and none of them could be."""
+        """Whether functions were to be traced and none could be."""
         tried, done = (now - before for now, before in zip(self._counts(), self._before, strict=True))
         return tried > 0 and done == 0
 

@@ -180,7 +180,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        """Overwrite the shards of all ranks with their rows of what the owners have."""
+        """Copy updated rows from the owners of full tensors to the shards of all ranks."""
         mine = [index for index, whole in enumerate(self._wholes) if whole is not None]
         outgoing = []
         for spans in self._spans:
@@ -200,7 +200,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             _unpack(message, targets, [shard.local.dtype for shard in own])
 
     def _exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Send each rank its message; what came from each of them."""
+        """Send each rank its message. Returns the messages received, by rank."""
         device = self._shards[0].local.device if self._shards else torch.device("cpu")
         if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in the host's memory
             device = torch.device("cuda", torch.cuda.current_device())
@@ -233,7 +233,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _unpack(message: Tensor, targets: Sequence[tuple[Tensor | None, int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Copy what ``_packed`` put in to ``targets`` (None: skip) of so many elements each."""
+    """Copy the parts of a packed message to ``targets``: pairs of a tensor (None: skip) and its number of elements."""
     start = 0
     for (target, numel), dtype in zip(targets, dtypes, strict=True):
         stop = start + numel * dtype.itemsize

@@ -87,7 +87,7 @@ class CpuCommunicator(ABC):
         self._pending.append(_Pending(number, lambda slot: slot.view(dtype)[start : start + numel], drain))
 
     def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
-        """Tell all ranks ``tag``: ``check`` is given those of all ranks before any later message is read.
+        """Send ``tag`` to all ranks; ``check`` gets the tags of all ranks before any later message is read.
 
         A message of 8 bytes, which the next ones need not wait for.
         """

@@ -1,4 +1,4 @@
-"""Which way messages go between the ranks of a group."""
+"""How the ranks of a group communicate: through shared memory or gloo."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class FsdpUnit(FullyShardedDataParallel):
             super().assert_state(state)
 
     def _lazy_init(self) -> None:
-        """Like fairscale's, for all units at once: one that is never called is put in order after backward, too."""
+        """Like fairscale's, but for all units: the end of a backward pass visits those that were never called, too."""
         is_first = self._is_root is None
         super()._lazy_init()
         if is_first and self._is_root:

@@ -114,7 +114,7 @@ def _wrap(
 
 
 def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where ``model`` holds ``module``: parents, and the name they know it by."""
+    """Every place where ``model`` holds ``module``: the parent, and the name of the child there."""
     return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
 
 

@@ -24,7 +24,7 @@ def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether fairscale's FSDP can overlap on ``device``, which it cannot do without."""
+    """Whether ``device`` has streams, which fairscale's FSDP needs."""
     return device.type == "cuda"
 
 

@@ -65,7 +65,7 @@ class _OwnedByRank(ShardedModel):
         return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
 
     def _after_shards_change(self) -> None:
-        """A rank has read the parameters it owns, and gets the others from their owners."""
+        """Each rank was given the parameters that it owns; it gets the others from their owners."""
         for shard in self._owned:
             shard.share()
 
@@ -177,7 +177,7 @@ class GradientSharded(_OwnedByRank):
         return super().step()
 
     def zero_grad(self) -> None:
-        """See ``Sharded``. In place: fairscale's buffers would lose a gradient that is set to None, without a word."""
+        """See ``Sharded``. In place: a gradient set to None silently leaves fairscale's buffers (fairscale #354)."""
         self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
         for shard in self._owned:
             shard.local.grad = None

@@ -1,4 +1,4 @@
-"""Where the per-element state of a streamed optimizer rests: in memory, or in a file of records."""
+"""Where the per-element state of a streamed optimizer is kept: in memory, or in a file of records."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether state has to be read to be had."""
+        """Whether state is read from a file when it is asked for."""
         return self._place.file is not None
 
     @property

@@ -1,4 +1,4 @@
-"""From the two offload plans to the optimizer that runs and the store of parameters: where training state is kept."""
+"""Builds the optimizer and the store of parameters that keep training state where the two offload plans say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEY, _PARAM_KEY = "offload_optimizer_config.device", "offload_param_config.devi
 
 
 def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan) -> ParameterStore | None:
-    """The store of what does not stay in memory, or None if all of it does. Collective.
+    """The store of the parameters that do not stay in memory, or None if all of them do. Collective.
 
     Args:
         units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.

@@ -148,7 +148,7 @@ class FullySharded(ShardedModel):
         return [*self._comm_buffers(), *self.comm.buffers()] if self.comm else []
 
     def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """``load_state_dict`` of the model takes full weights too, the same on every rank: cut them as it is cut."""
+        """``load_state_dict`` of the model takes full weights too, the same on every rank: shard them first."""
         self._before_shards_change()
         # A saved state has a tied parameter under each of its names.
         for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
@@ -228,7 +228,7 @@ def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh
 def _wrap(
     module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh, store: ParameterStore | None
 ) -> None:
-    """Apply ``fully_shard`` unit by unit, inner ones first; what ``store`` knows goes there at once. In place."""
+    """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
     # fully_shard cuts the first dimension, which these lack: they stay replicated.
     scalars = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
     for position, unit in enumerate(wrap_plan.units):
@@ -264,7 +264,7 @@ def _value_and_presence(scalar: nn.Parameter) -> Tensor:
 
 
 def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
-    """Shards in host memory, where they are not there anyway; gradients follow them, and the update runs there."""
+    """Keeps shards in host memory, unless they are there anyway; gradients follow them, and the update runs there."""
     if plan.offload_params.device == "none" or mesh.device_type == "cpu":
         return OffloadPolicy()
     # Shards that are dropped once they are copied to the device must have been copied by then: not from pinned memory.

@@ -24,7 +24,7 @@ MAX_BACKLOG_BYTES = 2**23
 
 
 class GradientMessages:
-    """Sends each gradient off as soon as autograd has finished it, and drops it; keeps this rank's part of the mean.
+    """Sends each gradient as soon as autograd has finished it, frees it, and keeps this rank's part of the mean.
 
     Messages have one fixed order on all ranks: the last parameters of the model first, as the backward pass finishes
     them. A message waits for those before it, at most until the backward pass ends; a gradient that is still missing
@@ -80,7 +80,7 @@ class GradientMessages:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward pass, where its caller can say so."""
+        """Around a backward pass that the caller runs."""
         self._is_driven = True
         try:
             yield
@@ -89,7 +89,7 @@ class GradientMessages:
         self.settle()
 
     def settle(self) -> None:
-        """Between backward passes: have sent all there is. Collective if a round is open."""
+        """Between backward passes: send everything that is left. Collective if a round is open."""
         # In the middle of a backward pass more gradients are to come; only its end may close the round.
         if self._is_open and not is_in_backward():
             self._end_round()
@@ -131,7 +131,7 @@ class GradientMessages:
             self._end_round()
 
     def _announce(self, is_opening: bool, *, wait: bool = False) -> bool:
-        """Say whether a round begins here, or this rank's micro-batch is over; with ``wait``, whether one begins."""
+        """Tell all ranks that a round begins here, or that none does. With ``wait``: whether one begins anywhere."""
 
         def say(out: Tensor) -> None:
             out.fill_(is_opening)
@@ -147,7 +147,7 @@ class GradientMessages:
         return self._num_opening > 0
 
     def _end_round(self) -> None:
-        """The backward pass has ended: send the rest, and take in all that is on its way."""
+        """The backward pass has ended: send the rest, and receive everything that is under way."""
         is_begun = True
         while is_begun:
             while self._num_posted < len(self.messages):

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` gathers and reduces a unit with on the CPU, in the place of gloo's collectives."""
+"""How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 class Tell(Protocol):
-    """What ``UnitGuard.tell`` is."""
+    """The signature of ``UnitGuard.tell``."""
 
     def __call__(self, number: int, *, is_reduce: bool) -> None: ...
 

@@ -90,7 +90,7 @@ class UnitGuard:
         self._ran.clear()
 
     def order(self) -> int:
-        """A number that differs where other units were gathered or reduced since ``forget``, or in another order."""
+        """A digest of which units were gathered and reduced since ``forget``, and in which order."""
         return digest_of(self._ran)
 
     def tell(self, number: int, *, is_reduce: bool) -> None:
@@ -200,7 +200,7 @@ class _GuardedUnit:
         self._unshard(async_op)
 
     def wait(self) -> None:
-        """Once parameters are whole for the first time, be told of their gradients."""
+        """After the first gather, watch the gradients of the full parameters."""
         self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
             self._is_watching_gradients = True
@@ -375,7 +375,7 @@ class _Forward:
             raise VisslZeroError(TAKEN_APART.format("A layer", type(self._module).__name__)) from error
 
     def _is_sample(self) -> bool:
-        """Whether to see if what this run saves for the backward pass is still there; not where others look at it."""
+        """Whether to verify that what this run saves is still there in the backward pass. Not under other hooks."""
         if self._group is None or not torch.is_grad_enabled() or has_saved_tensor_hooks():
             return False
         self._num_runs += 1
@@ -383,12 +383,12 @@ class _Forward:
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """Save as torch would. An output that is saved as it is holds the node that holds it: never freed but by ``gc``."""
+    """Save as torch would. Detached: an output that holds its own node is a cycle, which only ``gc`` frees."""
     return tensor.detach()
 
 
 def _require_memory(tensor: Tensor) -> Tensor:
-    """torch reads a parameter that has been freed without a look: a broken process, or numbers from nowhere."""
+    """Refuse a parameter that has been freed: torch would read it unchecked, and crash or compute with anything."""
     if tensor.numel() and not tensor.untyped_storage().size():
         raise VisslZeroError(FREED)
     return tensor
@@ -397,7 +397,7 @@ def _require_memory(tensor: Tensor) -> Tensor:
 def _apply_or_refuse(
     module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """``module.to(...)`` and the like. Where nothing changes, torch would still lay shards of uneven rows out anew."""
+    """``module.to(...)`` and the like. Even where nothing changes, torch would lay out shards of uneven rows anew."""
     held = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
     if all(fn(tensor) is tensor for tensor in held):
         return module
@@ -411,7 +411,7 @@ def _apply_or_refuse(
 
 
 def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Hugging Face's and others', which take the place of memory for what it holds."""
+    """``save_pretrained`` of Hugging Face and others, which would save this rank's shards."""
     if not any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict"))):
         raise VisslZeroError(
             "save_pretrained() would write this rank's parts of the parameters. On every rank, write state = "

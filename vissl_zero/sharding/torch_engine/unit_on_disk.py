@@ -19,7 +19,7 @@ from vissl_zero.sharding.plan import WrapPlan
 
 
 class UnitOnDisk:
-    """Keeps the shards of one unit in a store but while they are being gathered.
+    """Keeps the shards of one unit in a store, except while they are being gathered.
 
     Args:
         unit: just wrapped, with its shards in memory; those that the store knows are moved there.
