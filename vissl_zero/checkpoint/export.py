@@ -1,4 +1,4 @@
-"""A model out of a checkpoint into one file for elsewhere, one tensor in memory at a time."""
+"""Writes a model from a checkpoint to one file for other programs, one tensor in memory at a time."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def step_of(path: Path) -> int | None:
 
 
 def find_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Folders of a run's finished checkpoints, newest first; whether they are whole, opening them tells."""
+    """Folders of a run's finished checkpoints, newest first; only opening one tells whether it is whole."""
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []

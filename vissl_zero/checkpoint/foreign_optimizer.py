@@ -73,7 +73,7 @@ def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors, and the number of steps as a number; without what SGD without momentum keeps, a None.
+    """Tensors, and the number of steps as a number; the None that SGD without momentum keeps is left out.
 
     Raises:
         ValueError, TypeError, AttributeError, RuntimeError: it is something else.

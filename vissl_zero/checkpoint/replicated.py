@@ -39,7 +39,7 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
 
 
 def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size: int) -> str:
-    """Under which of its names this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
+    """The name under which this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
     own = f"of_rank/{collectives.rank()}/{prefix}/{name}"
     return own if world_size == collectives.world_size() and own in names else f"{prefix}/{name}"
 

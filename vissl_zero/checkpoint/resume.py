@@ -30,7 +30,7 @@ _MOST_LINES = 20
 
 @dataclass
 class Found:
-    """What the search for a checkpoint came to; equal on every rank.
+    """The result of the search for a checkpoint; equal on every rank.
 
     Attributes:
         path: the newest complete one; None: the run folder has none at all.

@@ -285,7 +285,7 @@ def _checksums(header: str, tensors: Mapping[str, str]) -> str:
 
 
 def _header_digest(header: Mapping[str, Any]) -> str:
-    """Checksum of all that a header says, but for the checksums themselves."""
+    """Checksum of everything in a header except the checksums."""
     texts = {key: text for key, text in header["__metadata__"].items() if key != CHECKSUMS}
     plain = json.dumps({**header, "__metadata__": texts}, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(plain.encode())

@@ -62,7 +62,7 @@ class HostMemory:
         self._buffers: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Let ``copy`` see what the device has been told to do up to now. The thread that trains calls it."""
+        """Let ``copy`` wait for all that is queued on the device so far. The thread that trains calls it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -139,7 +139,7 @@ def hook_names(hooks: Sequence[Hook]) -> list[str]:
 
 
 def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of the loss: tensors, and what is none."""
+    """State of the loss: its tensors, and everything else."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     for name, value in run.method.state_dict().items():

@@ -245,7 +245,7 @@ def is_plain_tensor(value: Any) -> bool:
 
 
 def _inspect(path: Path) -> bool:
-    """Read the opcodes and build nothing; whether it is a zip file.
+    """Read the opcodes, building nothing. Returns whether it is a zip file.
 
     Raises:
         CheckpointError: it names what is not data.

@@ -55,7 +55,7 @@ class Loader:
             yield [next(batches) for _ in step]
 
     def first_images(self, most: int) -> tuple[Batch, int, int]:
-        """A look at a micro-batch as large as the first, without loading all of it or shuffling the data set.
+        """Load a few images of a micro-batch as large as the first, without shuffling the data set.
 
         Args:
             most: images to load.

@@ -120,7 +120,7 @@ class BatchStream:
                 worker.kill()
 
     def _give_up_on(self, turn: int) -> str:
-        """Kill all workers; the sentence that names those to blame: the stopped ones, else the one whose turn it is."""
+        """Kill all workers. Returns the sentence that names those to blame: stopped ones, else the one that is due."""
         workers = [(index, worker.pid) for index, worker in enumerate(self._workers())]
         stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
         slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]

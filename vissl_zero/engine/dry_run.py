@@ -112,7 +112,7 @@ class Stage:
         return self.loader.steps_per_epoch * self.plan.num_epochs
 
     def can_split(self) -> bool:
-        """Whether more, smaller micro-batches give the same gradients: nothing couples samples, or it is undone."""
+        """Whether smaller micro-batches give the same gradients: nothing couples samples, or accumulation is exact."""
         is_undone = self.plan.exact_accumulation or not self.method.couples_samples
         return is_undone and not self.forecaster.has_batch_norm
 

@@ -59,7 +59,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A configuration that ``fit`` may run: what to resolve instead of the one that says so.
+    """A configuration that ``fit`` may run: what to resolve instead of the one that says ``fit``.
 
     Attributes:
         cfg, notes, written: as ``resolve`` takes them.
@@ -94,7 +94,7 @@ def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, An
 
 
 def all_fitted(composed: Composed) -> list[Fitted]:
-    """The same of ``ZERO.LEVEL: fit``, and after it what to go on with, in turn, where memory runs out all the same.
+    """As ``fitted``, followed by the plans to continue with, in turn, should memory run out all the same.
 
     Raises: as ``fitted``.
     """
@@ -201,7 +201,7 @@ def with_candidate(cfg: RunConfig, candidate: Candidate) -> RunConfig:
 
 
 def overrides_of(candidate: Candidate) -> list[str]:
-    """The same as words of the command line."""
+    """What ``with_candidate`` changes, as words of the command line."""
     return [f"config.{path}={'null' if value is None else value}" for path, value in candidate.settings().items()]
 
 

@@ -1,1 +1,1 @@
-"""Starting the processes of a run: one file a way of launching."""
+"""Starting the processes of a run: one file per way of launching."""

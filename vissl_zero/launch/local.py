@@ -104,7 +104,7 @@ def launch_local(
 
 
 def _smaller(choice: Choice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
-    """The plan of ``choice``, to go on with from the newest checkpoint, after saying so and noting it in the folder."""
+    """Announce and note that the run continues with ``choice`` from the newest checkpoint; returns its plan."""
     cause = failure.text.rstrip()
     text = f"Going on with {choice.plan}, forecast to take {choice.forecast_bytes / 2**30:.3g} GiB a rank"
     print(f"{cause}\n{text} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)

@@ -27,11 +27,11 @@ class NetworkStore(dist.Store):
         return self._client.call(b"get", key.encode())[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter. Returns its new value."""
         return int(self._client.call(b"add", key.encode(), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace a value that is as expected; the value after that."""
+        """Replace a value if it is as expected. Returns the value after that."""
         words = [word.encode() if isinstance(word, str) else bytes(word) for word in (key, expected, desired)]
         return self._client.call(b"swap", *words)[0]
 
@@ -51,7 +51,7 @@ class NetworkStore(dist.Store):
             raise dist.DistStoreError(f"no value of {', '.join(keys)} within {limit:g} s: a rank is missing")
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key. Returns whether it was there."""
         return self._client.call(b"delete", key.encode())[0] == b"1"
 
     def num_keys(self) -> int:

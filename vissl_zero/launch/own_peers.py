@@ -113,7 +113,7 @@ class Connection:
 
 
 class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
-    """torch makes gloo groups by calling a class, and asks later whether a group is one of it."""
+    """Makes a class that torch can call for a gloo group, and can name in ``isinstance`` later."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, dist.ProcessGroupGloo)

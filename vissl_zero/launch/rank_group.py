@@ -70,7 +70,7 @@ class RankGroup:
                 self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
 
     def wait(self) -> dict[int, int]:
-        """Until all have ended; exit codes (negative: a signal) of those that ended by themselves.
+        """Wait until all have ended. Returns exit codes (negative: a signal) of those that ended by themselves.
 
         Once one ends badly, the others get a little time to end too, and are killed then.
         """

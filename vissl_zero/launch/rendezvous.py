@@ -101,7 +101,7 @@ class Rendezvous:
         return self._generation.name if self._generation else ""
 
     def join(self, configuration: str, run_dir: str) -> str:
-        """Wait for all launchers; the run folder that launcher 0 decided on.
+        """Wait for all launchers. Returns the run folder that launcher 0 decided on.
 
         Args:
             configuration: what must be equal on all machines.
@@ -246,7 +246,7 @@ class Rendezvous:
         return self.cause
 
     def _wait_for_others(self, own: Generation, failure: Failure) -> None:
-        """Until it is known whether another machine was lost or failed before ``failure``; ``cause`` says so then."""
+        """Wait until it is known whether another machine failed or was lost before ``failure``, and set ``cause``."""
         began, is_told, stumbled = time.monotonic(), False, dict[int, bytes]()
         while not self.cause and (waited_s := time.monotonic() - began) < self.spec.silence_s + _SETTLE_S:
             try:
@@ -271,7 +271,7 @@ class Rendezvous:
         self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
 
     def _see_who_has_ended(self, own: Generation) -> None:
-        """Launchers that will not start again: done, or stopped by somebody; those that crashed have said why."""
+        """Notice launchers that will not start again: done, or stopped by somebody. Crashed ones have said why."""
         for index, code in own.said("left").items():
             if code == _AGAIN:
                 continue

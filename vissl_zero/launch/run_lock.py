@@ -26,7 +26,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 class RunLock:
-    """Held from ``__init__`` to ``release``, or to the end of the process; one process a run takes it.
+    """Held from ``__init__`` to ``release``, or to the end of the process; one process per run takes it.
 
     A lock whose owner is gone is taken over without a word: its process on this machine has ended, it belongs to an
     earlier try of this very job (a requeue), or it was not renewed for ``STALE_S`` seconds.

@@ -80,7 +80,7 @@ class SlurmTask:
 
 
 def requeue(max_requeues: int) -> int:
-    """Queue this job again after it saved and stopped; the exit code.
+    """Queue this job again after it saved and stopped. Returns the exit code.
 
     Not if it was cancelled, has been queued often enough, or the cluster is about to do so itself.
     """

@@ -71,7 +71,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _who_else_can_replace(status: os.stat_result) -> str:
-    """Who besides the user and root can rename what is in a folder, or nothing."""
+    """Who besides the user and root can rename what is in a folder; else an empty text."""
     if status.st_uid not in (0, os.getuid()):
         return _user(status.st_uid)
     if status.st_mode & stat.S_ISVTX:  # sticky: only owners rename

@@ -26,7 +26,7 @@ _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
 
 
 def claim(folder: Path, overrides: Sequence[str]) -> bool:
-    """Take a folder for a job; whether there is anything left to do.
+    """Take a folder for a job. Returns whether anything is left to do.
 
     An interrupted attempt resumes from its checkpoint, or starts from scratch if it has none.
 

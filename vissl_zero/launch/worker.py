@@ -73,7 +73,7 @@ def train_rank(plan: ResolvedRun) -> int:
 
 
 def work(plan: ResolvedRun) -> int:
-    """Join the other ranks and train; the exit code."""
+    """Join the other ranks and train. Returns the exit code."""
     with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
         return train_rank(plan)
 
