@@ -118,13 +118,13 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     names = content.get("shards")
     if not isinstance(names, list) or not 0 < len(names) <= _MOST_SHARDS:
         raise CheckpointError(f"{path} lists no shards.")
+    # Resolved: where the path given is a link, the shards lie beside the file that it names.
     shards = [read_torch_file(_beside(path, str(name), path.resolve().parent)) for name in names]
     base = [_mapping(shard, _MODEL[:2], path) for shard in shards]
     models, metas = ([_mapping(entry, (part,), path) for entry in base] for part in ("model", "meta"))
     found = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
     found.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
-    for part, prefix in [("trunk", "trunk.")]:
-        _add_entries(found, _whole(models, metas, part), prefix)
+    _add_entries(found, _whole(models, metas, "trunk"), "trunk.")
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})
     if not metas_of_heads:
         for prefix, head in _heads(heads):

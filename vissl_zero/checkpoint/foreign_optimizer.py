@@ -127,6 +127,7 @@ def _default_groups(
         for name in ("weight_g", "weight_v", "weight", "bias"):
             decays = norm if is_norm else True
             if name == "bias":
+                # As in VISSL's default.py: the bias of a norm decays only where both flags allow it.
                 decays = bias and (norm or not is_norm)
             if name in own:
                 groups[first + (not decays)].append(own[name])
@@ -147,6 +148,7 @@ def _take(
             if any(tuple(value.shape) != entry.shape for key, value in state.items() if key != "step"):
                 return None
             taken[entry.key] = state
+    # State that no parameter has taken shows that this is not the file's order.
     return None if rest else taken
 
 

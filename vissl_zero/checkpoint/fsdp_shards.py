@@ -105,6 +105,7 @@ def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entr
         part = state[group.key].detach().reshape(-1)
         if not 0 <= padding <= part.numel():
             raise CheckpointError(f"The shards of {group.key} have impossible padding.")
+        # fairscale pads the last ranks' parts, so that all parts have one length.
         parts.append(part[: part.numel() - padding])
         if group.is_whole:
             break

@@ -196,9 +196,9 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
     for name, hook in zip(hook_names(hooks), hooks, strict=True):
         if name in manifest.hooks:
             hook.load_state_dict(manifest.hooks[name])
+    # Each rank has generators of its own, which have no counterpart on another number of ranks.
     if manifest.world_size == collectives.world_size():
         random_state = checkpoint.ranks[stem_of(collectives.rank())].rng
-        # Ranks have generators of their own, which have no counterpart on another number of ranks.
         if random_state:  # what was imported has none
             restore_random_state(random_state, run.device)
 

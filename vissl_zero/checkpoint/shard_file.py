@@ -240,8 +240,7 @@ class ShardFile:
             raise self._damaged("its header is invalid") from error
         end = 8 + length
         for begin, stop in sorted(self._spans.values()):
-            # Bytes that no tensor covers could hold anything, and two names for one place would be two copies when
-            # written.
+            # As the format demands: in a hole, a file could hide something else.
             if begin != end:
                 raise self._damaged("its tensors overlap or leave gaps")
             end = stop

@@ -75,7 +75,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
-                # It was decoded in vain before; a worker that lives through all epochs need not try again.
+                # It could not be decoded before, and a worker lives through all epochs.
                 if index in self._broken:
                     raise self._broken[index]
                 image = self.source.image(index)
