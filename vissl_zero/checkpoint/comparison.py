@@ -80,6 +80,7 @@ def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
     for first in range(0, size, _CHUNK_ELEMENTS):
         count = min(_CHUNK_ELEMENTS, size - first)
         x, y = (side.read_range(name, first, count) for side in (a, b))
+        # By bits, where NaN equals itself; most chunks then need no arithmetic.
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             continue
         x, y = x.double(), y.double()
@@ -88,6 +89,7 @@ def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
         gap[x.isnan() & y.isnan()] = 0.0
         num_different += int((gap != 0).sum())
         here = float(gap.max())
+        # NaN is unequal to itself, and no number may hide it.
         largest = here if here != here or here > largest else largest
     if num_different:
         yield TensorDifference(name, "values", f"{num_different} of {size} elements", largest)

@@ -120,6 +120,7 @@ class ImgPil2LabTensor:
 
     def __call__(self, image: Image.Image) -> Tensor:
         values = np.asarray(image, dtype=np.float64) / 255.0
+        # The inverse of sRGB's transfer function: https://en.wikipedia.org/wiki/SRGB
         linear = np.where(values > 0.04045, ((values + 0.055) / 1.055) ** 2.4, values / 12.92)
         xyz = linear @ (_TO_XYZ / _WHITE[:, None]).T
         roots = np.where(xyz > _LINEAR_BELOW, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
