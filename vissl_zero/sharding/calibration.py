@@ -96,6 +96,7 @@ def _best(run: Callable[[], Any], seconds: float) -> float:
         start = time.perf_counter()
         run()
         now = time.perf_counter()
+        # The fastest run: other load can only make one slower.
         best = min(best, now - start)
         if now >= end:
             return best
@@ -150,6 +151,7 @@ def _exchange(seconds: float) -> float:
     try:
         return _SLOT / _best(lambda: _swap(slots, 0, barrier), seconds)
     finally:
+        # The other process waits at the barrier, and ends when it breaks.
         barrier.abort()
         other.join(30.0)
         if other.is_alive():

@@ -256,6 +256,7 @@ def _relative(forecast: Forecast, unit: float) -> float | None:
 def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
     """By time; of equal ones the plainer first."""
     sharding = candidate.sharding
+    # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
     num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
     return time, sharding.level, num_tiers, candidate.micro_batches

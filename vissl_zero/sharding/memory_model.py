@@ -253,16 +253,20 @@ class _Step:
         if self.device_type != "cpu" or self.num_ranks == 1:
             return
         slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
+        # In shared memory a rank maps the slots of all ranks; over a network it has its own, and those of all that
+        # arrives.
         per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
         yield "communication", per_exchange
         if self.is_whole:  # of zeros and of ones, for gradients that are not there
             itemsize = dtype_of(self.plan.precision.master).itemsize
             yield "communication", 2 * (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
         if self.is_fully_sharded:
+            # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
             if self.plan.offload_params.device != "nvme":
                 largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+                # A set: there is one buffer for each number format, used for gathering and for reducing.
                 shares = {self.compute_share, self.reduce_share}
                 yield "communication", int(sum(largest * share for share in shares))
                 if self.facts.teacher:
@@ -280,6 +284,7 @@ class _Step:
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
+        # Padding included: torch gathers parts of equal length.
         return sum(self.facts.params[name].padded(self.num_ranks) * self.num_ranks for name in self.units[unit])
 
     # -- what changes --------------------------------------------------------------------------------------------
@@ -324,10 +329,12 @@ class _Step:
         self.begin()
         queue = _Queue([list(bucket) for bucket in self.buckets()])
         for index, mark in enumerate(self.trace.marks):
+            # Each mark takes a place of its own among the deltas; result() moves the deltas to make room.
             self.place = mark.place + index
             self.take(mark, queue)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
         if self.is_fully_sharded:
+            # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
             for unit in [*self.pending]:
                 self.place += 1
                 self.reduce(unit)
@@ -421,10 +428,12 @@ class _Step:
         names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
         shards = sum(self.reduced(self.facts.params[name]) for name in names)
         self.change("grads", -whole)
+        # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
         if self.plan.offload_params.device == "nvme":
             self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
         elif self.micro_batches == 1:
+            # With more micro-batches, begin() has counted the shards: further gradients are added to these.
             self.change("grads", shards)
 
     # -- sums ----------------------------------------------------------------------------------------------------
@@ -448,6 +457,7 @@ class _Step:
         for place, num_bytes, kind in self.spikes:
             extra[kind][min(place, length - 1)] += num_bytes
         update = self.facts.updates[self.num_ranks]
+        # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
         if self.plan.offload_optimizer.device == "none":
             extra["optimizer"][-1] += update.temporary_bytes
         for kind in KINDS:
@@ -476,6 +486,7 @@ class _Step:
             if mark.moment == Moment.TEACHER_IN:
                 phase, unit = "teacher", mark.name
             elif mark.moment == Moment.FORWARD_IN and phase != "backward":
+                # One that comes in the backward pass is a recomputation, and belongs to that.
                 phase, unit = "forward", mark.name
             elif mark.moment == Moment.LOSS:
                 phase, unit = "backward", ""

@@ -58,15 +58,18 @@ def step_seconds(
     group_link = machine.near_link if num_ranks <= world_size // num_nodes else machine.far_link
     cut = (num_ranks - 1) / num_ranks
     if plan.level == 0:
+        # A ring all-reduce sends (N-1)/N of the gradients twice: to sum them, and to tell the sums.
         sent = 2 * (world_size - 1) / world_size * grads / link
     else:
         rounds = micro_batches if plan.level >= 2 else 1
+        # Level 3 gathers before each forward and each backward pass; levels 1 and 2 once a step.
         gathers = 2 * micro_batches if plan.level == 3 else 1
         sent = cut * (rounds * grads + gathers * params * share) / group_link
         if plan.level == 3:
             sent += cut * micro_batches * taught * share / group_link
         replicas = world_size // num_ranks
         sent += 2 * (replicas - 1) / replicas * part / link
+    # The update reads and writes state and parameters, and reads gradients.
     moved = 2 * state + 2 * params / num_ranks + part
     update = moved / machine.memory
     if plan.offload_optimizer.device == "nvme":
@@ -75,6 +78,8 @@ def step_seconds(
         update += moved / machine.host
     if plan.offload_params.device == "nvme":
         own = params / num_ranks
+        # Parameters are read for each pass, read and written by the update; gradients are read and written per
+        # micro-batch.
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
     elif plan.offload_params.device == "cpu" and device_type == "cuda":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
