@@ -40,6 +40,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
+from vissl_zero.methods.spec import are_cut
 from vissl_zero.models.model import build_trunk
 from vissl_zero.models.taps import Taps
 
@@ -48,11 +49,16 @@ RANKS, STEPS, BATCH = 2, 3, 4
 SIDE, PATCH = 28, 4
 SIDES = {"xcit": 56, "convnext": 84, "resnet_sk": 56}
 ALEXNET_SIDES = {"alexnet_deepcluster": 224, "alexnet_rotnet": 224}  # of the others 227: their features have one size
+TILES_SIDE = 84  # of crops that are cut: a cell of the grid has more than the 21 pixels between tiles
 NUM_IMAGES, NUM_CLASSES = 4 * RANKS * BATCH, 4
 TIMEOUT_S = 240.0
 TOLERANCE = 1e-10
 # Keys of losses that count outputs, prototypes or remembered images.
 _WIDTHS = ("embedding_dim", "output_dim", "out_dim", "patch_out_dim")
+_HEAD_WIDTHS = (
+    *("hidden_dim", "bottleneck_dim", "output_dim", "mid_channels", "num_classes"),
+    *("out_dim", "patch_out_dim", "num_prototypes"),
+)
 _COUNTS = ("num_prototypes", "num_clusters")
 _MEMORIES = ("queue_length", "local_queue_length", "queue_size")
 
@@ -103,6 +109,7 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
     run.MODEL.WEIGHTS_INIT.PARAMS_FILE = ""
     run.MODEL.FSDP_CONFIG.mixed_precision = False
     side = ALEXNET_SIDES.get(name, 227) if name.startswith("alexnet") else SIDES.get(name, SIDE)
+    side = TILES_SIDE if are_cut(run) else side
     run.DATA.NUM_DATALOADER_WORKERS, run.DATA.IMG_SIZE = 0, side
     for split in (run.DATA.TRAIN, run.DATA.TEST):
         if not split.DATA_SOURCES:
@@ -172,25 +179,21 @@ def _fit_heads(run: RunConfig, side: int) -> None:
 
 
 def _width(width: int) -> int:
-    return width if width < 0 else min(max(8, width // 64), NUM_IMAGES // 2)
+    return width if width < 8 else min(max(8, width // 64), NUM_IMAGES // 2)
 
 
 def _shrunk_head(head: Any, shape: tuple[int, ...]) -> Any:
     name, keys = head[0], dict(head[1])
     features = int(np.prod(shape))
-    if name == "chain":
-        inner = []
-        for part in keys["heads"]:
-            inner.append(_shrunk_head(part, (features,)))
-            features = inner[-1][1]["dims"][-1] if "dims" in inner[-1][1] else features
-        keys["heads"] = inner
-        features = int(np.prod(shape))
+    for row in ("heads", "of_image", "of_tiles"):
+        if keys.get(row):
+            keys[row] = _shrunk_row(keys[row], features)
     if keys.get("dims"):
         keys["dims"] = [features, *map(_width, keys["dims"][1:])]
     for key, value in (("in_dim", features), ("in_channels", shape[0])):
         if key in keys:
             keys[key] = value
-    for key in ("hidden_dim", "bottleneck_dim", "mid_channels", "num_classes"):
+    for key in _HEAD_WIDTHS:
         if key in keys:
             keys[key] = _width(keys[key])
     if keys.get("num_clusters"):
@@ -198,6 +201,16 @@ def _shrunk_head(head: Any, shape: tuple[int, ...]) -> Any:
     if keys.get("predictor_dims"):
         keys["predictor_dims"] = [_width(count) for count in keys["predictor_dims"]]
     return [name, keys]
+
+
+def _shrunk_row(heads: list[Any], features: int) -> list[Any]:
+    """Heads one after another."""
+    shrunk = []
+    for head in heads:
+        name, keys = _shrunk_head(head, (features,))
+        shrunk.append([name, keys])
+        features = keys["dims"][-1] if "dims" in keys else features * keys.get("num_towers", 1)
+    return shrunk
 
 
 def _shrunk_loss(block: Any) -> Any:

@@ -393,11 +393,14 @@ TRANSFORMS = Registry(
     {
         "ImgPilToMultiCrop": (f"{_DATA}.transforms.multi_crop", "Random resized crops of several sizes."),
         "ImgReplicatePil": (f"{_DATA}.transforms.multi_crop", "Copies of an image, each augmented by itself."),
+        "ImgPatchesFromTensor": (f"{_DATA}.transforms.multi_crop", "Tiles of an image, at random places of a grid."),
+        "ImgPilToPatchesAndImage": (f"{_DATA}.transforms.multi_crop", "A crop of an image, and tiles of another."),
         "ImgPilMultiCropRandomApply": (
             f"{_DATA}.transforms.multi_crop",
             "Transforms with a probability for each crop.",
         ),
         "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
+        "ImgPilRandomPhotometric": (f"{_DATA}.transforms.color", "PIRL's changes of colour, with a probability."),
         "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
         "ImgPilToRawTensor": (f"{_DATA}.transforms.color", "A tensor with values from 0 to 255."),
         "ImgPil2LabTensor": (f"{_DATA}.transforms.color", "A Lab tensor, as the colorization paper has it."),

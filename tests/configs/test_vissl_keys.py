@@ -84,7 +84,7 @@ def test_keys_that_would_change_the_result_are_refused_by_name(composed):
 
 
 def test_another_collator_is_refused():
-    (found,) = complaints(DATA__TRAIN__COLLATE_FUNCTION="siamese_collator")
+    (found,) = complaints(DATA__TRAIN__COLLATE_FUNCTION="targets_one_hot_default_collator")
     assert "config.DATA.TRAIN.COLLATE_FUNCTION: must be " in found and "multicrop_collator" in found
 
 

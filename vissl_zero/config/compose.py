@@ -109,8 +109,8 @@ def typed(
     assert isinstance(run, RunConfig) and isinstance(written, dict)
     if problems := one_or_many(run):
         raise ConfigError(problems)
-    use_own_names(run)
-    notes = use_own_images(run.DATA, {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides})
+    notes = use_own_names(run)
+    notes += use_own_images(run.DATA, {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides})
     notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"

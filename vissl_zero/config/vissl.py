@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from vissl_zero.config.vissl_methods import use_own_methods
+
 if TYPE_CHECKING:
     from vissl_zero.config.run import RunConfig
 
@@ -155,8 +157,9 @@ def _empty_block(path: str) -> type:
     return block
 
 
-def use_own_names(cfg: RunConfig) -> None:
-    """Replace VISSL's second names (``regnet_fsdp``, ``sgd_fsdp``, ...) by the one name of each, in place."""
+def use_own_names(cfg: RunConfig) -> list[str]:
+    """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes."""
+    notes = use_own_methods(cfg)
     model, teacher, optimizer = cfg.MODEL, cfg.DISTILLATION.TEACHER_MODEL, cfg.OPTIMIZER
     for block in (model, teacher):
         keys = block.WEIGHTS_INIT.STATE_DICT_KEY_NAME
@@ -166,6 +169,7 @@ def use_own_names(cfg: RunConfig) -> None:
     model.HEAD.PARAMS = _chained(cfg, model.HEAD.PARAMS)
     for part in (optimizer, optimizer.base_optimizer):
         part.name = ALIASES["optimizers"].get(part.name or "", part.name)
+    return notes
 
 
 def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:

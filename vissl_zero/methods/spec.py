@@ -75,6 +75,15 @@ def head_width(cfg: RunConfig) -> int | None:
     return dims[-1] if dims else None
 
 
+# Transforms that make tiles -> crops that come before them, of another size.
+CUTTING: dict[str, list[int]] = {"ImgPatchesFromTensor": [], "ImgPilToPatchesAndImage": [1]}
+
+
+def are_cut(cfg: RunConfig) -> bool:
+    """Whether the transforms cut images into tiles."""
+    return any(isinstance(entry, Mapping) and entry.get("name") in CUTTING for entry in cfg.DATA.TRAIN.TRANSFORMS)
+
+
 def crops_of(cfg: RunConfig) -> list[int] | None:
     """Crops per image of each size that the transforms make; None if no multi-crop is among them."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:
@@ -84,6 +93,9 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
         if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
             count = entry.get("num_times", 2)
             return [count] if isinstance(count, int) else None
+        if isinstance(entry, Mapping) and entry.get("name") in CUTTING:
+            count = entry.get("num_patches", 9)
+            return [*CUTTING[entry["name"]], count] if isinstance(count, int) else None
     return None
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.seeding import seed_sample
-from vissl_zero.data.transforms.color import ImgPilRandomSolarize, MNISTImgPil2RGB
+from vissl_zero.data.transforms.color import ImgPilRandomPhotometric, ImgPilRandomSolarize, MNISTImgPil2RGB
+from vissl_zero.data.transforms.multi_crop import ImgPatchesFromTensor
 from vissl_zero.data.transforms.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import TRANSFORMS
@@ -212,6 +213,42 @@ def test_solarization_is_pil_s_at_a_threshold_from_0_to_256(monkeypatch: pytest.
     for threshold in (0, 128, 256):
         monkeypatch.setattr("random.randint", lambda low, high, at=threshold: at if (low, high) == (0, 256) else -1)
         assert always(image).tobytes() == ImageOps.solarize(image, threshold).tobytes()
+
+
+def test_tiles_are_those_of_vissl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First pixels that ImgPatchesFromTensor of img_patches_tensor.py at 09270ed2 gives for these offsets."""
+    across, down = [[0, 1, 0], [1, 1, 2], [0, 2, 0]], [[0, 0, 2], [1, 2, 2], [0, 1, 1]]
+    offsets = iter([offset for i in range(3) for j in range(3) for offset in (across[i][j], down[i][j])])
+    monkeypatch.setattr("random.randrange", lambda limit: next(offsets))
+    tiles = ImgPatchesFromTensor(9, 3)(torch.arange(1800.0).view(2, 30, 30))
+    assert [int(tile[0, 0, 0]) for tile in tiles] == [0, 301, 660, 41, 371, 672, 20, 352, 650]
+    assert {tuple(tile.shape) for tile in tiles} == {(2, 7, 7)}
+    with pytest.raises(ValueError, match="no room"):
+        ImgPatchesFromTensor(9, 10)(torch.zeros(3, 30, 30))
+
+
+def test_a_crop_and_the_tiles_of_another() -> None:
+    seed_sample(0, 0, 0)
+    entry = {"name": "ImgPilToPatchesAndImage", "crop_size_image": 12, "crop_size_patches": 90}
+    whole, *tiles = build_pipeline([entry, {"name": "ToTensor"}], KEY)(picture())
+    assert tuple(whole.shape) == (3, 12, 12) and [tuple(tile.shape) for tile in tiles] == [(3, 9, 9)] * 9
+    assert derive_eval_transforms([entry])[:2] == [
+        {"name": "Resize", "size": 12},
+        {"name": "CenterCrop", "size": [12, 12]},
+    ]
+
+
+def test_pirl_s_changes_of_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VISSL's ImgPilRandomPhotometric at 09270ed2: all four, one after another, or none."""
+    image = picture()
+    assert ImgPilRandomPhotometric(p=0.0)(image) is image
+    monkeypatch.setattr("random.randint", lambda low, high: {(4, 8): 5, (0, 256): 100}[low, high])
+    monkeypatch.setattr("random.uniform", lambda low, high: {(0.1, 1.9): 0.7}[low, high])
+    sharp = ImageEnhance.Sharpness(ImageOps.posterize(image, 5)).enhance(0.7)
+    assert (
+        ImgPilRandomPhotometric(p=1.0)(image).tobytes()
+        == ImageOps.autocontrast(ImageOps.solarize(sharp, 100)).tobytes()
+    )
 
 
 def test_an_image_on_a_canvas_has_three_channels() -> None:

@@ -217,6 +217,33 @@ def test_pirl_weighs_image_and_patches():
     assert pirl_loss(A, B, sample_ids, bank, 4, use_info_nce=True).item() > 0
 
 
+@pytest.mark.parametrize(
+    ("use_info_nce", "loss", "normalizer"),
+    [(False, 9.334260881235801, 52717.42904610769), (True, 7.10354104650453, -1)],
+)
+def test_pirl_of_tiles_and_images(use_info_nce, loss, normalizer):
+    """vissl 09270ed nce_loss.py on [B, A] with loss_weights [.25, .75] and the bank and negatives drawn here."""
+    bank, sample_ids = MemoryBank(20, 5).double(), torch.tensor([3, 17, 0, 8, 11, 5])
+    set_random_key(0, 0, sample_ids)
+    _is(pirl_loss(A, B, sample_ids, bank, 4, weight=0.25, use_info_nce=use_info_nce), loss)
+    _is(bank.normalizer, normalizer)
+    bank.update(A, sample_ids)
+    after = [-0.2087638198356568, -0.22791185922927104, -0.07521073940970467, -0.77583514832238, -0.5448825738223958]
+    _is(bank.memory[3], after)
+
+
+def test_ibot_of_vissl():
+    """vissl 09270ed ibot_loss.py: 2 large crops of 3 images, 1 small, 4 patches; lambda2 is 0.5."""
+    student, patches, teacher, seen = (
+        _randn(seed, *shape) for seed, shape in enumerate([(9, 7), (6, 4, 7), (6, 7), (6, 4, 7)], start=1)
+    )
+    is_masked = (_randn(5, 6, 2, 2) > 0).flatten(1)
+    targets = F.softmax((teacher - _randn(6, 1, 7) * 0.1) / 0.05, dim=1).view(2, 3, 7)
+    _is(dino_loss(student.view(3, 3, 7), targets, 0.1), 14.701545806561938)
+    targets = F.softmax((seen - _randn(7, 1, 1, 7) * 0.1) / 0.06, dim=2)
+    _is(0.5 * masked_patch_loss(patches, targets, is_masked, 0.1), 5.4924425940103125)
+
+
 def test_deepcluster_v2():
     """vissl 09270ed deepclusterv2_loss.py, its random first centroids replaced by the first rows."""
     rows = F.normalize(_randn(26, 20, 5), dim=1)

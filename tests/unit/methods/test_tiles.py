@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
-from vissl_zero.methods.jigsaw.method import permutations, random_order, shuffled, tiles_of
+from vissl_zero.data.batch import Batch
+from vissl_zero.errors import ConfigError
+from vissl_zero.methods.jigsaw.method import (
+    Jigsaw,
+    SiameseConcatView,
+    permutations,
+    permutations_of,
+    random_order,
+    shuffled,
+    tiles_of,
+)
+from vissl_zero.methods.pirl.method import PIRLHead
+from vissl_zero.methods.rotnet.method import RotNet
 from vissl_zero.models.keyed_random import set_random_key
 
 
@@ -40,6 +53,61 @@ def test_an_order_belongs_to_a_sample_not_to_its_row():
         assert found.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * len(ids)
         for sample, order in zip(ids, found.tolist(), strict=True):
             assert orders.setdefault(sample, order) == order
+
+
+def batch_of(images, ids, num_crops):
+    return Batch(
+        images=[images], num_crops=[num_crops], targets=None, sample_ids=torch.tensor(ids), num_global=len(ids)
+    )
+
+
+def test_an_image_is_turned_by_one_angle_of_its_own():
+    ids = [5, 9, 2, 7, 1, 3]
+    images = torch.rand(6, 3, 4, 4)
+    set_random_key(0, 1, torch.tensor(ids))
+    method, seen = RotNet(all_angles=False), []
+    method.run_student(lambda tensors: seen.extend(tensors) or tensors, batch_of(images, ids, 1))
+    labels = method.labels(batch_of(images, ids, 1), 6, torch.device("cpu"))
+    assert len(set(labels.tolist())) > 1
+    for image, turned, label in zip(images, seen[0], labels.tolist(), strict=True):
+        assert torch.equal(turned, torch.rot90(image, label, (1, 2)))
+
+
+def test_tiles_that_come_cut_are_shuffled_by_the_orders_of_a_file(tmp_path):
+    ids, file = [5, 9, 2], tmp_path / "orders.npy"
+    np.save(file, np.array([[1, 2, 3, 4], [4, 3, 2, 1]]))
+    tiles = torch.rand(4, 3, 3, 2, 2)  # tile, image
+    set_random_key(0, 1, torch.tensor(ids))
+    method, seen = Jigsaw(num_towers=4, num_permutations=2, perm_file=str(file), are_cut=True), []
+    batch = batch_of(tiles.flatten(0, 1), ids, 4)
+    method.run_student(lambda tensors: seen.extend(tensors) or tensors, batch)
+    labels = method.labels(batch, 3, torch.device("cpu"))
+    for index, label in enumerate(labels.tolist()):
+        assert torch.equal(seen[0].view_as(tiles)[:, index], tiles[:, index].flip(0) if label else tiles[:, index])
+
+
+def test_a_file_of_other_orders_is_refused(tmp_path):
+    np.save(tmp_path / "orders.npy", np.array([[1, 2, 2, 4]]))
+    for file in ("orders.npy", "missing.npy"):
+        with pytest.raises(ConfigError, match="must hold 1 orders of 4 tiles"):
+            permutations_of(str(tmp_path / file), 4, 1)
+
+
+def test_tiles_side_by_side():
+    features = torch.arange(12.0).view(6, 2)  # tile 0 of images 0 and 1, tile 1, tile 2
+    assert SiameseConcatView(3)(features).tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
+def test_pirl_projects_an_image_and_its_tiles_by_heads_of_their_own():
+    of_tiles = [["mlp", {"dims": [6, 4]}], ["siamese_concat_view", {"num_towers": 4}], ["mlp", {"dims": [16, 5]}]]
+    head = PIRLHead([6, 5], 4, of_image=[["mlp", {"dims": [6, 3, 5], "use_relu": True}]], of_tiles=of_tiles)
+    rows = torch.rand(10, 6)
+    images, tiles = head(rows)
+    assert torch.equal(images, head.of_image(rows[:2])) and tiles.shape == (2, 5)
+    first = head.of_tiles[0](rows[[2, 4, 6, 8]]).flatten()  # the tiles of the first image
+    torch.testing.assert_close(tiles[0], head.of_tiles[2](first[None])[0])
+    with pytest.raises(ConfigError, match="both of_image and of_tiles"):
+        PIRLHead([6, 5], 4, of_tiles=of_tiles)
 
 
 @pytest.mark.parametrize(

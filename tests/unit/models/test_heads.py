@@ -9,9 +9,12 @@ from torch import nn
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
 from vissl_zero.methods.dino.method import DINOHead
+from vissl_zero.methods.ibot.method import IBOTDINOHead
+from vissl_zero.methods.msn.method import MSNHead
 from vissl_zero.methods.swav.method import SwAVHead
 from vissl_zero.models.heads.mlp import Chain, MobileNetHead, MobileNetHeadOfTimm
 from vissl_zero.models.init import initialize_
+from vissl_zero.models.patches import PatchView, Tokens
 
 PROJECTION = ["mlp", {"dims": [64, 32], "use_relu": True, "skip_last_layer_relu_bn": False}]
 
@@ -101,3 +104,49 @@ def test_dino_head_is_the_authors(is_unit):
     embeddings = nn.functional.normalize(head.mlp(rows), dim=1)
     torch.testing.assert_close(output.embeddings, embeddings, rtol=0, atol=1e-12)
     torch.testing.assert_close(output.scores[0], reference(embeddings), rtol=0, atol=1e-12)
+
+
+def _filled(head):
+    """Parameters by name, drawn one after another."""
+    for seed, (_, parameter) in enumerate(sorted(head.named_parameters()), start=100):
+        parameter.data = torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+    return head
+
+
+def _drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_ibot_dino_head_is_vissl_s_ibot_head():
+    """models/heads/ibot_head.py at 09270ed2, on the same numbers under the same names."""
+    head = _filled(IBOTDINOHead(4, 5, 6, normalize_last_layer=False, hidden_dim=3, bottleneck_dim=2).double())
+    rows = _drawn(8, 2, 3, 4)
+    out = head(rows[:, 0], [Tokens(rows, 1, (1, 2), PatchView())])
+    crops = """0.36384607179012696 -0.24292593017421404 -0.4088129224947511 -1.5107455393184899 0.2850767584939187
+    -0.6850717442991805 -0.014236118808084938 -0.1642241977380633 -1.019032535080739 -0.14405996861612236"""
+    patches = """2.1182532735556348 0.4135549232680364 1.6948000881612286
+    0.03255194942689579 2.0201391884030357 0.7216918026036818"""
+    torch.testing.assert_close(out.scores.flatten().tolist(), [float(number) for number in crops.split()])
+    torch.testing.assert_close(out.patch_scores.sum((0, 1)).tolist(), [float(number) for number in patches.split()])
+    assert IBOTDINOHead(4, 5, shared_head=True).prototypes1 is None
+
+
+def test_msn_head_is_vissl_s():
+    """models/heads/msn_head.py at 09270ed2, which gives the softmax of scores divided by 0.1."""
+    head = _filled(MSNHead(4, 5, use_bn=True, hidden_dim=3, output_dim=2).double())
+    probe = _drawn(10, 2, 2)
+    out = head(_drawn(9, 6, 4), probe)
+    wanted = [
+        2.1320005749806165e-09,
+        0.9999987446486479,
+        1.3290979461492851e-08,
+        2.994775514168488e-07,
+        9.404508208666035e-07,
+    ]
+    torch.testing.assert_close((out.scores[0][0] / 0.1).softmax(0).tolist(), wanted)
+    unit = torch.nn.functional.normalize(head.prototypes, dim=1)
+    torch.testing.assert_close(out.probe_scores[0], probe @ unit.T)
+    initialize_(head, 0)
+    assert 0 < head.prototypes.abs().max() <= 2**-0.5 and head.fc.fc1.bias.abs().max() == 0

@@ -16,7 +16,15 @@ else:
 
 TEXTS: dict[str, Any] = {"texts": True}  # metadata of such a field
 # Names under which crops are collated by resolution, and the one that mixes images.
-COLLATORS = ("default_collate", "multicrop_collator", "simclr_collator", "moco_collator")
+COLLATORS = (
+    "default_collate",
+    "multicrop_collator",
+    "simclr_collator",
+    "moco_collator",
+    "siamese_collator",
+    "patch_and_image_collator",
+    "ibot_multicrop_masking_collator",
+)
 MIXING_COLLATOR = "cutmixup_collator"
 
 

@@ -10,7 +10,7 @@ from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.run import RunConfig
 
 BUILT_IN = ("digits", "synthetic")
-_MULTI_CROP = ("size_crops",)
+_MULTI_CROP, _PATCHES_AND_IMAGE = ("size_crops",), ("crop_size_image", "crop_size_patches")
 _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop", "TenCrop")
 
 
@@ -64,7 +64,9 @@ def largest_crop(transforms: Sequence[Any]) -> int | None:
 def _size_keys(entry: Any) -> Sequence[str]:
     if not isinstance(entry, Mapping):
         return ()
-    return ("size",) if entry.get("name") in _SIZED else _MULTI_CROP if "size_crops" in entry else ()
+    if entry.get("name") in _SIZED:
+        return ("size",)
+    return next((keys for keys in (_MULTI_CROP, _PATCHES_AND_IMAGE) if keys[0] in entry), ())
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -117,6 +117,9 @@ def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
             scales = entry.get("crop_scales") or []
             scale = scales[list(entry["size_crops"]).index(size)] if scales else [0.08, 1.0]
             views.append({"name": "RandomResizedCrop", "size": size, "scale": list(scale)})
+        elif entry["name"] == "ImgPilToPatchesAndImage":
+            scale = entry.get("crop_scale_image", [0.08, 1.0])
+            views.append({"name": "RandomResizedCrop", "size": entry.get("crop_size_image", 224), "scale": list(scale)})
         elif entry["name"] in _KEPT:
             views.append(dict(entry))
     return views

@@ -30,7 +30,7 @@ from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import KEY as TAPS
 from vissl_zero.config.taps import are_tapped
 from vissl_zero.config.taps import problems as tap_problems
-from vissl_zero.config.vissl import OTHER_LOSSES
+from vissl_zero.config.vissl import NO_EFFECT, OTHER_LOSSES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import HEADS, LOSSES, TRUNKS
 
@@ -38,14 +38,15 @@ from vissl_zero.registry import HEADS, LOSSES, TRUNKS
 def known(cfg: RunConfig, host: Host) -> list[Problem]:
     """The loss is known and has the keys it is given; no other block is mistyped."""
     name = cfg.LOSS.get("name")
+    blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
     found = [
         Problem(f"config.LOSS.{key}", "", "is not the name of a loss", did_you_mean(key, LOSSES).strip() or _known())
-        for key in cfg.LOSS
-        if key != "name" and key not in LOSSES and key not in OTHER_LOSSES
+        for key in blocks
+        if key not in LOSSES and key not in OTHER_LOSSES
     ]
     if not isinstance(name, str) or name not in LOSSES:
         return [LOSSES.unknown(str(name)), *found]
-    wrong = [key for key, block in cfg.LOSS.items() if key != "name" and not _is_block(block)]
+    wrong = [key for key in blocks if not _is_block(cfg.LOSS[key])]
     for key in wrong:
         fix = f"Write config.LOSS.{key}.<key>=<value>."
         found.append(Problem(f"config.LOSS.{key}", str(cfg.LOSS[key]), "must be a block of keys", fix))
@@ -56,6 +57,9 @@ def known(cfg: RunConfig, host: Host) -> list[Problem]:
     except ConfigError as error:
         found += error.problems
     return found
+
+
+_UNREAD = [key for key, value in NO_EFFECT["LOSS"].items() if not isinstance(value, Mapping)]
 
 
 def _is_block(value: object) -> bool:
@@ -199,6 +203,10 @@ def heads(cfg: RunConfig, host: Host) -> list[Problem]:
     return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head, is_inner=measured)]
 
 
+# Keys of heads that hold heads, one after another.
+_ROWS = {"chain": ("heads",), "pirl_head": ("of_image", "of_tiles")}
+
+
 def _head(head: Any, is_inner: bool = False) -> list[Problem]:
     if not is_head(head):
         fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
@@ -208,11 +216,11 @@ def _head(head: Any, is_inner: bool = False) -> list[Problem]:
         return [HEADS.unknown(name)]
     try:
         found = _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"), is_inner)
-        if name == "chain":
-            *inner, last = options["heads"]
+        for row in (options[key] for key in _ROWS.get(name, ()) if options.get(key)):
+            *inner, last = row
             found += [problem for part in inner for problem in _head(part, is_inner=True)]
             found += _head(last, is_inner)
-            found += _joints(options["heads"])
+            found += _joints(row)
         return found
     except ConfigError as error:
         return list(error.problems)

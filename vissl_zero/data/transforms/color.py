@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torchvision
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from vissl_zero.registry import TRANSFORMS
@@ -40,11 +40,20 @@ class ImgPilColorDistortion:
     """Colour jitter with probability 0.8, then grey with probability 0.2: https://arxiv.org/abs/2002.05709, appendix A.
 
     Args:
-        strength: 1.0 jitters brightness, contrast and saturation by 0.8 and hue by 0.2; other values scale all four.
+        strength: scales the other four.
+        brightness, contrast, saturation, hue: by how much each is jittered.
     """
 
-    def __init__(self, strength: float = 1.0):
-        jitter = torchvision.transforms.ColorJitter(0.8 * strength, 0.8 * strength, 0.8 * strength, 0.2 * strength)
+    def __init__(
+        self,
+        strength: float = 1.0,
+        brightness: float = 0.8,
+        contrast: float = 0.8,
+        saturation: float = 0.8,
+        hue: float = 0.2,
+    ):
+        parts = (strength * part for part in (brightness, contrast, saturation, hue))
+        jitter = torchvision.transforms.ColorJitter(*parts)
         self._distort = torchvision.transforms.Compose(
             [torchvision.transforms.RandomApply([jitter], p=0.8), torchvision.transforms.RandomGrayscale(p=0.2)],
         )
@@ -69,6 +78,29 @@ class ImgPilRandomSolarize:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return ImageOps.solarize(image, random.randint(0, 256)) if random.random() < self.p else image
+
+
+@TRANSFORMS.register("ImgPilRandomPhotometric")
+class ImgPilRandomPhotometric:
+    """With a probability: fewer bits, blurred or sharpened, solarized, and contrast stretched, as PIRL has it.
+
+    https://arxiv.org/abs/1912.01991. Bits are drawn from 4 to 8, sharpness from 0.1 to 1.9, a threshold from 0 to 256.
+
+    Args:
+        p: probability of all four.
+    """
+
+    def __init__(self, p: float = 0.66):
+        if not 0 <= p <= 1:
+            raise ValueError("p must be from 0 to 1")
+        self.p = p
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        if random.random() >= self.p:
+            return image
+        image = ImageOps.posterize(image, random.randint(4, 8))
+        image = ImageEnhance.Sharpness(image).enhance(random.uniform(0.1, 1.9))
+        return ImageOps.autocontrast(ImageOps.solarize(image, random.randint(0, 256)))
 
 
 @TRANSFORMS.register("MNISTImgPil2RGB")

@@ -1,12 +1,14 @@
-"""Several crops of an image: SwAV's multi-crop, copies, and what is done to some of the crops alone."""
+"""Several crops of an image: SwAV's multi-crop, copies, tiles, and what is done to some of the crops alone."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
 import torchvision
 from PIL import Image
+from torch import Tensor
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import TRANSFORMS
@@ -68,6 +70,78 @@ class ImgReplicatePil:
 
     def __call__(self, image: Image.Image) -> list[Image.Image]:
         return [image.copy() for _ in range(self.num_times)]
+
+
+@TRANSFORMS.register("ImgPatchesFromTensor")
+class ImgPatchesFromTensor:
+    """Tiles of an image: one at a random place of each cell of a grid, the cells column by column, as in VISSL.
+
+    Neither an edge that goes on in the next tile nor the tile's place tells the order (arXiv 1603.09246, section 3.3).
+
+    Args:
+        num_patches: tiles, a square number.
+        patch_jitter: by how much a tile's side is smaller than its cell's, in pixels; at least 1.
+    """
+
+    def __init__(self, num_patches: int = 9, patch_jitter: int = 21):
+        self.side = math.isqrt(max(num_patches, 0))
+        if self.side**2 != num_patches or num_patches < 1:
+            raise ValueError("num_patches must be a square number")
+        if patch_jitter < 1:
+            raise ValueError("patch_jitter must be at least 1")
+        self.patch_jitter = patch_jitter
+
+    def __call__(self, image: Tensor) -> list[Tensor]:
+        return [image[:, top:bottom, left:right].clone() for left, top, right, bottom in self.boxes(image.shape[1])]
+
+    def boxes(self, height: int) -> list[tuple[int, int, int, int]]:
+        """Left, top, right and bottom of each tile of a square image."""
+        cell = height // self.side
+        size = cell - self.patch_jitter
+        if size < 1:
+            raise ValueError(f"cells of {cell} pixels have no room for tiles; lower patch_jitter or crop larger images")
+        corners = [
+            (column * cell + random.randrange(self.patch_jitter), row * cell + random.randrange(self.patch_jitter))
+            for column in range(self.side)
+            for row in range(self.side)
+        ]
+        return [(left, top, left + size, top + size) for left, top in corners]
+
+
+@TRANSFORMS.register("ImgPilToPatchesAndImage")
+class ImgPilToPatchesAndImage:
+    """A random resized crop, and the tiles of another one in random order, as PIRL has them (arXiv 1912.01991).
+
+    Later transforms act on the crop and on each tile.
+
+    Args:
+        crop_scale_image: smallest and largest share of the image's area in the crop.
+        crop_size_image: its side in pixels.
+        crop_scale_patches, crop_size_patches: the same of the crop that is cut. A tile is 21 pixels less than its cell.
+        num_patches: tiles, a square number.
+        permute_patches: only true, as in VISSL, which does not read it.
+    """
+
+    def __init__(
+        self,
+        crop_scale_image: Sequence[float] = (0.08, 1.0),
+        crop_size_image: int = 224,
+        crop_scale_patches: Sequence[float] = (0.6, 1.0),
+        crop_size_patches: int = 255,
+        permute_patches: bool = True,
+        num_patches: int = 9,
+    ):
+        if not permute_patches:
+            raise ValueError("permute_patches must be true")
+        self._whole = torchvision.transforms.RandomResizedCrop(crop_size_image, scale=tuple(crop_scale_image))
+        self._cut = torchvision.transforms.RandomResizedCrop(crop_size_patches, scale=tuple(crop_scale_patches))
+        self._tiles = ImgPatchesFromTensor(num_patches)
+
+    def __call__(self, image: Image.Image) -> list[Image.Image]:
+        whole, other = self._whole(image), self._cut(image)
+        boxes = self._tiles.boxes(other.height)
+        random.shuffle(boxes)
+        return [whole, *(other.crop(box) for box in boxes)]
 
 
 @TRANSFORMS.register("ImgPilMultiCropRandomApply")

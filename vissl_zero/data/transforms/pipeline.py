@@ -45,6 +45,8 @@ def _largest_crop(train: Sequence[Mapping[str, Any]]) -> list[int]:
     for entry in reversed(train):  # the last transform that sets a size decides
         if entry["name"] == "ImgPilToMultiCrop":
             return [max(entry["size_crops"])] * 2
+        if entry["name"] == "ImgPilToPatchesAndImage":
+            return [entry.get("crop_size_image", 224)] * 2
         if entry["name"] in _SIZED:
             size = entry["size"]
             return [size, size] if isinstance(size, int) else list(size) * (2 // len(size))

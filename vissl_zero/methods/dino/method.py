@@ -131,9 +131,13 @@ class DINOHead(nn.Module):
 
     def forward(self, features: Tensor) -> SwAVOutput:
         """Features (n, in_dim) of all crops -> embeddings and scores."""
-        x = self.mlp(features)
-        embeddings = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
+        embeddings = self.embed(features)
         return SwAVOutput(embeddings, [self.prototypes0(embeddings)], None)
+
+    def embed(self, rows: Tensor) -> Tensor:
+        """(n, in_dim) -> embeddings of unit length, float32 or finer."""
+        x = self.mlp(rows)
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Truncated normal of deviation 0.02 for the MLP, biases 0."""

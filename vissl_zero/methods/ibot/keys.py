@@ -31,6 +31,28 @@ class IBOTHeadConfig:
 
 
 @dataclass
+class IBOTDINOHeadConfig:
+    """``ibot_dino_head``: ``dino_head`` for class tokens and patches too; VISSL's ``ibot_head``."""
+
+    in_dim: int = number(MISSING, least=1)
+    """Features of the trunk."""
+    out_dim: int = number(MISSING, least=1)
+    """Prototypes of crops."""
+    patch_out_dim: int = number(0, least=0)
+    """Prototypes of patches; 0: as many as of crops."""
+    shared_head: bool = False
+    """Patches are scored against the prototypes of crops."""
+    normalize_last_layer: bool = True
+    """Prototypes have unit length; off: the length of each is learned."""
+    num_layers: int = number(3, least=1, most=100)
+    """Layers of the MLP, which crops and patches share."""
+    hidden_dim: int = number(2048, least=1)
+    """Width between them."""
+    bottleneck_dim: int = number(256, least=1)
+    """Width of the embedding that is scored, which has unit length."""
+
+
+@dataclass
 class IBOTLossConfig:
     """``ibot_loss``: self-distillation of crops and of masked patches, https://arxiv.org/abs/2111.07832."""
 
@@ -76,7 +98,7 @@ class IBOTSpec(MethodSpec):
     """iBOT: DINO, and self-distillation of masked patches."""
 
     losses = {"ibot_loss": IBOTLossConfig}
-    heads = {"ibot_head": IBOTHeadConfig}
+    heads = {"ibot_head": IBOTHeadConfig, "ibot_dino_head": IBOTDINOHeadConfig}
     shape_keys: ClassVar[Sequence[str]] = ("out_dim", "patch_out_dim")
     title = "iBOT"
     paper = "https://arxiv.org/abs/2111.07832"
@@ -87,8 +109,7 @@ class IBOTSpec(MethodSpec):
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Prototypes from the head, crops from the transforms."""
-        clusters = next((options.get("num_clusters") for _, options in heads_of(cfg)), None) or [None]
-        crops = crops_of(cfg)
+        clusters, crops = prototypes_of(cfg) or [None], crops_of(cfg)
         return {
             "num_global_crops": (crops[0] if crops else None, "transforms"),
             "out_dim": (clusters[0], "head"),
@@ -106,10 +127,20 @@ class IBOTSpec(MethodSpec):
         ]
 
 
+def prototypes_of(cfg: RunConfig) -> list[int] | None:
+    """Prototypes of the first head: one number, or one for crops and one for patches."""
+    name, keys = next(heads_of(cfg), ("", {}))
+    if name != "ibot_dino_head":
+        return keys.get("num_clusters")
+    of_crops = keys.get("out_dim")
+    is_shared = keys.get("shared_head") or not keys.get("patch_out_dim")
+    return None if of_crops is None else [of_crops] if is_shared else [of_crops, keys["patch_out_dim"]]
+
+
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
     """What iBOT and DINOv2 ask for."""
     found = [
-        *one_head(cfg, "ibot_head"),
+        *one_head(cfg, "ibot_head", "ibot_dino_head"),
         *patch_trunk(cfg, mask_token=True),
         *two_views(cfg, exactly=False),
         *share(f"{path}.mask_probability", probability),
@@ -117,7 +148,7 @@ def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probab
     if len(ratio) != 2 or not 0 <= ratio[0] <= ratio[1] <= 1 or ratio[1] == 0:
         must = "must be two shares of the patches, the least and the largest"
         found.append(Problem(f"config.{path}.mask_ratio", str(list(ratio)), must, "Write [0.1, 0.5]."))
-    clusters = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
+    clusters = prototypes_of(cfg)
     if clusters is not None and len(clusters) not in (1, 2):
         must = "must be one number, or one for crops and one for patches"
         found.append(Problem("config.MODEL.HEAD.PARAMS", str(list(clusters)), must, "Write num_clusters: [8192]."))

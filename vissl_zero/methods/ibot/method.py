@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.methods.dino.method import Centre, dino_loss
+from vissl_zero.methods.dino.method import Centre, DINOHead, NormalizedPrototypes, dino_loss
 from vissl_zero.methods.embedding import EmbeddingMethod, output_of
 from vissl_zero.methods.gather import at_least_float32
-from vissl_zero.methods.ibot.keys import IBOTHeadConfig, IBOTLossConfig
+from vissl_zero.methods.ibot.keys import IBOTDINOHeadConfig, IBOTHeadConfig, IBOTLossConfig
 from vissl_zero.methods.masks import block_order, masked_counts
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.swav.method import SwAVHead
@@ -86,15 +86,51 @@ class IBOTHead(nn.Module):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:
         """Score all crops, and patches of those of the first size."""
-        crops, first = self.class_head(features), tokens[0]
-        patches, view = first.wanted(), first.view
+        crops, patches = self.class_head(features), tokens[0].wanted()
         scores = (self.patch_head or self.class_head)(patches.flatten(0, 1)).scores[0]
-        is_masked = None
-        if view.masked is not None:
-            is_masked = view.masked if view.wanted is None else view.masked.gather(1, view.wanted)
-        return IBOTOutput(
-            crops.embeddings, features, crops.scores[0], scores.unflatten(0, patches.shape[:2]), is_masked
-        )
+        of_patches = scores.unflatten(0, patches.shape[:2])
+        return IBOTOutput(crops.embeddings, features, crops.scores[0], of_patches, _are_masked(tokens[0].view))
+
+
+@HEADS.register("ibot_dino_head", config=IBOTDINOHeadConfig)
+class IBOTDINOHead(DINOHead):
+    """DINO's head, whose MLP embeds patches too; their prototypes are those of crops or others.
+
+    Args: the fields of ``IBOTDINOHeadConfig``.
+
+    Attributes:
+        prototypes1: of patches; None where they share ``prototypes0``.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        patch_out_dim: int = 0,
+        shared_head: bool = False,
+        normalize_last_layer: bool = True,
+        num_layers: int = 3,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+    ):
+        sizes = {"num_layers": num_layers, "hidden_dim": hidden_dim, "bottleneck_dim": bottleneck_dim}
+        super().__init__(in_dim, [out_dim], normalize_last_layer=normalize_last_layer, **sizes)
+        of_patches = NormalizedPrototypes(bottleneck_dim, patch_out_dim or out_dim, normalize_last_layer)
+        self.prototypes1 = None if shared_head else of_patches
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:  # type: ignore[override]
+        """Score all crops, and patches of those of the first size."""
+        crops, patches = self.embed(features), tokens[0].wanted()
+        scores = (self.prototypes1 or self.prototypes0)(self.embed(patches.flatten(0, 1)))
+        of_patches = scores.unflatten(0, patches.shape[:2])
+        return IBOTOutput(crops, features, self.prototypes0(crops), of_patches, _are_masked(tokens[0].view))
+
+
+def _are_masked(view: PatchView) -> Tensor | None:
+    """(b, m) bool, which of the patches asked for are masked; None if nothing is."""
+    if view.masked is None:
+        return None
+    return view.masked if view.wanted is None else view.masked.gather(1, view.wanted)
 
 
 class PatchDistillation(EmbeddingMethod):

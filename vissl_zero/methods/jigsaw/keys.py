@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, heads_of, one_head, one_size
+from vissl_zero.methods.spec import (
+    MethodSpec,
+    are_cut,
+    crops_of,
+    head_width,
+    heads_of,
+    loss_keys,
+    one_head,
+    one_size,
+)
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -34,6 +44,14 @@ class JigsawHeadConfig:
 
 
 @dataclass
+class SiameseConcatViewConfig:
+    """``siamese_concat_view``: the features of an image's tiles side by side, between the heads before and after."""
+
+    num_towers: int = number(MISSING, least=1)
+    """Tiles of an image."""
+
+
+@dataclass
 class JigsawLossConfig:
     """``jigsaw_loss``: in which order are the tiles, https://arxiv.org/abs/1603.09246."""
 
@@ -41,6 +59,10 @@ class JigsawLossConfig:
     """Tiles of an image; null: from the head, which also wins over a different number."""
     num_permutations: int | None = None
     """Orders to tell apart; null: from the head, which also wins over a different number."""
+    perm_file: str = ""
+    """File of the orders (.npy, a row each), such as VISSL's; empty: orders far from each other are chosen."""
+    are_cut: bool | None = None
+    """Whether crops are tiles already; null: from the transforms, which also win over a different value."""
 
 
 @METHODS.register("jigsaw")
@@ -48,20 +70,39 @@ class JigsawSpec(MethodSpec):
     """Jigsaw: predicts the order of an image's shuffled tiles."""
 
     losses = {"jigsaw_loss": JigsawLossConfig}
-    heads = {"jigsaw_head": JigsawHeadConfig}
+    heads = {"jigsaw_head": JigsawHeadConfig, "siamese_concat_view": SiameseConcatViewConfig}
     title = "Jigsaw"
     paper = "https://arxiv.org/abs/1603.09246"
-    views = "1 or more crops of one size, in 4 or 9 shuffled tiles"
+    views = "1 or more crops of one size, in 4 or 9 shuffled tiles; or tiles of one image"
     recipe = "digits/jigsaw"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """num_towers and num_permutations from the head."""
-        orders = _head(cfg).get("num_permutations", 1000) if _head(cfg) else None
-        return {"num_towers": (towers_of(cfg, 9), "head"), "num_permutations": (orders, "head")}
+        """num_towers and num_permutations from the head, are_cut from the transforms."""
+        name, head = next(heads_of(cfg), ("", {}))
+        orders = head.get("num_permutations", 1000) if name == "jigsaw_head" else head_width(cfg)
+        return {
+            "num_towers": (towers_of(cfg, 9), "head"),
+            "num_permutations": (orders, "head"),
+            "are_cut": (are_cut(cfg), "transforms"),
+        }
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
-        """One size, a head that takes tiles, no more orders than there are."""
-        return [*one_head(cfg, "jigsaw_head"), *one_size(cfg), *wrong_towers(cfg, GRIDS), *self._orders(cfg)]
+        """One size, a head that takes tiles, no more orders than there are, a file of them that exists."""
+        return [
+            *one_head(cfg, "jigsaw_head", *["mlp"] * (towers_of(cfg, None) is not None)),
+            *one_size(cfg),
+            *wrong_towers(cfg, GRIDS),
+            *wrong_tiles(cfg),
+            *self._orders(cfg),
+            *self._file(cfg),
+        ]
+
+    def _file(self, cfg: RunConfig) -> list[Problem]:
+        file = loss_keys(cfg).perm_file
+        if not file or cfg.DRY_RUN or Path(file).expanduser().is_file():
+            return []
+        key = f"config.LOSS.{cfg.LOSS['name']}.perm_file"
+        return [Problem(key, repr(file), "must name a file that exists", "Correct the path, or leave it out.")]
 
     def _orders(self, cfg: RunConfig) -> list[Problem]:
         found = {key: value for key, (value, _) in self.inferred(cfg).items()}
@@ -72,10 +113,14 @@ class JigsawSpec(MethodSpec):
         return [Problem("config.MODEL.HEAD.PARAMS", str(orders), must, "Lower it.")]
 
 
-def towers_of(cfg: RunConfig, default: int) -> int | None:
-    """Tiles that the first head takes."""
-    head = _head(cfg)
-    return head.get("num_towers", default) if head else None
+def towers_of(cfg: RunConfig, default: int | None) -> int | None:
+    """Tiles that the first head takes; of heads one after another, the one that puts tiles side by side."""
+    name, head = next(heads_of(cfg), ("", {}))
+    if name == "chain":
+        parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
+        head, default = parts[0] if parts else {}, None
+    found: int | None = head.get("num_towers", default) if head else None
+    return found
 
 
 def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
@@ -87,5 +132,10 @@ def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
     return [Problem("config.MODEL.HEAD.PARAMS", str(towers), must, "Write num_towers: 9.")]
 
 
-def _head(cfg: RunConfig) -> Mapping[str, Any]:
-    return next((options for _, options in heads_of(cfg)), {})
+def wrong_tiles(cfg: RunConfig) -> list[Problem]:
+    """A problem if the transforms cut images into other tiles than the head takes."""
+    towers, counts = towers_of(cfg, 9), crops_of(cfg)
+    if not are_cut(cfg) or towers is None or counts is None or counts[-1] == towers:
+        return []
+    must = f"must make the {towers} tiles that the head takes"
+    return [Problem("config.DATA.TRAIN.TRANSFORMS", f"{counts[-1]} tiles", must, f"Write num_patches: {towers}.")]

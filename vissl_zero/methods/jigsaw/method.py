@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.methods.jigsaw.keys import GRIDS, JigsawHeadConfig, JigsawLossConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.jigsaw.keys import GRIDS, JigsawHeadConfig, JigsawLossConfig, SiameseConcatViewConfig
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.pretext import PretextTask
 from vissl_zero.models.heads.mlp import MLP
@@ -62,14 +64,50 @@ def permutations(num_tiles: int, count: int) -> Tensor:
     Cost: T! * count comparisons of orders, once.
     """
     # numpy: a dry run makes tensors without values.
-    candidates = np.array(list(itertools.permutations(range(num_tiles))))
+    candidates = np.array(list(itertools.permutations(range(num_tiles))), dtype=np.int8)
     distances = np.zeros(len(candidates), dtype=np.int64)
     chosen = [0]
     while len(chosen) < count:
         distances += (candidates != candidates[chosen[-1]]).sum(axis=1)
         distances[chosen[-1]] = -(num_tiles + 1) * count  # never again
         chosen.append(int(distances.argmax()))
-    return torch.from_numpy(candidates[chosen])
+    return torch.from_numpy(candidates[chosen].astype(np.int64))
+
+
+def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
+    """Orders from a .npy file, a row each, counted from 0 or from 1 (VISSL's): (count, T) int64.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        orders = np.load(Path(file).expanduser(), allow_pickle=False).astype(np.int64)
+        orders = orders - orders.min()
+        is_right = orders.shape == (count, num_tiles) and (np.sort(orders) == np.arange(num_tiles)).all()
+    except (OSError, ValueError, TypeError):
+        is_right = False
+    if not is_right:
+        must = f"must hold {count} orders of {num_tiles} tiles, a row each"
+        fix = "Correct the file, or the last width of the head, which is the number of orders."
+        raise ConfigError([Problem("config.LOSS.jigsaw_loss.perm_file", repr(file), must, fix)])
+    return torch.from_numpy(orders)
+
+
+@HEADS.register("siamese_concat_view", config=SiameseConcatViewConfig)
+class SiameseConcatView(nn.Module):
+    """The features of an image's tiles side by side.
+
+    Args: the fields of ``SiameseConcatViewConfig``.
+    """
+
+    def __init__(self, num_towers: int):
+        super().__init__()
+        self.num_towers = num_towers
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the first tile of m images, of the second, ... (num_towers * m, F) -> (m, num_towers * F)."""
+        tiles = features.flatten(1).unflatten(0, (self.num_towers, len(features) // self.num_towers))
+        return tiles.transpose(0, 1).flatten(1)
 
 
 @HEADS.register("jigsaw_head", config=JigsawHeadConfig)
@@ -81,14 +119,13 @@ class JigsawHead(nn.Module):
 
     def __init__(self, dims: Sequence[int], num_towers: int = 9, num_permutations: int = 1000):
         super().__init__()
-        self.num_towers = num_towers
         self.of_tile = MLP(dims, use_relu=True, skip_last_layer_relu_bn=False)
+        self.side_by_side = SiameseConcatView(num_towers)
         self.of_tiles = nn.Linear(num_towers * dims[-1], num_permutations)
 
     def forward(self, features: Tensor) -> Tensor:
         """Features of the first tile of m images, of the second, ... (num_towers * m, F) -> (m, num_permutations)."""
-        tiles = self.of_tile(features).unflatten(0, (self.num_towers, len(features) // self.num_towers))
-        logits: Tensor = self.of_tiles(tiles.transpose(0, 1).flatten(1))
+        logits: Tensor = self.of_tiles(self.side_by_side(self.of_tile(features)))
         return logits
 
 
@@ -101,17 +138,21 @@ class Jigsaw(PretextTask):
 
     orders: Tensor
 
-    def __init__(self, num_towers: int, num_permutations: int):
+    def __init__(self, num_towers: int, num_permutations: int, perm_file: str = "", are_cut: bool = False):
         super().__init__(num_permutations)
         self.num_towers = num_towers
-        # A constant: it is not saved.
-        self.register_buffer("orders", permutations(num_towers, num_permutations), persistent=False)
+        self.are_cut = are_cut
+        orders = permutations_of(perm_file, num_towers, num_permutations) if perm_file else None
+        orders = permutations(num_towers, num_permutations) if orders is None else orders
+        self.register_buffer("orders", orders, persistent=False)  # a constant: it is not saved
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The tiles of every crop, rows by place, then by crop, then by sample."""
         (images,) = batch.images
-        orders = self.orders[self.labels(batch, len(images), images.device)]
-        outputs: list[Any] = model([shuffled(tiles_of(images, self.num_towers), orders).flatten(0, 1)])
+        num_tiles = self.num_towers
+        tiles = images.unflatten(0, (num_tiles, -1)) if self.are_cut else tiles_of(images, num_tiles)
+        orders = self.orders[self.labels(batch, tiles.shape[1], images.device)]
+        outputs: list[Any] = model([shuffled(tiles, orders).flatten(0, 1)])
         return outputs
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import MISSING
+
 from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk, share, two_views
@@ -13,6 +15,22 @@ from vissl_zero.registry import METHODS
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
     from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class MSNHeadConfig:
+    """``msn_head``: an MLP with GELU and prototypes that are scored at unit length, as MSN's authors have it."""
+
+    in_dim: int = number(MISSING, least=1)
+    """Features of the trunk."""
+    num_prototypes: int = number(MISSING, least=1)
+    """Prototypes."""
+    use_bn: bool = False
+    """Batch norm between the layers of the MLP."""
+    hidden_dim: int = number(2048, least=1)
+    """Width between its three layers."""
+    output_dim: int = number(256, least=1)
+    """Width of the embedding that is scored, which has unit length."""
 
 
 @dataclass
@@ -42,6 +60,7 @@ class MSNSpec(MethodSpec):
     """MSN: masked crops predict the prototypes that a teacher assigns to the full first crop."""
 
     losses = {"msn_loss": MSNLossConfig}
+    heads = {"msn_head": MSNHeadConfig}
     title = "MSN"
     paper = "https://arxiv.org/abs/2204.07141"
     views = (
@@ -53,13 +72,14 @@ class MSNSpec(MethodSpec):
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """output_dim from the head."""
-        counts = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
-        return {"output_dim": (counts[0] if counts else None, "head")}
+        options = next((options for _, options in heads_of(cfg)), {})
+        counts = options.get("num_clusters") or [options.get("num_prototypes")]
+        return {"output_dim": (counts[0], "head")}
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
         """A vision transformer, one head with one layer of prototypes of unit length, two large crops."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = [*one_head(cfg, "swav_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
+        found = [*one_head(cfg, "swav_head", "msn_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
         counts = crops_of(cfg)
         if counts and sum(counts) >= 2 and counts[0] < 2:
             must = "must begin with two crops of the first size: the teacher's and one of the student's"

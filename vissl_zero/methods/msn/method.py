@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from vissl_zero.methods.embedding import EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.gather import at_least_float32, sum_over_ranks
 from vissl_zero.methods.masks import random_order
 from vissl_zero.methods.method import Batch
-from vissl_zero.methods.msn.keys import MSNLossConfig
+from vissl_zero.methods.msn.keys import MSNHeadConfig, MSNLossConfig
 from vissl_zero.methods.sinkhorn import sinkhorn
+from vissl_zero.methods.swav.method import SwAVOutput
 from vissl_zero.models.patches import PatchView, grid_of
-from vissl_zero.registry import LOSSES
+from vissl_zero.registry import HEADS, LOSSES
 
 
 def msn_loss(
@@ -57,6 +59,55 @@ def msn_loss(
     if entropy_weight:
         loss = loss - entropy_weight * (probabilities * log_probabilities).sum() / max(num_anchors, 1)
     return loss
+
+
+@HEADS.register("msn_head", config=MSNHeadConfig)
+class MSNHead(nn.Module):
+    """Three linear layers with GELU between, embeddings of unit length, prototypes scored at unit length.
+
+    Parameters have VISSL's names (``fc.fc1.weight``, ``fc.bn1.weight``, ``prototypes``).
+
+    Args: the fields of ``MSNHeadConfig``.
+    """
+
+    def __init__(
+        self, in_dim: int, num_prototypes: int, use_bn: bool = False, hidden_dim: int = 2048, output_dim: int = 256
+    ):
+        super().__init__()
+        layers: dict[str, nn.Module] = {}
+        for index, width in enumerate((in_dim, hidden_dim), start=1):
+            layers[f"fc{index}"] = nn.Linear(width, hidden_dim)
+            if use_bn:
+                layers[f"bn{index}"] = nn.BatchNorm1d(hidden_dim)
+            layers[f"gelu{index}"] = nn.GELU()
+        layers["fc3"] = nn.Linear(hidden_dim, output_dim)
+        self.fc = nn.Sequential(OrderedDict(layers))
+        self.prototypes = nn.Parameter(torch.zeros(num_prototypes, output_dim))
+
+    def forward(self, features: Tensor, probe: Tensor | None = None) -> SwAVOutput:
+        """Embed and score the rows of all crops; score the probe (q, D) too, without gradient."""
+        x = self.fc(features)
+        embeddings = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
+        scores = [self._score(embeddings)]
+        if probe is None:
+            return SwAVOutput(embeddings, scores, None)
+        with torch.no_grad():
+            return SwAVOutput(embeddings, scores, [self._score(probe)])
+
+    def _score(self, embeddings: Tensor) -> Tensor:
+        return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes, dim=1))
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Truncated normal of deviation 0.02 for the layers, biases 0; uniform prototypes, as VISSL has them."""
+        for name, module in self.fc.named_modules(prefix="fc"):
+            if isinstance(module, nn.Linear):
+                drawn = torch.empty(module.weight.shape)
+                nn.init.trunc_normal_(drawn, std=0.02, generator=generator_for(f"{name}.weight"))
+                module.weight.data.copy_(drawn)
+                nn.init.zeros_(module.bias)
+        bound = self.prototypes.shape[1] ** -0.5
+        drawn = torch.empty(self.prototypes.shape).uniform_(-bound, bound, generator=generator_for("prototypes"))
+        self.prototypes.data.copy_(drawn)
 
 
 @LOSSES.register("msn_loss", config=MSNLossConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -10,9 +10,9 @@ from omegaconf import MISSING
 from vissl_zero.config.constraints import number
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.errors import Problem
-from vissl_zero.methods.jigsaw.keys import GRIDS, towers_of, wrong_towers
+from vissl_zero.methods.jigsaw.keys import GRIDS, towers_of, wrong_tiles, wrong_towers
 from vissl_zero.methods.npid.keys import LOSS_TYPES, NPIDLossConfig
-from vissl_zero.methods.spec import MethodSpec, head_width, loss_keys, one_head, two_views
+from vissl_zero.methods.spec import MethodSpec, are_cut, crops_of, head_width, loss_keys, one_head, two_views
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -25,9 +25,13 @@ class PIRLHeadConfig:
     """``pirl_head``: one projection of whole images, and one of the tiles of an image, in any order."""
 
     dims: list[int] = MISSING
-    """Widths of both projections, from the trunk's features to the embedding."""
+    """Widths of both projections, from the trunk's features to the embedding; with ``of_image`` the first and last."""
     num_towers: int = 9
     """Tiles of an image: 4 or 9. Their projections stand side by side before the last layer."""
+    of_image: list[Any] = field(default_factory=list)
+    """Heads of whole images, each ["name", {key: value}], one after another; empty: an MLP."""
+    of_tiles: list[Any] = field(default_factory=list)
+    """Heads of tiles, siamese_concat_view among them; given together with ``of_image``."""
 
 
 @dataclass
@@ -38,6 +42,8 @@ class PIRLLossConfig(NPIDLossConfig):
     """Weight of the tiles; the whole image has the rest."""
     num_towers: int | None = None
     """Tiles of an image; null: from the head, which also wins over a different number."""
+    are_cut: bool | None = None
+    """Whether crops are an image and its tiles; null: from the transforms, which also win over a different value."""
 
 
 @METHODS.register("pirl")
@@ -49,20 +55,24 @@ class PIRLSpec(MethodSpec):
     shape_keys = ("embedding_dim",)
     title = "PIRL"
     paper = "https://arxiv.org/abs/1912.01991"
-    views = "2 crops: one whole, one in shuffled tiles"
+    views = "2 crops: one whole, one in shuffled tiles; or a crop and tiles"
     couples = "negatives: a memory of all images"
     recipe = "digits/pirl"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim and num_towers from the head."""
-        return {"embedding_dim": (head_width(cfg), "head"), "num_towers": (towers_of(cfg, 9), "head")}
+        """embedding_dim and num_towers from the head, are_cut from the transforms."""
+        return {
+            "embedding_dim": (head_width(cfg), "head"),
+            "num_towers": (towers_of(cfg, 9), "head"),
+            "are_cut": (are_cut(cfg), "transforms"),
+        }
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
-        """Two views, a head that takes tiles."""
+        """Two views, or one and tiles; a head that takes tiles."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "pirl_head"),
             *wrong_towers(cfg, GRIDS),
-            *two_views(cfg),
+            *(wrong_tiles(cfg) if (crops_of(cfg) or [])[:-1] == [1] else two_views(cfg)),
             *one_of(f"{path}.loss_type", keys.loss_type, LOSS_TYPES),
         ]

@@ -18,7 +18,10 @@ NUM_ANGLES = 4
 
 @dataclass
 class RotNetLossConfig:
-    """``rotnet_loss``: by which quarter turn was it rotated, https://arxiv.org/abs/1803.07728. It has no keys."""
+    """``rotnet_loss``: by which quarter turn was it rotated, https://arxiv.org/abs/1803.07728."""
+
+    all_angles: bool = True
+    """Every crop at all four angles, as published; false: at one, drawn anew in every step (VISSL)."""
 
 
 @METHODS.register("rotnet")
@@ -28,7 +31,7 @@ class RotNetSpec(MethodSpec):
     losses = {"rotnet_loss": RotNetLossConfig}
     title = "RotNet"
     paper = "https://arxiv.org/abs/1803.07728"
-    views = "1 or more square crops of one size, each at 4 angles"
+    views = "1 or more square crops of one size, each at 4 angles, or at one"
     recipe = "digits/rotnet"
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
