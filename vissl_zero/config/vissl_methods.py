@@ -72,8 +72,8 @@ def _jigsaw(cfg: RunConfig) -> str:
 
 
 def _pirl(cfg: RunConfig) -> str:
-    old = cfg.LOSS.get("nce_loss_with_memory")
-    train, model = cfg.DATA.TRAIN, cfg.MODEL
+    old: Any = cfg.LOSS.get("nce_loss_with_memory")
+    train, model = _blocks(cfg)
     is_named = cfg.LOSS.get("name") == "nce_loss_with_memory" and not isinstance(old, Mapping) and old is not None
     if not is_named or _found(train.TRANSFORMS, "ImgPilToPatchesAndImage") is None:
         return ""
@@ -107,7 +107,7 @@ def _row(head: Any) -> list[Any]:
 
 
 def _ibot(cfg: RunConfig) -> str:
-    model, train = cfg.MODEL, cfg.DATA.TRAIN
+    train, model = _blocks(cfg)
     patches = model.TRUNK.VISION_TRANSFORMERS
     mapping = [
         ["global_views", {"feat_names": [_TOKENS], "additional_keys": ["mask"]}],
@@ -151,7 +151,7 @@ def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
 
 
 def _msn(cfg: RunConfig) -> str:
-    modeling = cfg.MODEL.TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING
+    modeling = _blocks(cfg)[1].TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING
     heads = [head[1] for head in cfg.MODEL.HEAD.PARAMS if _name_of(head) == "msn_head"]
     temperatures = [head.pop("temperature") for head in heads if "temperature" in head]
     for head in heads:
@@ -163,6 +163,11 @@ def _msn(cfg: RunConfig) -> str:
     loss.temperature = float(temperatures[0]) if temperatures else loss.temperature
     modeling.NAME, modeling.PARAMS = "", {}
     return "MASKED_IMAGE_MODELING: msn_loss leaves patches out; its patch_drop is drop_ratio. The loss is the paper's."
+
+
+def _blocks(cfg: RunConfig) -> tuple[Any, Any]:
+    """DATA.TRAIN and MODEL; VISSL's keys are added to their classes as the tables are read."""
+    return cfg.DATA.TRAIN, cfg.MODEL
 
 
 def _found(transforms: list[Any], name: str) -> Mapping[str, Any] | None:

@@ -109,7 +109,8 @@ class IBOTSpec(MethodSpec):
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Prototypes from the head, crops from the transforms."""
-        clusters, crops = prototypes_of(cfg) or [None], crops_of(cfg)
+        clusters: list[Any] = prototypes_of(cfg) or [None]
+        crops = crops_of(cfg)
         return {
             "num_global_crops": (crops[0] if crops else None, "transforms"),
             "out_dim": (clusters[0], "head"),

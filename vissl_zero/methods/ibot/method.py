@@ -113,8 +113,7 @@ class IBOTDINOHead(DINOHead):
         hidden_dim: int = 2048,
         bottleneck_dim: int = 256,
     ):
-        sizes = {"num_layers": num_layers, "hidden_dim": hidden_dim, "bottleneck_dim": bottleneck_dim}
-        super().__init__(in_dim, [out_dim], normalize_last_layer=normalize_last_layer, **sizes)
+        super().__init__(in_dim, [out_dim], False, normalize_last_layer, num_layers, hidden_dim, bottleneck_dim)
         of_patches = NormalizedPrototypes(bottleneck_dim, patch_out_dim or out_dim, normalize_last_layer)
         self.prototypes1 = None if shared_head else of_patches
 
