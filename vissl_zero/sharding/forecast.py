@@ -104,6 +104,7 @@ class Forecaster:
         self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         for module in filter(None, (subject.model, subject.teacher)):
+            # All become ours, also where nothing is recomputed: only those can be given a group of ranks later.
             convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
             run_in_precision(module, plan.precision, torch.device("cpu"))
         subject.model.train()
@@ -118,6 +119,7 @@ class Forecaster:
         rule = self._rule(plan)
         num_ranks = self._num_ranks(plan)
         wrap_plan = plan_wrap(subject.model, plan, num_ranks)
+        # Marks carry the names of level 3's units, so that one recording serves all levels.
         units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
         facts = self._facts(plan, units, num_ranks, rule)
         trace = self.trace(plan)
@@ -139,6 +141,7 @@ class Forecaster:
         if isinstance(trace, StepTrace) and plan.engine != "torch":
             unknown = f"the {plan.engine} engine's own buffers are not modelled"
         elif isinstance(trace, StepTrace):
+            # The sums are made with real tensors.
             with unset_fake_temporarily():
                 step = step_memory(
                     trace,
@@ -301,6 +304,7 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
     stepper = Stepper(shards, optimizer, adaptation, Clipping.of(plan), None, None)
     for shard in shards:
         shard.local.grad = torch.zeros_like(shard.local)
+    # In a recorder too, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages()):
         stepper.step(())
     states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]

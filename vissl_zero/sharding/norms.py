@@ -19,6 +19,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     dtype = _wide(tensors)
+    # In the wide type: squares of large values overflow in half precision.
     norms = torch._foreach_norm(filled, 2, dtype=dtype) if filled else ()
     return _in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
 

@@ -55,6 +55,7 @@ class _OwnedByRank(ShardedModel):
             run_inside(oss, optimizer)
             return oss, adaptation
 
+        # Beside the parameters that it owns, a rank holds all others in full.
         elsewhere = sum(shard.source.nbytes for shard in self._owned if not shard.is_owned)
         wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=elsewhere)
         group = dist.group.WORLD
@@ -159,6 +160,7 @@ class GradientSharded(_OwnedByRank):
         if is_last:
             yield
         else:
+            # Without it, gradients that add up over micro-batches are silently wrong under fairscale.
             with self._parallel.no_sync():
                 yield
 

@@ -60,6 +60,7 @@ class HostShard(Shard):
     @torch.no_grad()
     def publish(self) -> None:
         """See ``Shard``."""
+        # Not waited for: the next forward pass is queued on the device behind this copy.
         self.on_device.copy_(self.local, non_blocking=True)
 
     @torch.no_grad()

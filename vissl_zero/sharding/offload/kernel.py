@@ -53,6 +53,7 @@ class Kernel:
     @torch.no_grad()
     def update(self, pieces: Sequence[Piece]) -> None:
         """One step on ``pieces``; parameters and per-element state change in place, scalars in ``Piece.state``."""
+        # Schedules set rates in these very dicts, so the groups are borrowed for the step and not made anew.
         groups = self.optimizer.param_groups
         held = [group["params"] for group in groups]
         chosen: list[list[nn.Parameter]] = [[] for _ in groups]

@@ -63,6 +63,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
         segments, filled = [], 0
 
     for index, tensor in enumerate(tensors):
+        # One item size for each chunk: its record is cut into keys by that.
         if tensor.element_size() != itemsize:
             close()
             itemsize = tensor.element_size()

@@ -124,6 +124,7 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
             raise
     except OffloadError as error:
         failure = error
+    # Before anything is raised: a rank that has failed must take part, or the others would wait for it.
     num_failed = collectives.all_reduce_sum(torch.tensor(float(failure is not None)))
     if failure is not None:
         raise failure

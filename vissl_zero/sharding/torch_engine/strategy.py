@@ -57,6 +57,7 @@ class TorchStrategy(Strategy):
         if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
             materialize_(model, "", plan.seed)
             return ReplicatedParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+        # Only here: the classes above keep the parameters themselves, and with them their hooks.
         _refuse_hooked(model)
         return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
 

@@ -77,6 +77,7 @@ class UnitGuard:
         self._ran: list[int] = []
         for number, (name, unit) in enumerate(zip(names, units, strict=True)):
             state: Any = unit._get_fsdp_state()
+            # torch makes no group for a unit whose parameters are all scalars, or in units inside it.
             if state._fsdp_param_group is not None:
                 _GuardedUnit(name, number, state, self)
 
