@@ -81,6 +81,7 @@ def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
             yield whole_shard(name, param)
             continue
         is_owned = owners[param] == dist.get_rank()
+        # Empty elsewhere, so that only the owner's optimizer makes state of any size.
         local = param.detach() if is_owned else param.detach().new_empty((0, *param.shape[1:]))
         yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
 

@@ -90,6 +90,7 @@ def _cut(source: nn.Parameter, names: list[str], shapes: list[torch.Size]) -> It
     for name, shape in zip(names, shapes, strict=True):
         first = min(max(begin - offset, 0), shape.numel())
         stop = min(max(begin + piece.numel() - offset, 0), shape.numel())
+        # A parameter in another rank's piece has an empty segment here, so that all ranks have the same names.
         start = offset + first - begin if first < stop else 0
         local = nn.Parameter(piece[start : start + stop - first], requires_grad=source.requires_grad)
         yield Segment(

@@ -92,6 +92,7 @@ class ReadAhead:
         index, buffer, reading = self._reads.popleft()
         try:
             reading.result()
+        # A failed read must not lose its buffer: their number is fixed.
         except BaseException:
             self._free.append(buffer)
             raise

@@ -140,6 +140,7 @@ class StateOnDisk(StatePlace):
 
     def scalars(self, tensor: int) -> dict[str, Any]:
         """See ``StatePlace``."""
+        # A parameter that was never updated has the counters of a first step.
         values = self._scalars.get(tensor) or self._kernel.scalars
         return {key: copied(value) for key, value in values.items()}
 

@@ -35,6 +35,7 @@ class Replicated(ShardedModel):
     ):
         params = list(module.parameters())
         self.means = OrderedMeans(params) if plan.deterministic else GradientAverage(params, plan.timeout_s)
+        # No group: gradients are averages on every rank, so each finds the same norms by itself.
         super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group=None)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
