@@ -115,7 +115,9 @@ class _Quantised:
         """Take (n,) values: each becomes the nearest entry of the table."""
         blocks = torch.nn.functional.pad(values, (0, len(self._scales) * self._size - len(values)))
         self._scales.copy_(blocks.view(-1, self._size).abs().amax(dim=1))
+        # The clamp is for a block of zeros, whose scale is zero.
         shares = values / self._scale_of_each(values.dtype).clamp(min=torch.finfo(torch.float32).tiny)
+        # The nearest entry is the one whose neighbours' middles a value lies between.
         middles = ((self._table[1:] + self._table[:-1]) / 2).to(values.dtype)
         self._codes.copy_(torch.bucketize(shares, middles))
 

@@ -72,7 +72,10 @@ class Shampoo(GroupOptimizer):
                 for side, size in (("left", blocks[-1].left.stop), ("right", blocks[-1].right.stop)):
                     state[side], state[f"{side}_root"] = param.new_zeros(size), param.new_zeros(size)
         state["step"] += 1
+        # The first step is due too, for it has no roots yet; 1 % frequency, since a frequency of 1 leaves no remainder
+        # of 1.
         is_due = state["step"] % group["frequency"] == 1 % group["frequency"]
+        # Adam's corrections for running means that begin at zero: https://arxiv.org/abs/1412.6980
         first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         mean = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -130,6 +133,7 @@ def _grid(param: Tensor, size: int) -> Iterator[_Block]:
 def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
     """``(matrix + eps * its largest eigenvalue)^(-1/4)``; of zeros, zeros."""
     values, vectors = torch.linalg.eigh(matrix.double())
+    # L and R have no negative eigenvalues; rounding may leave some.
     values = values.clamp(min=0.0) + eps * values[-1].clamp(min=0.0)
     powers = torch.where(values > 0, values.clamp(min=1e-300).pow(-0.25), 0.0)
     return ((vectors * powers) @ vectors.T).to(matrix.dtype)
