@@ -32,6 +32,7 @@ def sinkhorn(
     logits = scores / epsilon
     shares = -powerlaw * torch.log(torch.arange(1, scores.shape[2] + 1, dtype=scores.dtype, device=scores.device))
     for _ in range(num_iters):
+        # Shares up to one factor for all prototypes, which the next line takes out again.
         logits = logits - _logsumexp_over_samples(logits, counts) + shares
         logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
     return torch.softmax(logits, dim=2)
@@ -42,6 +43,7 @@ def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
     if counts is not None:
         logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
     local = torch.logsumexp(logits, dim=1, keepdim=True)
+    # Of all ranks, so that the exponentials below overflow on none of them.
     largest = all_reduce_max(local)
     total = largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
     # No sample counts on any rank: nothing to share out, and -inf - -inf above.

@@ -33,6 +33,8 @@ def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1
     """
     num_teacher_views, num_views = len(targets), len(student)
     log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    # All pairs of views at once, since cross-entropy is linear in both; those of a view with itself are taken out
+    # below.
     total = -(targets.sum(dim=0) * log_probabilities.sum(dim=0)).sum()
     same_view = -(targets * log_probabilities[:num_teacher_views]).sum()
     num_pairs = num_teacher_views * (num_views - 1)

@@ -119,6 +119,7 @@ class SwAVHead(nn.Module):
             probe: (q, D) embeddings to be scored without gradient, such as the loss's queue.
         """
         x = self.projection_head(features)
+        # In half precision a row would have unit length to two or three digits only.
         embeddings = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.normalize_feats:
             embeddings = F.normalize(embeddings, dim=1)
@@ -290,6 +291,7 @@ class SwAVLoss(Method):
         if queue_scores is not None:
             past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
             scores = torch.cat((scores, past), dim=1)
+        # The queue's rows help to balance prototypes and are dropped: only this batch is learned from.
         assigned = sinkhorn(scores, self.epsilon, self.num_iters, powerlaw=self.powerlaw)[:, :num_samples]
         if self._step < self.temp_hard_assignment_iters:
             assigned = F.one_hot(assigned.argmax(dim=2), num_prototypes).to(assigned.dtype)
@@ -298,7 +300,9 @@ class SwAVLoss(Method):
     def _swapped_prediction(self, scores: Tensor, assigned: Tensor) -> Tensor:
         """Cross-entropy of each assigned crop against all crops but itself; scores (V, B, K), assigned (C, B, K)."""
         log_probabilities = F.log_softmax(scores / self.temperature, dim=2)
+        # Cross-entropy is linear in these, so one sum over crops stands for all pairs.
         others = log_probabilities.sum(dim=0, keepdim=True) - log_probabilities[self.crops_for_assign]
+        # At least 1: a rank may have no samples.
         num_terms = len(self.crops_for_assign) * (self.num_crops - 1) * max(scores.shape[1], 1)
         return -(assigned * others).sum() / num_terms
 
