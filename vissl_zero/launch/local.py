@@ -161,5 +161,7 @@ def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float)
     if limit is not None:  # of all restarts together
         stopping.end_at(began + 60 * limit)
         environment[stopping.END_AT_VARIABLE] = str(stopping.deadline())
+        # The limit is for the ranks: here it would count as a request to this process, which may have other runs to
+        # start.
         stopping.forget()
     return environment
