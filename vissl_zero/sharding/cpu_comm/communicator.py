@@ -120,6 +120,7 @@ class CpuCommunicator(ABC):
             def fill(message: Tensor, start: int = start, stop: int = stop) -> None:
                 message.view(self.num_ranks, -1).copy_(parts[:, start:stop])
 
+            # Bound as defaults, because the loop has moved on by the time that a message is drained.
             def drain(received: Sequence[Tensor], start: int = start, stop: int = stop) -> None:
                 add_in_order(received, output[start:stop], is_mean=is_mean)
 

@@ -62,6 +62,7 @@ class GradientMessages:
         self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
         for shard in shards:
             call_on_gradient([shard.source], self._on_gradient)
+            # The class of the same object, so that the model and the loop keep the parameter that they refer to.
             shard.source.__class__ = WholeParameter
             shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
 
