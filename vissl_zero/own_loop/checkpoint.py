@@ -53,9 +53,11 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
     is_first = collectives.rank() == 0
     try:
         _on_all(lambda: write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {}))
+        # A second time: the manifest names every rank's files, so all must have been written before.
         _on_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:
         if is_first:
+            # All ranks have stopped writing by now: ``_on_all`` raises only after it has heard from each.
             discard(folder, step)
         raise
 
@@ -81,6 +83,7 @@ def load_state(sharded: Sharded, folder: Path) -> int:
         if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
             raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
         check_same_update(saved, groups)
+        # After the checks above: what does not fit must not overwrite a part of the state.
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):

@@ -72,6 +72,7 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         problems.append(Problem(f"zero.{name}", "", "is not read from zero", _OWN_OPTIMIZER[name]))
         keys.pop(name)
     if "gradient_clipping" in keys:
+        # DeepSpeed's 0 means no clipping, where ours is refused.
         keys["clip_grad"] = keys.pop("gradient_clipping") or None
     for name in ("fp16", "bf16"):
         if isinstance(keys.get(name), Mapping):

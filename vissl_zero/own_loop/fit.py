@@ -64,6 +64,7 @@ def choose_plan(
             others = ", or give smaller micro-batches"
             raise ConfigError([nothing_fits(found, budget, disk=disk, others=others, **words)])
         outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
+    # Broadcast like a choice: raised by rank 0 alone, it would leave the others waiting for its choice.
     except ConfigError as error:
         outcome = error
     outcome = collectives.broadcast_object(outcome)
@@ -85,6 +86,7 @@ def _candidates(
     if sample is None:
         fix = "Give one micro-batch of a rank: initialize(..., sample=batch); tensors on the meta device will do."
         raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
+    # A module's plain tensors, which are neither parameters nor buffers, stay real, and so do those of a function.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fake = _fake_copy(model)
@@ -138,6 +140,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are fake, tied ones once; in ``FakeTensorMode``."""
     tensors = [*model.parameters(), *model.buffers()]
     try:
+        # deepcopy takes what stands in its memo for copied already: no weight is read, and tied ones stay tied.
         return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
     except Exception as error:
         must = f"must support copy.deepcopy, to be forecast ({type(error).__name__}: {error})"
@@ -148,6 +151,7 @@ def _shell(optimizer: Any) -> Any:
     """A ready optimizer's twin, over the parameter names it will be given: what it updates stays as it is."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
+    # Its constructor may want arguments that nobody has kept.
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, bound to the other one

@@ -94,11 +94,13 @@ def initialize(
     tier_notes = offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero")
     k = settings.gradient_accumulation_steps
     if settings.is_fitted:
+        # Only rank 0's choice counts: a smaller budget of another rank would go unheard.
         require_equal("the budget", [f"{settings.memory_gb}, {settings.host_memory_gb}, {settings.disk_gb}"])
         plan, said = choose_plan(model, optimizer, plan, settings, sample, where)
         notes, tier_notes = (*notes, said), ()
     elif sample is not None:
         notes = (*notes, "sample has no effect: zero names a level.")
+    # Ranks that differ would meet in different collectives and wait there until the timeout.
     require_equal("the settings of zero", _facts(plan, k))
     require_equal("the optimizer", optimizer_facts(optimizer))
     num_ranks = plan.shard_group_size if plan.shard_group_size > 1 else collectives.world_size()
@@ -169,8 +171,10 @@ def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
     """
     if wrapper is module:
         return
+    # Were it the module itself, the wrapper's call of it would come back here without end.
     wrapper.module = _Body(module.forward)
     module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)
+    # copy and pickle look for these on the object first, so that its class stays as it is for other models.
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
 
 

@@ -35,6 +35,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(self, sharded: Sharded, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
         base = sharded.optimizer
+        # torch's constructor gives the groups to ``add_param_group``, which refuses later ones.
         self._is_built = False
         super().__init__(base.param_groups, base.defaults)
         # The very objects, so that a learning rate set here reaches the base optimizer.
@@ -89,6 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.zero_grad()
             self._num_micro_batches = 0
         self._open_micro_batch()
+        # After the next micro-batch is open, so that a loop which catches the error can go on.
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
             names = ", ".join(self.last_step.nonfinite_gradients()[:3])
             raise VisslZeroError(

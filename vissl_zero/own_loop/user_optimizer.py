@@ -123,6 +123,7 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
     ]
 
     def factory(local_groups: Groups) -> Built:
+        # What it held is keyed by whole parameters, which it would keep alive.
         optimizer.state = defaultdict(dict)
         for group, local, state in zip(optimizer.param_groups, local_groups, initial, strict=True):
             group["params"] = list(local["params"])
@@ -168,6 +169,7 @@ def _uniform(state: Mapping[str, Any]) -> dict[str, tuple[Any, torch.dtype | Non
         if not isinstance(value, Tensor):
             found[key] = value, None, False
         elif value.numel() and bool((value == value.flatten()[0]).all()):
+            # By the name and not the shape: the state of a 0-d parameter is 0-d as well.
             found[key] = value.flatten()[0].item(), value.dtype, key != "step"
         else:
             return None
@@ -234,6 +236,7 @@ def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
     if name in _ELSEWHERE:
         optimizer = _class_from_elsewhere(name)(groups, **options)
         if name == "ScheduleFreeAdamW":
+            # Its ``step`` raises before this call.
             optimizer.train()  # type: ignore[attr-defined]
         return optimizer, None
     built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)

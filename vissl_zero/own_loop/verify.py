@@ -149,6 +149,7 @@ def _compare(
         for number in range(len(batches) + 1):
             loss = None
             if number:
+                # As before each step of the plain run, so that both draw the same numbers.
                 torch.manual_seed(seed + number)
                 share = _share(_converted(batches[number - 1], dtype))
                 loss = (
@@ -168,6 +169,7 @@ def _distance(
 ) -> tuple[str, float, bool]:
     """What differs most after a step, by how much, and whether that is within bounds: rank 0's word for all."""
     worst: list[Any] = ["", 0.0, True, -1.0]
+    # ``full_state`` is on rank 0 only.
     if collectives.rank() == 0:
         pairs = [(name, plain.states[number][name], value) for name, value in state.items()]
         if loss is not None:
