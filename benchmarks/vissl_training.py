@@ -30,6 +30,7 @@ from tests.ranks import close_pool, run_on_ranks
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
+from vissl_zero.config.derive.measuring import only_measures
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
@@ -122,7 +123,8 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
         if split.DATA_SOURCES == ["torchvision_dataset"]:
             split.DATA_SOURCES, split.LABEL_SOURCES = ["disk_folder"], ["disk_folder"]
     _shrink_trunk(run, side)
-    _fit_heads(run, side)
+    if not only_measures(run):
+        _fit_heads(run, side)
     if takes_other_model(run):
         teacher = as_teacher(run)  # shares its blocks with DISTILLATION
         _shrink_trunk(teacher, side)
