@@ -31,7 +31,7 @@ from vissl_zero.config.rules import problems
 from vissl_zero.config.rules.vissl import no_effect
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
-from vissl_zero.config.taps import are_tapped
+from vissl_zero.config.taps import are_tapped, features_are_tapped
 from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
@@ -142,7 +142,7 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
     model, name = tree["MODEL"], cfg.MODEL.TRUNK.NAME
     model["TRUNK"] = {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)}
     model["HEAD"]["PARAMS"] = [[head, options] for head, options in head_options(cfg)]
-    if not are_tapped(cfg):
+    if not (are_tapped(cfg) or features_are_tapped(cfg)):
         model["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"] = []
     if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
         model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]

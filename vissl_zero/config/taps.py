@@ -16,8 +16,15 @@ POOLINGS = ("AdaptiveAvgPool2d", "AdaptiveMaxPool2d", "AvgPool2d", "MaxPool2d", 
 def are_tapped(cfg: RunConfig) -> bool:
     """Whether heads see inner layers. As in VISSL, the map counts where the trunk is frozen in evaluation mode."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
-    is_frozen = settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY
+    is_frozen = settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY and not settings.EXTRACT_TRUNK_FEATURES_ONLY
     return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_frozen
+
+
+def features_are_tapped(cfg: RunConfig) -> bool:
+    """Whether kNN and extraction look at inner layers in place of the trunk's features."""
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    is_extracted = settings.EVAL_MODE_ON and settings.EXTRACT_TRUNK_FEATURES_ONLY
+    return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_extracted
 
 
 def layer_names(entries: Sequence[Any]) -> list[str]:
@@ -31,7 +38,7 @@ def layer_names(entries: Sequence[Any]) -> list[str]:
 
 def problems(cfg: RunConfig) -> list[Problem]:
     """Entries that are no [layer, [pooling, [arguments]]], and a map that is not as long as the heads."""
-    if not are_tapped(cfg):
+    if not (are_tapped(cfg) or features_are_tapped(cfg)):
         return []
     entries, found = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []
     for entry in entries:
@@ -42,7 +49,7 @@ def problems(cfg: RunConfig) -> list[Problem]:
             fix = did_you_mean(entry[1][0], POOLINGS).strip() or "Choose one of them."
             found.append(Problem(KEY, repr(entry[1][0]), f"must name a pooling: {', '.join(POOLINGS)}", fix))
     heads = len(cfg.MODEL.HEAD.PARAMS)
-    if heads != len(entries):
+    if heads != len(entries) and are_tapped(cfg):
         must = f"must list a head for each of the {len(entries)} layers of {KEY}"
         found.append(Problem("config.MODEL.HEAD.PARAMS", f"{heads} heads", must, "Give the lists the same length."))
     return found

@@ -1,14 +1,16 @@
 """Features of images in files: safetensors shards and an index, and the hook that writes them.
 
 ``<folder>/<SPLIT>.json``, written last, is the index: ``num_images``, ``feature_dim``, ``class_names`` and ``shards``
-(file -> number of rows). A shard has ``features`` (n, F), ``image`` (n,), the place of each row's image in the split,
-and ``label`` (n,), -1 without labels. ``<SPLIT>_images.txt`` names the images, one a line, in their order.
+(file -> number of rows); of inner layers also ``layers`` (name -> first column, and the one after the last). A shard
+has ``features`` (n, F), ``image`` (n,), the place of each row's image in the split, and ``label`` (n,), -1 without
+labels. ``<SPLIT>_images.txt`` names the images, one a line, in their order.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich
@@ -23,7 +25,7 @@ from vissl_zero.data.eval_images import eval_images
 from vissl_zero.data.source import Source, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import evaluating, own_batches
+from vissl_zero.evaluation.features import evaluating, layers_of, own_batches
 from vissl_zero.registry import HOOKS
 
 _ROWS_PER_SHARD = 2**16
@@ -69,7 +71,8 @@ class ExtractFeatures(Hook):
         if run.is_main:
             shards = {name: rows for own in of_ranks for name, rows in own.items()}
             images = [source.name(index) for index in range(len(source))]
-            write_index(run.folder / FOLDER, split, shards, feature_dim, images, list(source.class_names))
+            names = list(source.class_names)
+            write_index(run.folder / FOLDER, split, shards, feature_dim, images, names, layers_of(run))
         return len(source)
 
 
@@ -85,12 +88,14 @@ class ExtractedFeatures:
         labels: (N,) int64, -1 without labels.
         images: names of the images.
         class_names: by label.
+        layers: columns of each inner layer; empty where the features are the trunk's.
     """
 
     rows: Tensor
     labels: Tensor
     images: list[str]
     class_names: list[str]
+    layers: dict[str, slice] = field(default_factory=dict)
 
 
 class ShardWriter:
@@ -130,12 +135,20 @@ class ShardWriter:
 
 
 def write_index(
-    folder: Path, split: str, shards: dict[str, int], feature_dim: int, images: list[str], class_names: list[str]
+    folder: Path,
+    split: str,
+    shards: dict[str, int],
+    feature_dim: int,
+    images: list[str],
+    class_names: list[str],
+    layers: Mapping[str, slice],
 ) -> None:
     """Write the index, when all ranks have written their shards. One rank calls this."""
     lines = "".join(name.replace("\n", " ") + "\n" for name in images)
     (folder / f"{split}_images.txt").write_text(lines, encoding="utf-8")
     index = {"split": split, "num_images": len(images), "feature_dim": feature_dim, "class_names": class_names}
+    if layers:
+        index["layers"] = {name: [columns.start, columns.stop] for name, columns in layers.items()}
     (folder / f"{split}.json").write_text(json.dumps({**index, "shards": shards}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -163,4 +176,5 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
         raise DataError(f"{folder} lacks images of {split}, or has some twice. Extract them again.")
     rows = torch.cat([part["features"] for part in parts])[order]
     labels = torch.cat([part["label"] for part in parts])[order]
-    return ExtractedFeatures(rows, labels, images, list(index["class_names"]))
+    layers = {name: slice(*ends) for name, ends in index.get("layers", {}).items()}
+    return ExtractedFeatures(rows, labels, images, list(index["class_names"]), layers)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import rich
 import torch
@@ -14,6 +15,7 @@ import torchvision
 from torch import Tensor, nn
 
 from vissl_zero.collectives import all_gather_rows
+from vissl_zero.config.taps import layer_names
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.eval_images import EvalImages
 from vissl_zero.data.order import rank_slice
@@ -88,6 +90,21 @@ class Features:
         """The same images with their pixels for features."""
         assert self.pixels is not None, "extract_features was not asked for pixels"
         return Features(self.pixels, self.labels)
+
+    def of_columns(self, columns: slice) -> Features:
+        """The same images with some of their features."""
+        return Features(self.rows[:, columns], self.labels, self.pixels)
+
+
+def layers_of(run: Run) -> dict[str, slice]:
+    """Columns of each inner layer in the rows that were extracted last; empty where they are the trunk's features."""
+    taps = getattr(run.seen, "feature_taps", None)
+    if taps is None:
+        return {}
+    ends = list(accumulate(taps.widths))
+    entries = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]
+    columns = (slice(end - width, end) for width, end in zip(taps.widths, ends, strict=True))
+    return dict(zip(layer_names(entries), columns, strict=True))
 
 
 def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) -> Features:

@@ -12,7 +12,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.eval_images import eval_images
 from vissl_zero.data.source import Source, Subset, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.evaluation.features import Features, extract_features
+from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.evaluation.knn import knn_top1, knn_top1s
 from vissl_zero.evaluation.neighbours import Neighbours, find_neighbours, middles
 from vissl_zero.evaluation.patch_pictures import PatchPictures, patch_pictures
@@ -44,7 +44,8 @@ class KnnHook(Hook):
 
     ``rankme_before`` and ``rankme_after`` are RankMe of the features of TRAIN's images; ``lidar`` is LiDAR of views
     that training makes, at the end (LIDAR_IMAGES); ``knn_top1_by_vote`` is top-1 at the end by "k=20 T=0.07"
-    (ALSO_TOPK, ALSO_SIGMA).
+    (ALSO_TOPK, ALSO_SIGMA). Of several inner layers (EXTRACT_TRUNK_FEATURES_ONLY with a map) the best counts;
+    ``knn_top1_by_layer`` has them all.
 
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
@@ -162,9 +163,21 @@ class KnnHook(Hook):
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
             own = torch.tensor(self._own_places, device=index.rows.device)
-            return Measured(index, index.at(own), own)
+            return self._of_best_layer(run, Measured(index, index.at(own), own))
         queries = extract_features(run, eval_images(self._query_source, data_cfg, seed), with_pixels)
-        return Measured(index, queries, None)
+        return self._of_best_layer(run, Measured(index, queries, None))
+
+    def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
+        """What is measured of inner layers, of the best of them alone."""
+        by_layer = {
+            name: Measured(measured.index.of_columns(own), measured.queries.of_columns(own), measured.excluded)
+            for name, own in layers_of(run).items()
+        }
+        if not by_layer:
+            return measured
+        shares = {name: self._top1(own) for name, own in by_layer.items()}
+        run.results["knn_top1_by_layer"] = shares
+        return by_layer[max(shares, key=lambda name: shares[name] or 0.0)]
 
     def _record(self, run: Run, measured: Measured) -> float | None:
         top1 = self._top1(measured)

@@ -36,6 +36,7 @@ class Model(nn.Module):
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
         keeps_features: ``kept_features`` holds the trunk's features of the newest pass in training mode, without graph.
         features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
+        feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
     """
 
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module], taps: Taps | None = None):
@@ -48,6 +49,7 @@ class Model(nn.Module):
         self.trunk = trunk
         self.heads = nn.ModuleList(heads)
         self.taps = taps
+        self.feature_taps: Taps | None = None
         self._asks = [_EXTRAS & inspect.signature(head.forward).parameters.keys() for head in heads]
         self._shows_tokens = any("tokens" in asked for asked in self._asks)
         if self._shows_tokens:
@@ -65,13 +67,14 @@ class Model(nn.Module):
         Args:
             images: R tensors (b_r, 3, H_r, W_r), crop-major.
             probe: (q, D) rows that the heads score in the same pass, without gradient.
-            features_only: stop after the trunk, or after the first head where ``features_are_embeddings``.
+            features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
+                ``feature_taps``.
             see: decides which patches are hidden, seen and asked for; None: all are seen.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
-        if self.taps is not None:
-            self.taps.clear()
+        for taps in filter(None, (self.taps, self.feature_taps)):
+            taps.clear()
         tokens: list[Tokens] = []
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
             if see is None and (features_only or not self._shows_tokens):
@@ -86,6 +89,8 @@ class Model(nn.Module):
         if features_only and self.features_are_embeddings:
             outputs: Any = self.heads[0](torch.cat(features))
             return list(getattr(outputs, "embeddings", outputs).split([len(rows) for rows in features]))
+        if features_only and self.feature_taps is not None:
+            return list(torch.cat(self.feature_taps(features), dim=1).split([len(rows) for rows in features]))
         if features_only:
             return features
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
@@ -197,6 +202,9 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
         _see_as(trunk, str(model_config.get("INPUT_TYPE", "rgb")), trunk_config["NAME"])
         settings = model_config.get("FEATURE_EVAL_SETTINGS", {})
         taps, heads = build_taps(trunk, settings), []
+        feature_taps = None
+        if settings.get("EXTRACT_TRUNK_FEATURES_ONLY", False):
+            taps, feature_taps = None, taps
         for head_name, given in head_config["PARAMS"]:
             options = _with_classes(given if taps else _with_width(given, trunk), num_classes)
             if taps is None:
@@ -205,6 +213,7 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
+    model.feature_taps = feature_taps
     model.features_are_embeddings = bool(settings.get("FREEZE_TRUNK_AND_HEAD", False))
     for module in model.heads.modules():
         if isinstance(module, MLP):

@@ -47,6 +47,7 @@ class Taps:
         self._taps = [_tap(trunk, name) for name, _ in entries]
         self._pools = [_pooling(name, args) for _, (name, args) in entries]
         self.names = [name for name, _ in entries]
+        self.widths = [0] * len(entries)  # of the newest vectors
         for path in dict.fromkeys(path for tap in self._taps for path in tap.layers):
             trunk.get_submodule(path).register_forward_hook(self._catch(path))
 
@@ -72,6 +73,7 @@ class Taps:
             caught = [self._caught[path] for path in tap.layers]
             rows = [pool(x) for x in (tap.combine(caught, features) if tap.combine else caught[0])]
             inputs.append(torch.cat([x.flatten(1) for x in rows] if self._should_flatten else rows))
+        self.widths = [rows.shape[1] for rows in inputs]
         self.clear()
         return inputs
 

@@ -99,6 +99,8 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("RankMe", f"{figures}  (dimensions that the features use)"))
     if (views := summary.get("lidar")) is not None:
         lines.append(("LiDAR", f"{views:.1f}  (dimensions that tell images apart, over their views)"))
+    for layer, share in (summary.get("knn_top1_by_layer") or {}).items():
+        lines.append((f"kNN {layer}", percent(share)))
     for vote, share in (summary.get("knn_top1_by_vote") or {}).items():
         lines.append((f"kNN {vote}", percent(share)))
     if summary.get("probe_top1") is not None:

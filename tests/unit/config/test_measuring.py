@@ -41,8 +41,14 @@ def test_knn_of_the_trunk_s_features_needs_no_head():
         f"{TAPS}=[[res5avg, [Identity, []]]]",
     )
     assert plan.config["TEST_ONLY"] and not plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
-    with pytest.raises(ConfigError, match="must name what the trunk gives"):
-        _plan(f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{TAPS}=[[res3, [AdaptiveAvgPool2d, [[2, 2]]]]]")
+    maps = f"{TAPS}=[[res3, [AdaptiveAvgPool2d, [[2, 2]]]], [res5avg, [Identity, []]]]"
+    plan = _plan(f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", maps)
+    model = build_model(plan.config["MODEL"], num_classes=10).eval()
+    with torch.no_grad():
+        (rows,) = model([torch.rand(3, 3, 32, 32)], features_only=True)
+    assert model.feature_taps.widths == [rows.shape[1] - model.trunk.feature_dim, model.trunk.feature_dim]
+    with pytest.raises(ConfigError, match="must name a pooling"):
+        _plan(f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{TAPS}=[[res3, [MeanPool, []]]]")
 
 
 def test_images_alone_can_be_measured():

@@ -13,6 +13,8 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook
+from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
+from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
@@ -63,6 +65,28 @@ def evaluate(chosen):
         for index in range(len(chosen))
     ]
     return run.results, heads
+
+
+def test_knn_of_each_layer_is_that_of_the_layer_alone(tmp_path):
+    def measured(*entries):
+        config = make_config()
+        settings = config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+        settings |= {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True, "EXTRACT_TRUNK_FEATURES_ONLY": True}
+        settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"] = list(entries)
+        config["TEST_ONLY"] = True
+        run, schedules, frozen = build_run(make_plan(config, tmp_path), torch.device("cpu"))
+        train(run, schedules, frozen, [KnnHook(run.plan), ExtractFeatures()])
+        return run.results
+
+    entries = [["conv1", ["Identity", []]], ["res2", ["AdaptiveAvgPool2d", [[1, 1]]]], ["res5avg", ["Identity", []]]]
+    both = measured(*entries)
+    found = read_features(tmp_path, "TEST")
+    assert list(found.layers) == list(both["knn_top1_by_layer"]) == ["conv1", "res2", "res5avg"]
+    assert both["knn_top1_after"] == max(both["knn_top1_by_layer"].values())
+    for entry in entries:
+        assert measured(entry)["knn_top1_by_layer"] == {entry[0]: both["knn_top1_by_layer"][entry[0]]}
+        alone = read_features(tmp_path, "TEST")
+        torch.testing.assert_close(found.rows[:, found.layers[entry[0]]], alone.rows, rtol=0, atol=1e-12)
 
 
 def test_each_layer_is_evaluated_as_by_a_probe_of_its_own():

@@ -234,7 +234,8 @@ class FeatureEvalSettings:
     FREEZE_TRUNK_AND_HEAD: bool = False
     """With EVAL_MODE_ON, train nothing, whatever TEST_ONLY says; kNN's and extracted features are the head's."""
     EXTRACT_TRUNK_FEATURES_ONLY: bool = False
-    """With EVAL_MODE_ON, train nothing and build no heads; kNN and extracted features are the trunk's."""
+    """With EVAL_MODE_ON, train nothing; kNN's and extracted features are the trunk's, or, as vectors, those of each
+    layer of LINEAR_EVAL_FEAT_POOL_OPS_MAP."""
     EVAL_TRUNK_AND_HEAD: bool = False
     """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too."""
     ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True

@@ -17,7 +17,7 @@ from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.taps import are_tapped
+from vissl_zero.config.taps import are_tapped, features_are_tapped
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"
@@ -147,7 +147,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         (f"{_EVAL}.LINEAR_EVAL_FEAT_POOL_OPS_MAP",),
-        lambda cfg: not are_tapped(cfg),
+        lambda cfg: not (are_tapped(cfg) or features_are_tapped(cfg)),
         "the trunk is not frozen in evaluation mode (EVAL_MODE_ON, FREEZE_TRUNK_ONLY)",
     ),
     Inactive(
