@@ -404,6 +404,7 @@ TRANSFORMS = Registry(
         "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
         "ImgPilToRawTensor": (f"{_DATA}.transforms.color", "A tensor with values from 0 to 255."),
         "ImgPil2LabTensor": (f"{_DATA}.transforms.color", "A Lab tensor, as the colorization paper has it."),
+        "RandAugment": (f"{_DATA}.transforms.rand_augment", "Random operations, as VISSL or torchvision has them."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.color", "Gaussian blur of a random radius, with a probability."),
     },

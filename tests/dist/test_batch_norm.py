@@ -168,6 +168,27 @@ def test_frozen_statistics_stay_while_batches_are_normalised_by_their_own(is_our
     assert not torch.equal(layer.running_mean, before["running_mean"])
 
 
+def _convert_timm(is_recomputed: bool) -> None:
+    """timm's batch norm with an activation, as it is built, among two ranks or counted once under recomputation."""
+    import timm.layers
+
+    layer = timm.layers.BatchNormAct2d(4).double()
+    rows = torch.randn(12, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = layer(rows).detach()
+    mean = layer.running_mean.clone()
+    layer.reset_running_stats()
+    group = None if is_recomputed else dist.group.WORLD
+    assert convert_batch_norms(nn.Sequential(layer), group, is_recomputed=is_recomputed) == 1
+    mine = slice(None) if is_recomputed else slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    torch.testing.assert_close(layer(rows[mine]).detach(), expected[mine], rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.running_mean, mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_timms_batch_norm_with_activation_is_converted(is_recomputed: bool) -> None:
+    run_on_ranks(2, _convert_timm, is_recomputed)
+
+
 def _train_timm(level: int | None) -> dict[str, Tensor]:
     """timm's batch norm with an activation inside, on this rank's rows; plain on all rows if ``level`` is None."""
     import timm.layers

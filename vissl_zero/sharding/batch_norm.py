@@ -58,8 +58,8 @@ class _Ranks:
 class BatchNorm(_BatchNorm):
     """Batch norm over any number of spatial dimensions, with the statistics of all ranks of a group.
 
-    A layer of the user's becomes one in place (``synchronise_``): it stays an instance of its own class, with its name,
-    hooks, parameters and buffers.
+    A layer of the user's becomes one in place (``synchronise_``): it stays an instance of its own class (timm's
+    BatchNormAct2d of SyncBatchNormAct), with its name, hooks, parameters and buffers.
 
     Cost per call, with a group of N ranks and C channels: one all-gather of 2C+1 numbers in forward (again in a
     recomputation) and one all-reduce of 2C numbers in backward.
@@ -213,7 +213,8 @@ def synchronise_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     """Make ``layer`` share its statistics among ``group``, in place.
 
     Args:
-        layer: of a class of torch's, or of one derived from ``nn.SyncBatchNorm`` whose forward pass calls its parent's.
+        layer: of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
+            forward pass calls its parent's.
         group: every member must run the same layers in the same order, with any number of rows, zero included. None:
             this rank's batch alone.
     """
@@ -228,8 +229,21 @@ def share_among(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             layer.__dict__["_ranks"] = _Ranks(group)
 
 
+def _is_known(given: type[_BatchNorm]) -> bool:
+    return given in _CONVERTIBLE or _has_activation(given)
+
+
+def _has_activation(given: type[_BatchNorm]) -> bool:
+    """timm's batch norm with an activation, of which timm has a form on top of ``nn.SyncBatchNorm``."""
+    return given.__name__ == "BatchNormAct2d" and given.__module__.startswith("timm.")
+
+
 @cache
 def _class_of(given: type[_BatchNorm]) -> type[_BatchNorm]:
+    if _has_activation(given):
+        import timm.layers
+
+        given = timm.layers.SyncBatchNormAct
     bases = (BatchNorm, given) if given in _CONVERTIBLE else (given, _SyncBatchNorm)
     return type(given.__name__, bases, {"__module__": given.__module__, "__doc__": given.__doc__})
 
@@ -259,9 +273,9 @@ def convert_batch_norms(
             continue
         if isinstance(layer, nn.SyncBatchNorm):
             synchronise_(layer, group if layer.process_group is None or group is None else layer.process_group)
-        elif only_marked or (group is None and not (is_recomputed and type(layer) in _CONVERTIBLE)):
+        elif only_marked or (group is None and not (is_recomputed and _is_known(type(layer)))):
             continue
-        elif type(layer) not in _CONVERTIBLE:
+        elif not _is_known(type(layer)):
             raise ConfigError([_unknown_batch_norm(name, layer)])
         else:
             synchronise_(layer, group)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image, ImageEnhance, ImageOps
 
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
@@ -15,6 +17,7 @@ from vissl_zero.data.seeding import seed_sample
 from vissl_zero.data.transforms.color import ImgPilRandomPhotometric, ImgPilRandomSolarize, MNISTImgPil2RGB
 from vissl_zero.data.transforms.multi_crop import ImgPatchesFromTensor
 from vissl_zero.data.transforms.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
+from vissl_zero.data.transforms.rand_augment import _posterize
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import TRANSFORMS
 
@@ -257,3 +260,30 @@ def test_an_image_on_a_canvas_has_three_channels() -> None:
     assert (plain.mode, plain.size, larger.mode, larger.size) == ("RGB", (6, 4), "RGB", (8, 8))
     pixels = np.asarray(larger)
     assert (pixels[2:6, 1:7] == 200).all() and pixels.sum() == 200 * 3 * 24 and (np.asarray(plain) == 200).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "means"),
+    [
+        ({"magnitude": 9, "magnitude_std": 0.5, "increasing_severity": True}, [70.0, 167.63, 70.0, 70.0, 103.889]),
+        ({"magnitude": 5, "weight_choice": 0}, [70.0, 75.81, 70.0, 70.861, 92.937]),
+        ({"magnitude": 7, "num_layers": 3}, [127.033, 67.569, 65.192, 94.619, 92.326]),
+    ],
+)
+def test_rand_augment_is_vissl_s(keys: dict[str, Any], means: list[float]) -> None:
+    """vissl 09270ed rand_auto_aug.py gives these images for the same seeds; their means are compared."""
+    values = np.indices((24, 20)).sum(0)[:, :, None] * np.array([3, 5, 2]) % 256
+    augment = build_pipeline([{"name": "RandAugment", **keys}], "here").transforms[0]
+    for seed, mean in enumerate(means):
+        random.seed(seed)
+        np.random.seed(seed)
+        assert np.asarray(augment(Image.fromarray(values.astype(np.uint8)))).mean() == pytest.approx(mean, abs=0.02)
+
+
+def test_rand_augment_at_its_greatest_magnitude_and_torchvision_s() -> None:
+    white = Image.new("RGB", (8, 8), "white")
+    assert not np.asarray(_posterize(white, 0)).any() and np.asarray(_posterize(white, 1)).max() == 128
+    made = build_pipeline([{"name": "RandAugment", "num_ops": 1, "magnitude": 4}], "here").transforms[0]
+    assert isinstance(made, torchvision.transforms.RandAugment) and made.magnitude == 4
+    with pytest.raises(ConfigError, match="num_ops cannot go with VISSL's keys"):
+        build_pipeline([{"name": "RandAugment", "num_ops": 1, "magnitude_std": 0.5}], "here")
