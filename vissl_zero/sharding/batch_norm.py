@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.unit import is_recomputing
 
@@ -172,7 +173,7 @@ def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
         # A rank without rows sends a count of 0, and so a weight of 0.
         local[-1] = x.numel() // num_channels
     gathered = local.new_empty(group.size(), local.numel())
-    dist.all_gather(list(gathered.unbind()), local, group=group)  # the form whose name torch 2.11 and 2.13 share
+    collectives.all_gather_into(gathered.view(-1), local, group)
     means, variances, counts = gathered.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
     weights = counts / count

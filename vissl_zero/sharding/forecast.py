@@ -22,6 +22,7 @@ from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.equal_units import recorded
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.memory_model import ModelFacts, StepMemory, UpdateFacts, param_facts, step_memory
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
@@ -29,7 +30,7 @@ from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import machine_for, step_seconds
-from vissl_zero.sharding.step_trace import Recorder, StepTrace, record_step
+from vissl_zero.sharding.step_trace import Recorder, StepTrace
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
 from vissl_zero.sharding.torch_private import pretended_ranks
@@ -205,7 +206,7 @@ class Forecaster:
                 group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
                 for module in modules:
                     share_among(module, group)
-                return record_step(subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others)
+                return recorded(subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others)
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values

@@ -8,7 +8,7 @@ gathers, frees and sends at these moments. Recomputation and autocast change the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -85,16 +85,25 @@ class Recorder(TorchDispatchMode):
 
     Args:
         constants: storages that belong to other accounts.
+
+    Attributes:
+        trace: what was noted.
+        births: for each of its deltas, the index of the one that made the storage.
+        counts: for each of its marks, flops, bytes moved and operations before it.
     """
 
     def __init__(self, constants: Storages):
         super().__init__()
         self.trace = StepTrace()
+        self.births: list[int] = []
+        self.counts: list[tuple[int, int, int]] = []
         self._constants = constants
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a question, no operation
+            return func(*args, **kwargs)
         if func._schema.name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
@@ -117,15 +126,17 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
         """Note a moment."""
-        self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
+        trace = self.trace
+        trace.marks.append(Mark(len(trace.deltas), moment, name, num_bytes))
+        self.counts.append((trace.flops, trace.moved_bytes, trace.num_operations))
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
         key = tensor.untyped_storage()._cdata
         if key not in self._alive:  # it shares a storage with something else
             return tensor.nbytes
-        _, num_bytes = self._alive.pop(key)
-        self.trace.deltas.append(-num_bytes)
+        _, num_bytes, birth = self._alive.pop(key)
+        self._change(-num_bytes, birth)
         return num_bytes
 
     def peak_bytes(self) -> int:
@@ -134,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Bytes in this account now."""
-        return sum(num_bytes for _, num_bytes in self._alive.values())
+        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -145,13 +156,19 @@ class Recorder(TorchDispatchMode):
         if not num_bytes:
             return 0
 
+        birth = len(self.births)
+
         def gone(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
-                self.trace.deltas.append(-num_bytes)
+                self._change(-num_bytes, birth)
 
-        self._alive[key] = weakref.ref(storage, gone), num_bytes
-        self.trace.deltas.append(num_bytes)
+        self._alive[key] = weakref.ref(storage, gone), num_bytes, birth
+        self._change(num_bytes, birth)
         return num_bytes
+
+    def _change(self, num_bytes: int, birth: int) -> None:
+        self.trace.deltas.append(num_bytes)
+        self.births.append(birth)
 
 
 def record_step(
@@ -161,8 +178,11 @@ def record_step(
     inputs: Sequence[Tensor],
     teacher: nn.Module | None = None,
     others: Sequence[Tensor] = (),
-) -> StepTrace:
+    unmarked: Collection[nn.Module] = (),
+) -> Recorder:
     """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
+
+    See ``equal_units.recorded``, which spares most of a deep model.
 
     Args:
         model: prepared (number formats, batch norm, recomputation), of fake tensors.
@@ -171,6 +191,7 @@ def record_step(
         inputs: what every micro-batch holds before it begins.
         teacher: whose units are marked too.
         others: tensors of other accounts (buffers of the loss).
+        unmarked: units that are left out.
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
     if teacher is not None:
@@ -182,9 +203,9 @@ def record_step(
         for param in model.parameters():
             if param.requires_grad:
                 stack.enter_context(_removed(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, names))))
-        stack.enter_context(_marked_units(model, wrap_plan, recorder, is_teacher=False))
+        stack.enter_context(_marked_units(model, wrap_plan, recorder, False, unmarked))
         if teacher is not None:
-            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, is_teacher=True))
+            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, True, unmarked))
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
@@ -194,7 +215,7 @@ def record_step(
     for param in model.parameters():
         param.grad = None
     _leave_before_entering(recorder.trace.marks)
-    return recorder.trace
+    return recorder
 
 
 def _leave_before_entering(marks: list[Mark]) -> None:
@@ -224,13 +245,15 @@ def _removed(*handles: RemovableHandle) -> Iterator[None]:
 
 
 @contextmanager
-def _marked_units(model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool) -> Iterator[None]:
+def _marked_units(
+    model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool, unmarked: Collection[nn.Module]
+) -> Iterator[None]:
     """Note where units are entered and left."""
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for unit in wrap_plan.units:
             for name in unit.modules:
-                if name in modules:  # a teacher may have less
+                if name in modules and modules[name] not in unmarked:  # a teacher may have less
                     stack.enter_context(_marked(modules[name], unit.modules[0], recorder, is_teacher))
         yield
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 from PIL import Image
 
@@ -56,6 +61,15 @@ NUM_TRAIN = 1_437  # the first four fifths; the last 360 are TEST
 WHITE = 16  # the scans count 0 to 16
 
 
+@cache
+def _scans() -> np.ndarray:
+    """(1797, 65): 64 pixels, 0 to 16, and the digit. Read beside scikit-learn's code, whose import takes a second."""
+    spec = find_spec("sklearn")
+    assert spec is not None and spec.origin is not None  # installed with this package
+    with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
+        return np.loadtxt(file, dtype=np.int64, delimiter=",")
+
+
 @DATA_SOURCES.register("digits")
 class Digits:
     """1,797 real scans of digits, 8x8, that come with scikit-learn.
@@ -66,13 +80,10 @@ class Digits:
     class_names = tuple("0123456789")
 
     def __init__(self, request: SourceRequest):
-        from sklearn.datasets import load_digits  # here: takes a second, and loader workers get a filled copy
-
-        data = load_digits()
-        part = slice(None, NUM_TRAIN) if request.split == "TRAIN" else slice(NUM_TRAIN, None)
-        self._first = part.start or 0
-        self._images = np.rint(data.images[part] * (255 / WHITE)).astype(np.uint8)
-        self._labels = data.target[part].astype(np.int64)
+        rows = _scans()[slice(None, NUM_TRAIN) if request.split == "TRAIN" else slice(NUM_TRAIN, None)]
+        self._first = 0 if request.split == "TRAIN" else NUM_TRAIN
+        self._images = np.rint(rows[:, :-1].reshape(-1, 8, 8) * (255 / WHITE)).astype(np.uint8)
+        self._labels = rows[:, -1]
 
     def __len__(self) -> int:
         return len(self._images)
