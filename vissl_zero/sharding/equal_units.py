@@ -143,7 +143,7 @@ def _passed_over(units: Iterable[nn.Module]) -> Iterator[None]:
     """
     changed = [*units]
     for unit in changed:
-        unit.forward = _hand_on  # type: ignore[method-assign]
+        unit.forward = _hand_on
     try:
         yield
     finally:
