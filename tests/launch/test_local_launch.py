@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_runs_into_the_collective_timeout(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
-    process = start(tmp_path, "config.TRAINER.MAX_STEPS=100000")
+    process = start(tmp_path, "config.TRAINER.MAX_STEPS=100000", "config.DATA.NUM_DATALOADER_WORKERS=1")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:

@@ -7,14 +7,17 @@ the file descriptor of a batch.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +65,7 @@ class BatchStream:
         self._has_begun = False
         if num_workers:
             self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
+            _streams.add(self)
             note_shares()
         pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pins else None
@@ -161,6 +165,16 @@ class BatchStream:
         return loaded.batch
 
 
+_streams: WeakSet[BatchStream] = WeakSet()
+
+
+@atexit.register
+def _kill_all_workers() -> None:
+    """Runs before multiprocessing's own SIGTERM, which a worker ignores: it would wait for one that hangs."""
+    for stream in _streams:
+        stream._kill_workers()
+
+
 class _Shared(Dataset[Loaded]):
     """Puts what a worker has loaded into shared memory.
 
@@ -210,6 +224,7 @@ def _serve(loader: DataLoader[Any], device: int | None, requests: SimpleQueue[bo
 
 
 def _begin_worker(index: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch has just set a handler, unlike for the fork server's others
     end_with_creator()
     note_shares()
 
