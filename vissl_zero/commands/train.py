@@ -103,7 +103,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     overrides = [*parsed.overrides, *rest]
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []
-    overrides = [_quoted(_recipes_of_glob(word, folders)) for word in plain_words(overrides)]
+    overrides = [_recipes_of_glob(word, folders) for word in plain_words(overrides)]
     for folder in folders:
         for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
             if (file := Path(folder, group, f"{choice}.yaml")).exists():
@@ -113,14 +113,6 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
         overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
     return flags, overrides, folders
-
-
-def _quoted(word: str) -> str:
-    """A plain value with letters beyond ASCII in quotes, which Hydra's grammar asks for (``DIR=/home/jörg/runs``)."""
-    key, is_set, value = word.partition("=")
-    if value.isascii() or not is_set or {*value} & {*"'\"[]{}(),\\"}:
-        return word
-    return f"{key}='{value}'"
 
 
 def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:

@@ -157,12 +157,25 @@ def one_or_many(block: Any, path: str = "config") -> list[Problem]:
 
 
 def plain_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides with list positions as Hydra takes them: ``a[1].b=2`` becomes ``a.1.b=2``."""
+    """Overrides as Hydra takes them: ``a[1].b=2`` becomes ``a.1.b=2``, ``DIR=/home/jörg`` gets quotes."""
     words = []
     for word in overrides:
         key, equals, value = word.partition("=")
-        words.append(re.sub(r"\[(\d+)\]", r".\1", key) + equals + value)
+        words.append(re.sub(r"\[(\d+)\]", r".\1", key) + equals + _quoted(value))
     return words
+
+
+# A path may hold what is syntax to Hydra (`/photos (2)`). A comma may be meant as a sweep, quotes as quotes.
+_ODD_PATH = re.compile(r"(?=.*[^\w/ .:+\-@%*?|$])(/|\.\.?/|~/)[^,'\"\\$]*")
+
+
+def _quoted(value: str) -> str:
+    """A plain value, or each item of a list, in the quotes that Hydra's grammar asks for."""
+    if _ODD_PATH.fullmatch(value):
+        return f"'{value}'"
+    if value.startswith("[") and value.endswith("]") and not {*value[1:-1]} & {*"'\"\\[]{}$"}:
+        return f"[{','.join(_quoted(item.strip()) for item in value[1:-1].split(','))}]"
+    return value if value.isascii() or {*value} & {*"'\"\\(){}[],"} else f"'{value}'"
 
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:

@@ -66,7 +66,10 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
     if isinstance(error, MissingConfigException):
         return ConfigError([_missing_file(error, folders)])
     if isinstance(error, OverrideParseException):
-        fix = "Write key=value; quote what the shell would change, such as 'config.A=[1, 2]'."
+        fix = (
+            "Write key=value. A value with blanks, commas or brackets of its own needs quotes twice, for the shell and "
+            "for Hydra: \"config.A='/my, photos'\", \"config.A=['/a, b', /c]\"."
+        )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
     if "You must specify 'config'" in text:

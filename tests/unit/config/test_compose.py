@@ -146,3 +146,24 @@ def test_a_composed_tree_reaches_another_process(tmp_path: Path) -> None:
     read = f"import pickle; print(pickle.load(open({str(tmp_path / 'tree.pkl')!r}, 'rb')).config.LOSS.name)"
     done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "swav_loss\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ("/my photos ü", ["/my photos ü"]),
+        ("[/my photos ü, /b]", ["/my photos ü", "/b"]),
+        ("./photos (2)/a&b", ["./photos (2)/a&b"]),
+        ("[/photos (2)]", ["/photos (2)"]),
+        ("['/a, b']", ["/a, b"]),
+    ],
+)
+def test_a_folder_may_have_any_name(value: str, paths: list[str]) -> None:
+    """Whoever composes: the command line, plan, verify, explain."""
+    composed = compose("pretrain/swav/my_photos", [f"config.DATA.TRAIN.DATA_PATHS={value}"])
+    assert paths == composed.run.DATA.TRAIN.DATA_PATHS
+
+
+def test_a_value_that_hydra_cannot_read_is_answered_with_both_quotes() -> None:
+    with pytest.raises(ConfigError, match=r"needs quotes twice, for the shell and for Hydra: .*'/my, photos'"):
+        compose("pretrain/swav/my_photos", ["config.DATA.TRAIN.DATA_PATHS=['/a, b]"])
