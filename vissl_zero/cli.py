@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
@@ -61,6 +62,12 @@ Look before you train:
   vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
+
+Measure what was trained, under VISSL's names, with any recipe; nothing is trained:
+  vissl-zero train_svm config=benchmark/svm config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run>   SVMs on features
+  vissl-zero train_svm_low_shot ...                 SVMs on few images
+  vissl-zero nearest_neighbor_test ...              kNN
+  vissl-zero extract_features ...                   features to files
 
 Look into what was trained:
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
@@ -167,8 +174,13 @@ def _dispatch(arguments: list[str]) -> int:
         _no_more_than(0, word, rest)
         print(f"vissl_zero {__version__}")
         return 0
+    if word in PROGRAMS:
+        from vissl_zero.commands.train import train
+
+        return train([f"engine_name={word}", *rest])
     if word and word[0] not in "-+~" and "=" not in word:
-        known = f"must be config=<recipe> or one of {', '.join(WORDS)}.{did_you_mean(word, WORDS)}"
+        words = [*WORDS, *PROGRAMS]
+        known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
         raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")
     from vissl_zero.commands.train import train
 

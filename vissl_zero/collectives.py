@@ -115,6 +115,15 @@ def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     gather(gathered, tensor, group=group)
 
 
+def all_gather_objects(value: T) -> list[T]:
+    """What each rank holds, in the order of ranks; small things that can be pickled."""
+    if not is_distributed():
+        return [value]
+    found: list[T] = [value] * world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def broadcast_object(value: T) -> T:
     """Rank 0's ``value`` on every rank, pickled; small objects between ranks of one run only. Cost: two broadcasts."""
     if world_size() == 1:

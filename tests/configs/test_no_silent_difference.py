@@ -28,8 +28,6 @@ OTHER_PROGRAMS = {
     "LOW_SHOT_BENCHMARK": "tools/train_svm_low_shot.py",
     "IMG_RETRIEVAL": "tools/instance_retrieval_test.py",
     "RANKING": "tools/rank_features.py",
-    "SVM_FEATURES_PATH": "tools/train_svm.py",
-    "SVM": "tools/train_svm.py",
 }
 # What VISSL's key is about, where training does read it: display, speed, memory or a file, and no number of the run.
 NO_NUMBER = {
@@ -57,6 +55,8 @@ NO_NUMBER = {
     "loss_scale": "apex's scaling of half-precision gradients, which are unscaled before they are used",
     "INIT_METHOD": "how processes meet",
     "DISTR_ON": "read nowhere in VISSL",
+    "ENABLE_ASYNC_GPU_COPY": "how batches travel",
+    "CONVIT.QK_SCALE": "read under VISION_TRANSFORMERS in VISSL too",
     "VERBOSE": "what is displayed",
     "MONITOR_PERF_STATS": "what is displayed",
     "TRUNK_PARAMS": "read nowhere in VISSL",

@@ -89,8 +89,10 @@ def test_another_collator_is_refused():
 
 
 def test_they_work_on_the_command_line_too():
-    cfg = load("quickstart/swav_digits", ["config.SVM.low_shot.dataset_name=places", "config.RANKING.USE_GPU=true"])
-    assert no_effect(cfg) == ["Keys without effect here: RANKING.USE_GPU, SVM.low_shot.dataset_name."]
+    cfg = load(
+        "quickstart/swav_digits", ["config.GEO_LOCALIZATION.TRAIN_LABEL_MAPPING=a.json", "config.RANKING.USE_GPU=true"]
+    )
+    assert no_effect(cfg) == ["Keys without effect here: RANKING.USE_GPU, GEO_LOCALIZATION.TRAIN_LABEL_MAPPING."]
 
 
 def test_no_key_is_in_both_tables():
@@ -102,7 +104,7 @@ def test_a_pruned_tree_keeps_what_was_set():
     tree = {
         "VERBOSE": True,
         "REPRODUCIBILITY": {"CUDDN_DETERMINISTIC": False},
-        "SVM": {"loss": "squared_hinge", "dual": False},
+        "RANKING": {"RANKING_BACKEND": "faiss", "PCA_DIM": 64},
         "MINE": {"a": {}},
     }
-    assert without_vissl_keys(tree) == {"VERBOSE": True, "SVM": {"dual": False}, "MINE": {"a": {}}}
+    assert without_vissl_keys(tree) == {"VERBOSE": True, "RANKING": {"PCA_DIM": 64}, "MINE": {"a": {}}}

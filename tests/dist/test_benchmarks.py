@@ -25,6 +25,7 @@ from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.feature_files import ExtractFeatures
 from vissl_zero.evaluation.feature_files import read_features
 from vissl_zero.evaluation.features import extract_features
+from vissl_zero.evaluation.svm_hook import TrainSvm
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 
@@ -102,6 +103,27 @@ def test_a_probe_is_the_same_at_every_level(level, engine, pretrained, alone, tm
         assert torch.equal(here.labels, there.labels)
     assert torch.equal(read_features(tmp_path).rows, ranks[0][2]) and float(rows.std()) > 0.01
     assert len(json.loads((tmp_path / "features" / "TRAIN.json").read_text())["shards"]) > world_size  # in pieces
+
+
+def _svm(level: int, world_size: int, folder: str) -> tuple[dict[str, float], Tensor]:
+    """SVMs on two layers; mean average precision of each, and the features of TRAIN that were written."""
+    layers = [["conv1", ["AdaptiveAvgPool2d", [[1, 1]]]], ["res5avg", ["Identity", []]]]
+    config = _config("", EXTRACT_TRUNK_FEATURES_ONLY=True, LINEAR_EVAL_FEAT_POOL_OPS_MAP=layers)
+    config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [-1, 1]}]]
+    config["SVM"]["costs"]["costs_list"], config["SVM"]["cross_val_folds"], config["SVM"]["dual"] = [0.1, 10.0], 2, False
+    config["TEST_ONLY"] = True
+    run, schedules, frozen = build_run(make_plan(config, folder, level, world_size), torch.device("cpu"))
+    train(run, schedules, frozen, [ExtractFeatures(), TrainSvm()])
+    return run.results["svm_map_by_layer"], read_features(folder).rows
+
+
+def test_svms_are_the_same_at_level_3_on_two_ranks(tmp_path):
+    for name in ("alone", "sharded"):
+        (tmp_path / name).mkdir()
+    (wanted,) = run_on_ranks(1, _svm, 0, 1, str(tmp_path / "alone"))
+    for figures, rows in run_on_ranks(2, _svm, 3, 2, str(tmp_path / "sharded")):
+        assert figures == pytest.approx(wanted[0], abs=1e-10) and figures["conv1"] > 0.3
+        torch.testing.assert_close(rows, wanted[1], rtol=0, atol=1e-10)
 
 
 def test_features_that_are_not_whole_are_refused(alone, tmp_path):

@@ -17,11 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.model import WeightsInit
 from vissl_zero.config.catalogue import missing, use_catalogue
-from vissl_zero.config.compose import Composed, explained, plain_words, typed, untyped
+from vissl_zero.config.compose import Composed, explained, plain_words, typed, unknown_engine, untyped
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.explain import EXPLAINABLE, every_mistake, explain
 from vissl_zero.config.host import Host
 from vissl_zero.config.internal_paths import public_equivalent
+from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.run import Root, RunConfig
@@ -114,10 +115,9 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account) -> Composed:
     """The tree as dataclasses, without the keys and values that are none: those go into ``account.refused``."""
     root = OmegaConf.structured(Root)
-    if tree.get("engine_name", "train") != "train":
-        fix = "vissl-zero trains and evaluates; features are written by the hook extract_features."
-        account.refused.append(Problem("engine_name", repr(tree.engine_name), "must be train", fix))
-        tree.engine_name = "train"
+    if tree.get("engine_name", TRAIN) not in (TRAIN, *PROGRAMS):
+        account.refused.append(unknown_engine(tree.engine_name))
+        tree.engine_name = TRAIN
     for problem in every_mistake(tree):
         account.refused.append(problem)
         _drop(tree, problem.key)

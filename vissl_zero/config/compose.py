@@ -18,11 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
 from vissl_zero.config.derive.data import use_own_images
+from vissl_zero.config.derive.measuring import begin_program
 from vissl_zero.config.explain import EXPLAINABLE, added_keys, every_mistake, explain
+from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipes import recipe_folders, register_search_path
 from vissl_zero.config.run import Root, RunConfig
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "list[str]": (str, "texts", "[a,b]"),
@@ -109,6 +111,11 @@ def typed(
     assert isinstance(run, RunConfig) and isinstance(written, dict)
     if problems := one_or_many(run):
         raise ConfigError(problems)
+    if cfg.engine_name != TRAIN:
+        begin_program(run, cfg.engine_name)
+        written["PROGRAM"] = cfg.engine_name
+    elif run.PROGRAM in PROGRAMS:
+        begin_program(run, run.PROGRAM)
     notes = use_own_names(run)
     notes += use_own_images(run.DATA, {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides})
     notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
@@ -181,10 +188,17 @@ def _quoted(value: str) -> str:
 def _other_programs(cfg: DictConfig) -> list[Problem]:
     """VISSL's other programs, which a recipe's root names."""
     found = []
-    for key, only in (("engine_name", "train"), ("VERSION", 1)):
-        if cfg[key] != only:
-            found.append(Problem(key, repr(cfg[key]), f"must be {only}", "Use a recipe that trains."))
+    if cfg.engine_name not in (TRAIN, *PROGRAMS):
+        found.append(unknown_engine(cfg.engine_name))
+    if cfg.VERSION != 1:
+        found.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
     return found
+
+
+def unknown_engine(name: object) -> Problem:
+    """An ``engine_name`` that is none of ours."""
+    known = [TRAIN, *PROGRAMS]
+    return Problem("engine_name", repr(name), f"must be {' or '.join(known)}", did_you_mean(str(name), known).strip())
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:

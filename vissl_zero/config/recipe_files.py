@@ -1,6 +1,7 @@
 """Recipe files in folders of others, such as VISSL's: which are complete, and what the others are parts of.
 
-A file is complete if it names a trunk, data, an optimizer and a loss, or a trunk, data and how kNN votes. One that
+A file is complete if it names a trunk, data, an optimizer and a loss; or a trunk, data and how kNN votes, or what
+another of VISSL's programs reads, which it is then composed for. One that
 lacks the loss, or that names a trunk alone, is an overlay: it is composed on the first complete recipe in the nearest
 folder above it, as VISSL's ``models/`` are.
 """
@@ -18,6 +19,8 @@ from vissl_zero.atomic import read_regular
 from vissl_zero.errors import ConfigError, Problem
 
 _COMPLETE = {"trunk", "data", "optimizer"}
+# Blocks that one of VISSL's programs alone reads.
+_PROGRAM_BLOCKS = {"SVM.low_shot": "train_svm_low_shot", "SVM": "train_svm"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_BYTES = 2**22  # the longest of VISSL's recipes has 20 KiB
 _MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000
@@ -30,11 +33,13 @@ class RecipeFile:
     Attributes:
         overlay: name of a part that is laid over the recipe; empty for none.
         folder: holds ``config/``; empty for recipes that are found without it.
+        program: that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
     """
 
     recipe: str
     overlay: str = ""
     folder: str = ""
+    program: str = ""
 
     def __str__(self) -> str:
         return f"{self.recipe} + {self.overlay}" if self.overlay else self.recipe
@@ -44,6 +49,7 @@ class RecipeFile:
         """What the command line would say beyond ``config=``."""
         group, _, choice = self.overlay.rpartition("/")
         words = [f"hydra.searchpath=['file://{self.folder}']"] if self.folder else []
+        words += [f"engine_name={self.program}"] if self.program else []
         return [*words, f"+config/{group}={choice}"] if self.overlay else words
 
     @property
@@ -73,11 +79,11 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
 
     for file in inside:
         if file in bases:
-            yield RecipeFile(name(file), folder=str(root.parent))
+            yield RecipeFile(name(file), "", str(root.parent), _program(_tree(file)))
             continue
         is_overlay = blocks[file] >= _COMPLETE or (with_parts and "trunk" in blocks[file])
         if is_overlay and (base := _base(file, bases, root)):
-            yield RecipeFile(name(base), name(file), str(root.parent))
+            yield RecipeFile(name(base), name(file), str(root.parent), _program(_tree(base)))
 
 
 def recipe_file(path: Path) -> RecipeFile:
@@ -86,12 +92,12 @@ def recipe_file(path: Path) -> RecipeFile:
     root = _config_folder(path.parent)
     name = path.relative_to(root).with_suffix("").as_posix()
     if _blocks(path) >= _COMPLETE | {"loss"}:
-        return RecipeFile(name, folder=str(root.parent))
+        return RecipeFile(name, "", str(root.parent), _program(_tree(path)))
     around = [file for parent in path.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
     base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}], root)
     if base is None:
         return RecipeFile(name, folder=str(root.parent))
-    return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent))
+    return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent), _program(_tree(base)))
 
 
 def recipe_text(path: Path) -> str:
@@ -160,19 +166,38 @@ def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
 
 def _blocks(file: Path) -> set[str]:
     """Which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
-    try:
-        tree = yaml.load(recipe_text(file), _LOADER)
-    except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # keys that are lists, dates that are none
-        return set()
+    tree = _tree(file)
     config = _block(tree, "config")
     data = _block(config, "DATA")
     found = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
     found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
     found |= {"optimizer"} if config.get("OPTIMIZER") else set()
-    # VISSL's kNN recipes train nothing, so that they name neither.
-    is_knn = _block(data, "TRAIN").get("DATA_SOURCES") and _block(config, "NEAREST_NEIGHBOR") and "trunk" in found
-    found |= {"optimizer", "loss"} if is_knn else set()
+    # Recipes of VISSL's programs train nothing, so that they name neither.
+    is_of_program = _block(config, "NEAREST_NEIGHBOR") or _program(tree)
+    if _block(data, "TRAIN").get("DATA_SOURCES") and is_of_program and "trunk" in found:
+        found |= {"optimizer", "loss"}
     return found | ({"loss"} if _block(config, "LOSS").get("name") else set())
+
+
+def _program(tree: Any) -> str:
+    """The program that a file's blocks are for; empty where it says so itself, or is for none."""
+    config = _block(tree, "config")
+    if isinstance(tree, dict) and tree.get("engine_name"):
+        return ""
+    return next((program for block, program in _PROGRAM_BLOCKS.items() if _block_at(config, block)), "")
+
+
+def _block_at(config: dict[str, Any], path: str) -> dict[str, Any]:
+    for part in path.split("."):
+        config = _block(config, part)
+    return config
+
+
+def _tree(file: Path) -> Any:
+    try:
+        return yaml.load(recipe_text(file), _LOADER)
+    except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # keys that are lists, dates that are none
+        return None
 
 
 def _block(tree: Any, key: str) -> dict[str, Any]:

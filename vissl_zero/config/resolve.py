@@ -25,6 +25,7 @@ from vissl_zero.config.derive.sharding import sharding_plan
 from vissl_zero.config.derive.weights import with_run_of_weights
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.config.plain_tree import find, leaves
+from vissl_zero.config.programs import TRAIN
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.rules import problems
@@ -74,7 +75,7 @@ def resolve(
     sharding, sharding_notes = sharding_plan(cfg, place)
     optimizer, optimizer_notes = optimizer_plan(cfg, step)
     notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
-    if only_measures(cfg):
+    if only_measures(cfg) and cfg.PROGRAM == TRAIN:
         notes = (*notes, "Nothing is trained: FEATURE_EVAL_SETTINGS freezes trunk and head; LOSS does not count.")
     config = _config(cfg)
     interpolations = _interpolations(written or {}, config)

@@ -10,6 +10,7 @@ from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Traine
 from vissl_zero.config.blocks.model import Distillation, Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor, OnlineProbe
+from vissl_zero.config.blocks.programs import Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -26,6 +27,9 @@ class RunConfig:
     """Optimizer steps between lines of the plain display, and between measurements of memory and of health."""
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
+    PROGRAM: str = "train"
+    """What to do, as engine_name beside config says: train, or a program of VISSL, which trains nothing:
+    extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test."""
     DRY_RUN: bool = False
     """Check everything and print the plan of the run; train nothing. Also written --dry-run."""
     TEST_ONLY: bool = False
@@ -50,6 +54,8 @@ class RunConfig:
     """What is done beside training."""
     NEAREST_NEIGHBOR: NearestNeighbor = field(default_factory=NearestNeighbor)
     """kNN evaluation."""
+    SVM: Svm = field(default_factory=Svm)
+    """Support vector machines on features."""
     ONLINE_PROBE: OnlineProbe = field(default_factory=OnlineProbe)
     """A linear probe that is trained beside the model."""
     CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)
@@ -71,6 +77,6 @@ class Root:
     node_id: int = 0
     """Number of this machine, from 0, where machines are started by hand (DISTRIBUTED.RUN_ID)."""
     engine_name: str = "train"
-    """What to do; only train."""
+    """What to do: train, or one of VISSL's programs (config.PROGRAM)."""
     config: RunConfig = field(default_factory=RunConfig)
     """The run."""

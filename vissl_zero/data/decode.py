@@ -63,8 +63,8 @@ def _decoded(file: BinaryIO, path: str | Path) -> Image.Image:
         return _as_8_bits(image, path).convert("RGB")
 
 
-def read_array(path: str | Path) -> np.ndarray:
-    """The one-dimensional array of a ``.npy`` file. Nothing is unpickled.
+def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
+    """The array of a ``.npy`` file, of one dimension or at most ``max_dims``. Nothing is unpickled.
 
     Raises:
         ValueError: missing, damaged, or another array; the text says which.
@@ -76,8 +76,8 @@ def read_array(path: str | Path) -> np.ndarray:
     except Exception as error:  # numpy's parsers let much through: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     # Items of no bytes: a file of 100 bytes may have 2**62 of them.
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.itemsize == 0:
-        raise ValueError("it has no 1-d array")
+    if not isinstance(values, np.ndarray) or not 1 <= values.ndim <= max_dims or values.dtype.itemsize == 0:
+        raise ValueError("it has no 1-d array" if max_dims == 1 else "it has no 1-d or 2-d array")
     if values.dtype.kind == "U":
         codes = np.ascontiguousarray(values).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
         if codes.size and codes.max() > sys.maxunicode:  # numpy would make a text of it that breaks Python

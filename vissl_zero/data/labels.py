@@ -1,4 +1,7 @@
-"""Labels from elsewhere: VISSL's ``LABEL_SOURCES: [disk_filelist]``, a ``.npy`` file of integers."""
+"""Labels from elsewhere: VISSL's ``LABEL_SOURCES: [disk_filelist]``, a ``.npy`` file of integers.
+
+A class for each image, or a row of several labels for each, as VISSL writes those of VOC07.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,33 @@ class Relabelled:
         return self.source.name(index)
 
 
-def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled:
+@dataclass(frozen=True, eq=False)
+class MultiLabelled:
+    """A source whose images have several labels each, so that none of them is its class.
+
+    Attributes:
+        source: the images.
+        matrix: (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
+    """
+
+    source: Source
+    matrix: np.ndarray
+    class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def image(self, index: int) -> Image.Image:
+        return self.source.image(index)
+
+    def label(self, index: int) -> int | None:
+        return None
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+
+def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled | MultiLabelled:
     """``source`` under the labels of ``.npy`` files, one integer per image in the source's order.
 
     Args:
@@ -46,14 +75,23 @@ def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]
         class_names: the classes of TRAIN when ``source`` is TEST, else empty. Classes are the distinct values in
             ascending order (VISSL's rule), so labels need not be contiguous.
     Raises:
-        DataError: a file is missing, is not a 1-d integer array, or the number of labels is not that of the images.
+        DataError: a file is missing, is not an array of integers, or the number of labels is not that of the images.
     """
-    values = np.concatenate([_read(path) for path in paths])
+    arrays = [_read(path) for path in paths]
+    if len({array.shape[1:] for array in arrays}) > 1:
+        raise DataError(f"{', '.join(paths)} must all have as many labels per image. Correct LABEL_PATHS.")
+    values = np.concatenate(arrays)
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
     if len(values) != len(source):
         raise DataError(
             f"{', '.join(paths)} has {len(values)} labels for {len(source)} images. "
             "Write one label per image, in the sorted order of the image files."
         )
+    if values.ndim == 2:
+        if not np.isin(values, (-1, 0, 1)).all():
+            raise DataError(f"{', '.join(paths)} has rows of labels: each must be 1, 0 or -1 (does not count).")
+        return MultiLabelled(source, values.astype(np.int8))
     names = class_names or tuple(str(value) for value in sorted(set(values.tolist())))
     number = {name: index for index, name in enumerate(names)}
     unknown = sorted({str(value) for value in values.tolist()} - set(names))
@@ -66,9 +104,9 @@ def _read(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise DataError(f"The label file {path} does not exist. Correct LABEL_PATHS.")
     try:
-        values = read_array(path)
+        values = read_array(path, max_dims=2)
     except ValueError as error:
         raise DataError(f"The label file {path} is not a plain .npy array of integers ({error}).") from error
     if not np.issubdtype(values.dtype, np.integer):
-        raise DataError(f"The label file {path} must hold a 1-d array of integers; write it with numpy.save.")
+        raise DataError(f"The label file {path} must hold integers, 1-d or a row per image; write it with numpy.save.")
     return values

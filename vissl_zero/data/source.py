@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 
 from vissl_zero.config.options import typed_options
-from vissl_zero.data.labels import relabel
+from vissl_zero.data.labels import MultiLabelled, relabel
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES, require_interface
 
@@ -131,6 +132,27 @@ def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, 
     if not data_cfg["TEST"]["DATA_SOURCES"]:
         return train, None
     return train, build_source(data_cfg, "TEST", seed, train.class_names)
+
+
+def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
+    """Labels of all images as a matrix; None where an image has none.
+
+    Args:
+        source: the images.
+        num_classes: columns at least, where images have one class each.
+    Returns:
+        (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
+    """
+    if isinstance(source, Subset):
+        whole = label_matrix(source.source, num_classes)
+        return None if whole is None else whole[list(source.indices)]
+    if isinstance(source, MultiLabelled):
+        return source.matrix
+    found = [source.label(index) for index in range(len(source))]
+    labels = [label for label in found if label is not None]
+    if len(labels) < len(found):
+        return None
+    return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 
 
 def described(data_cfg: Mapping[str, Any], split: str) -> str:

@@ -174,6 +174,11 @@ def set_stage(plan: ResolvedRun) -> Stage:
             if teacher is not None:
                 with torch.no_grad():
                     taught = method.run_teacher(teacher, seen)
+            settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+            if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
+                # The heads are not used, and there may be no labels for a loss.
+                outputs = [getattr(output, "embeddings", output) for output in model(fakes.images)]
+                return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
             outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
                 require_classes(outputs, num_classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vissl_zero.config.blocks.output import EmaModel
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook
 from vissl_zero.evaluation.accuracy import AccuracyHook
@@ -38,7 +39,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(OnlineProbeHook())
     if plan.config["CHECKPOINT"]["SAVE_BEST"]:
         hooks.append(BestWeights())
-    for name in options["EXTRA"]:
+    program = PROGRAMS.get(plan.config["PROGRAM"])
+    for name in dict.fromkeys([*([program] if program else []), *options["EXTRA"]]):
         hooks.append(HOOKS.get(name).build())
         require_interface(HOOKS, name, hooks[-1], base=Hook)
     if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:

@@ -88,7 +88,7 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
         build_eval_sources(data, 0)
     np.save(file, [0.5] * 11)
-    with pytest.raises(DataError, match="must hold a 1-d array of integers"):
+    with pytest.raises(DataError, match="must hold integers, 1-d or a row per image"):
         build_source(data, "TRAIN", 0)
     np.save(file, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"is not a plain \.npy array"):

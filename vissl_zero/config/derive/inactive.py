@@ -6,16 +6,18 @@ Keys of sharding are ``derive/sharding.py``'s, where the plan says more than a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
+from vissl_zero.config.blocks.programs import Svm
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
+from vissl_zero.config.programs import SVM_PROGRAMS
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import are_tapped, features_are_tapped
 
@@ -124,6 +126,24 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("DATA.WORKER_TIMEOUT_S",), lambda cfg: cfg.DATA.NUM_DATALOADER_WORKERS == 0, "there are no loader processes"
+    ),
+    Inactive(
+        ("DATA.TRAIN.LABEL_TYPE", "DATA.TEST.LABEL_TYPE"),
+        lambda cfg: cfg.TEST_ONLY,
+        "nothing is trained: each image counts under its own label",
+    ),
+    Inactive(
+        tuple(f"SVM.{item.name}" for item in fields(Svm)),
+        lambda cfg: cfg.PROGRAM not in SVM_PROGRAMS,
+        "engine_name is neither train_svm nor train_svm_low_shot",
+    ),
+    Inactive(
+        ("SVM.low_shot",), lambda cfg: cfg.PROGRAM != "train_svm_low_shot", "engine_name is not train_svm_low_shot"
+    ),
+    Inactive(
+        ("SVM.cross_val_folds",),
+        lambda cfg: cfg.PROGRAM == "train_svm_low_shot",
+        "the best cost is reported; nothing is cross-validated",
     ),
     Inactive(
         (f"{_REGNET}.se_ratio",),

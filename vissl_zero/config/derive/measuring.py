@@ -6,12 +6,31 @@ from dataclasses import replace
 from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
+from vissl_zero.config.blocks.programs import Svm
+from vissl_zero.config.programs import SVM_PROGRAMS
 from vissl_zero.config.run import RunConfig
+from vissl_zero.errors import ConfigError, Problem
 
 # VISSL's names of what the trunk gives to its heads.
 _FEATURES = ("lastCLS", "res5avg", "avgpool", "flatten")
 _ALL_IMAGES = 10**8  # VISSL takes all of them
 _NOT_USED = ["mlp", {"dims": [-1, 1]}]
+
+
+def begin_program(run: RunConfig, name: str) -> None:
+    """Make of a recipe a run of a program, in place: nothing is trained, and trunk and heads are frozen.
+
+    Args:
+        run: as it was written; with heads of VISSL's names.
+        name: of ``PROGRAMS``.
+    """
+    run.PROGRAM, run.TEST_ONLY = name, True
+    run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
+    run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
+    settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    settings.EVAL_MODE_ON = True
+    if not settings.FREEZE_TRUNK_AND_HEAD:
+        settings.EXTRACT_TRUNK_FEATURES_ONLY = True
 
 
 def only_measures(cfg: RunConfig) -> bool:
@@ -29,6 +48,9 @@ def without_training(cfg: RunConfig) -> RunConfig:
     """``cfg``, or a copy that is TEST_ONLY where nothing is to be trained: its loss does not count.
 
     Where TRAIN names no images, TEST's stand for them, and there is no kNN, which would find each image itself.
+
+    Raises:
+        ConfigError: it is a recipe for SVMs, and the program is another.
     """
     if tests_alone(cfg):
         images = replace(cfg.DATA, TRAIN=cfg.DATA.TEST)
@@ -37,6 +59,10 @@ def without_training(cfg: RunConfig) -> RunConfig:
         return cfg
     settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL
     if settings.EXTRACT_TRUNK_FEATURES_ONLY:
+        if cfg.PROGRAM not in SVM_PROGRAMS and Svm() != cfg.SVM:
+            must = "is read by train_svm and train_svm_low_shot, and this run measures kNN"
+            fix = "Give vissl-zero train_svm config=<recipe>, or leave the block out."
+            raise ConfigError([Problem("config.SVM", "", must, fix)])
         entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         is_plain = len(entries) == 1 and entries[0][0] in _FEATURES and entries[0][1][0] == "Identity"
         model = replace(model, HEAD=replace(model.HEAD, PARAMS=[_NOT_USED]))
@@ -51,7 +77,7 @@ def without_training(cfg: RunConfig) -> RunConfig:
     all_images: dict[str, Any] = {
         key: _ALL_IMAGES
         for key in ("MAX_TRAIN_IMAGES", "MAX_TEST_IMAGES")
-        if getattr(neighbours, key) == getattr(unset, key)
+        if neighbours.USE_KNN and getattr(neighbours, key) == getattr(unset, key)
     }
     return replace(
         cfg,

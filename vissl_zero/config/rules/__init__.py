@@ -15,6 +15,7 @@ from vissl_zero.config.rules import (
     model,
     optimizer,
     placement,
+    programs,
     sharding,
     slurm,
 )
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *sharding.RULES,
     *placement.RULES,
     *slurm.RULES,
+    *programs.RULES,
     *vissl_rules.RULES,
 )
 

@@ -1,0 +1,13 @@
+"""VISSL's programs, by the names of its engines and of its files in ``tools/``. Imports nothing: the CLI reads it."""
+
+from __future__ import annotations
+
+TRAIN = "train"
+# Program -> the hook that does its work at the end of a run that trains nothing; none: kNN is measured anyway.
+PROGRAMS: dict[str, str | None] = {
+    "extract_features": "extract_features",
+    "train_svm": "train_svm",
+    "train_svm_low_shot": "train_svm_low_shot",
+    "nearest_neighbor_test": None,
+}
+SVM_PROGRAMS = ("train_svm", "train_svm_low_shot")
