@@ -75,8 +75,10 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for name, parts in found.items():
+            # A piece without elements stands before the one that begins where it does: a search finds the last of them.
+            parts.sort(key=lambda part: (part[0].first_element, part[0].num_elements))
             self.tensors[name] = _whole(name, parts, path)
-            self._pieces[name] = sorted((piece for piece, _ in parts), key=lambda piece: piece.first_element)
+            self._pieces[name] = [piece for piece, _ in parts]
 
     def read(self, name: str) -> Tensor:
         """One full tensor, on the CPU.
@@ -110,6 +112,7 @@ class Checkpoint:
         index = max(bisect_right(pieces, first_element, key=lambda piece: piece.first_element) - 1, 0)
         for piece in pieces[index:]:
             first, stop = max(piece.first_element, first_element), min(piece.first_element + piece.num_elements, end)
+            # The pieces are in order, so none of those that follow holds an element of the range.
             if piece.first_element >= end:
                 break
             if first < stop:
@@ -186,13 +189,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _whole(name: str, parts: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
-    """The tensor that the parts make up; they must cover it once."""
+    """The tensor that the parts, in their order, make up; they must cover it once."""
     first = parts[0][1]
     info = TensorInfo(name, DTYPES[first.dtype], first.shape)
     if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in parts):
         raise CheckpointError(f"{path}: the ranks disagree on type or shape of {name}.")
     end = 0
-    for piece in sorted((piece for piece, _ in parts), key=lambda piece: (piece.first_element, piece.num_elements)):
+    for piece, _ in parts:
         if piece.first_element != end:
             raise CheckpointError(f"{path}: the parts of {name} overlap or leave gaps.")
         end += piece.num_elements

@@ -53,7 +53,7 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
     is_first = collectives.rank() == 0
     try:
         _on_all(lambda: write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {}))
-        # A second time: the manifest names every rank's files, so all must have been written before.
+        # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
         _on_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:
         if is_first:

@@ -48,6 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._num_micro_batches = 0
         self._is_in_backward = False
         self._tied = _tied_names(model)
+        # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
         self._micro_batch = ExitStack()
         self._open_micro_batch()
         if is_plain_refused:

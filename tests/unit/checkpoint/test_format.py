@@ -49,12 +49,16 @@ def write(folder: Path, step: int) -> Path:
                 parts.append(Part(name, tensor.shape, begin, end - begin, tensor.dtype, lambda flat=flat: flat))
         scalars = {"trunk.stem.0.weight": {"step": {"dtype": "float32", "value": 4.0}}} if rank == 1 else {}
         write_rank(folder, step, rank, parts, scalars, {"torch": "ab"})
-    manifest = Manifest(
+    return commit(folder, _manifest(step, NUM_RANKS))
+
+
+def _manifest(step: int, num_ranks: int) -> Manifest:
+    return Manifest(
         step=step,
         epoch=1,
         epoch_samples=12,
         position=48,
-        world_size=NUM_RANKS,
+        world_size=num_ranks,
         level=3,
         engine="torch",
         global_batch=12,
@@ -65,7 +69,6 @@ def write(folder: Path, step: int) -> Path:
         ranks={},
         config={"config": {"IMPORTS": ["os"]}},
     )
-    return commit(folder, manifest)
 
 
 def test_any_range_of_any_tensor_comes_back(tmp_path):
@@ -87,6 +90,15 @@ def test_any_range_of_any_tensor_comes_back(tmp_path):
         assert torch.equal(other_type, torch.arange(35.0))
         with pytest.raises(CheckpointError, match="34 to 36 were asked for"):
             checkpoint.read_range("model/trunk.stem.0.weight", 34, 2)
+
+
+def test_a_piece_without_elements_hides_none_that_begins_where_it_does(tmp_path):
+    whole = torch.arange(4.0)
+    for rank, flat in enumerate((whole, whole[:0])):
+        part = Part("model/w", whole.shape, 0, flat.numel(), whole.dtype, lambda flat=flat: flat)
+        write_rank(tmp_path, 4, rank, [part], {}, {})
+    with open_checkpoint(commit(tmp_path, _manifest(4, num_ranks=2))) as checkpoint:
+        assert torch.equal(checkpoint.read("model/w"), whole)
 
 
 def test_the_data_files_are_plain_safetensors(tmp_path):

@@ -148,6 +148,8 @@ class ClusterMemory(nn.Module):
             centroids, nearest = spherical_kmeans(embeddings[mine], first, num_iters)
             self.get_buffer(f"centroids{index}").copy_(centroids)
             self.assignments[index].fill_(NOT_ASSIGNED)
+            # Ranks took consecutive runs of the known images, so their rows joined in the order of ranks are in that of
+            # ``known``.
             self.assignments[index, known] = collectives.all_gather_rows(nearest)
 
 
