@@ -38,7 +38,10 @@ def command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "config: must name a recipe. Write config=<recipe>."),
+        (
+            [],
+            "must name a recipe. Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes",
+        ),
         (["config=quickstart/swav_digit"], "Did you mean config=quickstart/swav_digits?"),
         ([QUICKSTART, "config.ZERO.LEVL=1"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
         ([QUICKSTART, "config.ZERO.LEVEL=4"], "config.ZERO.LEVEL: must be auto, fit, 0, 1, 2 or 3 (got 4)."),

@@ -85,7 +85,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def no_recipe(folders: Sequence[str] = ()) -> Problem:
     """The problem of a command without ``config=``."""
-    return Problem("config", "", "must name a recipe", f"Write config=<recipe>. Recipes: {_recipes(folders)}.")
+    number = len(recipe_names(folders))
+    fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
+    return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
 
 
 def _recipes(folders: Sequence[str]) -> str:
@@ -221,8 +223,9 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
         known = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
         return Problem(f"+{full}", "", "must name a folder of recipes and a file in it", f"Parts: {known}.")
     if OmegaConf.get_type(node) is dict:
+        near = did_you_mean(wrong, [str(name) for name in node or ()]).strip()
         fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
-        return Problem(full, "", "is not in the recipe yet", fix)
+        return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
     siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
     if wish := _everyday(wrong):
         return Problem(full, "", "is not a key", f"Write {wish}=<value>.")

@@ -11,6 +11,7 @@ import atexit
 import itertools
 import logging
 import signal
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,12 +30,15 @@ from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
+# More workers than cores are VISSL's default (5) on a laptop. torch says so twice for each of the loaders of a run.
+warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
 # import torch again in every worker. The fork server imports once and has a single thread.
 START_METHOD = "forkserver"
 _PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.transforms.pipeline"]
 _END = object()
+_said: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
 _REAPED_S = 2.0  # until the fork server has told how a worker ended
 
@@ -61,7 +65,6 @@ class BatchStream:
         num_workers = data_cfg["NUM_DATALOADER_WORKERS"]
         self._timeout_s = 0.0
         self._plans = Plans()
-        self._said: set[str] = set()
         self._has_begun = False
         if num_workers:
             self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
@@ -156,8 +159,8 @@ class BatchStream:
 
     def _open(self, loaded: Loaded) -> Batch:
         for name, reason in loaded.skipped.items():
-            if name not in self._said:
-                self._said.add(name)
+            if name not in _said:
+                _said.add(name)
                 skipped = printable(f"Skipping {name}: {reason}.")
                 logger.warning("%s The next readable image takes its place.", skipped)
         if loaded.batch is None:

@@ -50,6 +50,7 @@ class DryRun:
         forecast: units and memory.
         num_params, num_trained: elements of the model, and those the optimizer updates.
         num_images, steps_per_epoch, num_steps: length of the run.
+        crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
     """
@@ -59,6 +60,7 @@ class DryRun:
     num_params: int
     num_trained: int
     num_images: int
+    crops: tuple[tuple[int, int, int], ...]
     steps_per_epoch: int
     num_steps: int
     assumed: tuple[str, ...]
@@ -94,7 +96,7 @@ class Stage:
         forecaster: to be called in ``mode``.
         mode: of the fake tensors.
         model, method, groups, loader: of the run.
-        assumed: see ``DryRun``.
+        crops, assumed: see ``DryRun``.
     """
 
     plan: ResolvedRun
@@ -104,6 +106,7 @@ class Stage:
     method: Method
     groups: list[ParamGroup]
     loader: Loader
+    crops: tuple[tuple[int, int, int], ...]
     assumed: tuple[str, ...]
 
     @property
@@ -199,7 +202,9 @@ def set_stage(plan: ResolvedRun) -> Stage:
             machine=described_machine(plan),
         )
         forecaster = Forecaster(subject, plan.sharding)
-    return Stage(plan, forecaster, mode, model, method, groups, loader, assumed)
+    sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
+    crops = tuple((number, *size) for number, size in zip(batch.num_crops, sizes, strict=True))
+    return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
 
 
 def dry_run(plan: ResolvedRun) -> DryRun:
@@ -219,6 +224,7 @@ def dry_run(plan: ResolvedRun) -> DryRun:
         num_params=sum(param.numel() for param in params),
         num_trained=sum(param.numel() for param in params if param.requires_grad),
         num_images=len(stage.loader.source),
+        crops=stage.crops,
         assumed=stage.assumed,
         steps_per_epoch=per_epoch,
         num_steps=end,

@@ -79,6 +79,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         f"measured on {described(plan.config['DATA'], 'TEST') or 'parts of it'}",
         "data": f"{run.num_images:,} images; {plan.global_batch} a step = {plan.batch_per_rank} x {plan.world_size} "
         f"processes x {plan.accumulation_steps} micro-batches",
+        "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),
         "length": f"{run.num_steps:,} steps, {run.steps_per_epoch:,} an epoch",
         "optimizer": f"{plan.optimizer.name}{' with LARC' if plan.optimizer.larc else ''}, weight decay "
         f"{plan.optimizer.weight_decay:g}",

@@ -114,7 +114,7 @@ def _watched(content: ReportContent) -> list[str]:
 
 def _watch_panel(content: ReportContent, name: str, index: int) -> Panel:
     curve = series(content.records, lambda record: record.watch.get(name))
-    title = name.replace("_", " ").capitalize()
+    title = "Top-1 on the training batches" if name == "top1" else name.replace("_", " ").capitalize()
     return Panel(1.0, lambda axes: draw_figure(axes, title, curve, _WATCH_COLORS[index], is_noisy=True))
 
 

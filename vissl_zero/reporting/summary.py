@@ -87,7 +87,8 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
     train, test = summary["data"]["train"], summary["data"]["test"]
     lines = [("data", f"{train}; measured on {test or 'parts of it'}")]
     if summary["loss_first"] is not None:
-        lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last)"))
+        of = f"; the sum of {len(rates)} classifiers, most too fast or slow" if (rates := _rates(run)) else ""
+        lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last{of})"))
     if summary["knn_top1_after"] is not None:
         before, after = percent(summary["knn_top1_before"]), percent(summary["knn_top1_after"])
         raw = summary.get("knn_top1_raw_pixels")
@@ -116,6 +117,10 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("sharding", f"ZeRO level {summary['level']}, {summary['engine']} engine, {ranks} on {run.device.type}"),
         ("run folder", str(run.folder)),
     ]
+
+
+def _rates(run: Run) -> tuple[float, ...]:
+    return tuple(run.plan.optimizer.head_lr_factors or ())
 
 
 def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:

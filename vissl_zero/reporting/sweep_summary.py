@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from vissl_zero.reporting.sweep_note import is_done, read_note, read_summary
 from vissl_zero.sharding.strategy import Bytes
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
-_FIGURES = {"loss_last": "loss", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
+_FIGURES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
+_SHARES = ("top1", "knn_top1_after")
 _PANEL_HEIGHT, _PANEL_STEP = 210, 330
 _MOST_LABELS = 24
 
@@ -91,21 +92,26 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []
     shown = shown_kinds(*(Bytes(teacher=row.summary.get("bytes", {}).get("teacher", 0)) for row in rows))
-    for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *_FIGURES.values(), *shown):
+    measured = [name for name in _FIGURES if name != "top1" or _is_measured(rows, name)]
+    figures = [_FIGURES[name] for name in measured]
+    for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *figures, *shown):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
         summary, memory = row.summary, row.summary.get("bytes", {})
-        knn = summary.get("knn_top1_after")
-        figures = (
-            figure_text(summary.get("loss_last")),
-            "-" if knn is None else f"{100 * knn:.1f} %",
-            figure_text(summary.get("images_per_s")),
-        )
+        figures = [_figure(name, summary.get(name)) for name in measured]
         kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in shown)
         table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
     # Cut columns say nothing: a narrow terminal wraps the lines instead.
     wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(shown))), soft_wrap=True)
     wide.print(table)
+
+
+def _is_measured(rows: Sequence[Row], name: str) -> bool:
+    return any(row.summary.get(name) is not None for row in rows)
+
+
+def _figure(name: str, value: float | None) -> str:
+    return f"{100 * value:.1f} %" if name in _SHARES and value is not None else figure_text(value)
 
 
 def _draw(rows: Sequence[Row]) -> Page:
@@ -115,9 +121,10 @@ def _draw(rows: Sequence[Row]) -> Page:
     swept = ", ".join(rows[0].values) if rows else ""
     page.text(MARGIN + 110, 36, f"{done} of {len(rows)} jobs done; over {swept or 'nothing'}", size=11)
     half = (WIDTH - 2 * MARGIN - 70) / 2
-    panels = [
+    accuracy = "top1" if _is_measured(rows, "top1") else "knn_top1_after"
+    panels: list[tuple[str, Callable[[Row], Any], str]] = [
         ("Loss, last step", lambda row: row.summary.get("loss_last"), BLUE),
-        ("kNN top-1", lambda row: row.summary.get("knn_top1_after"), GREEN),
+        (_FIGURES[accuracy], lambda row: row.summary.get(accuracy), GREEN),
         ("Images per second", lambda row: row.summary.get("images_per_s"), ORANGE),
     ]
     for index in range(4):

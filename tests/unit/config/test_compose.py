@@ -26,6 +26,10 @@ MISTYPED = {
         "A key of that name stands at config.OPTIMIZER.regularize_bn.",
     ),
     "new key of a free block": (["config.MODEL.TRUNK.PARAMS.a=1"], "need a plus: +config.MODEL.TRUNK.PARAMS.a=<value>"),
+    "mistyped key of a free block": (
+        ["config.LOSS.swav_los.epsilon=1"],
+        "is not in the recipe yet. Did you mean 'swav_loss'",
+    ),
     "whole number": (
         ["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=many"],
         "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: must be a whole number (got 'many')",

@@ -48,6 +48,7 @@ def test_a_machine_with_gpus_and_images_that_are_elsewhere():
     assert (plan.device, plan.world_size, run.num_images) == ("cuda", 32, 1_281_167)
     assert run.steps_per_epoch == 1_281_167 // (32 * 32)
     code, text = said(plan)
+    assert "2 of 16 x 16 pixels" in text
     assert code == 0 and "Assumed: machines with 8 GPU(s) each" in text and "a GPU of 80 GiB, assumed" in text
     assert "1,281,167 images in 1,000 classes are assumed" in text and "/imagenet/train, /imagenet/val" in text
     assert dry_run(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120

@@ -145,3 +145,6 @@ def test_the_opening_says_notes_once_and_the_wrap_plan_when_asked(tmp_path: Path
     assert f"20 steps of 32 images, 10 steps per epoch; run folder {tmp_path}" in written
     assert written.count("note: larc_config has no effect.") == 1
     assert "wrap plan:\ntrunk.stem: 1 unit" in written
+    run.num_steps = 0
+    Opening(console).on_start(run)
+    assert f"\nnothing is trained; run folder {tmp_path}" in text_of(console)

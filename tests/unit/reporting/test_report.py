@@ -77,6 +77,8 @@ def test_everything_is_there(full_page: Page) -> None:
         "3.40 → 2.51",
     ):
         assert title in shown
+    records = [make_record(step, watch={"top1": 0.5}) for step in (1, 2)]
+    assert "Top-1 on the training batches" in titles(draw(replace(FULL, records=records)).figure)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,5 +116,6 @@ def test_the_data_are_named_and_a_probe_below_knn_says_so(run: Run, records: lis
     said = " ".join(text.split())
     assert "data disk_folder /cats; measured on digits (90 of the images)" in said
     assert "1 was best (0.1: 20.0 %, 1: 27.0 %)" in said and "the probe is below kNN (27.0 % < 32.0 %)" in said
+    run.plan = replace(run.plan, optimizer=replace(run.plan.optimizer, head_lr_factors=(0.1, 1.0)))
     _, text = finish(run, records, **{**results, "top1": 0.4})
-    assert "below kNN" not in text
+    assert "below kNN" not in text and "the sum of 2 classifiers" in " ".join(text.split())

@@ -196,7 +196,7 @@ def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
         return max(found.values(), default=0), ()
     key = "config.ZERO.type" if str(cfg.ZERO.LEVEL) == "auto" else f"config.ZERO.LEVEL={chosen}"
     if chosen == 0 and not found:
-        return 0, (f"{key} changes nothing: auto is level 0 here, too.",)
+        return 0, (f"{key} shards nothing, as auto would here.",)
     notes = [
         f"{key} wins over {switch}, which stands for level {meant}."
         for switch, meant in found.items()

@@ -1,0 +1,23 @@
+"""The table of a sweep shows what its jobs measured."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from vissl_zero.reporting.sweep_summary import Row, print_sweep
+
+
+def printed(**summary: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    print_sweep([Row("0", {"config.OPTIMIZER.lr": "0.1"}, "done", {"loss_last": 1.5, "bytes": {}, **summary})], console)
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def test_a_sweep_of_classifiers_shows_their_accuracy() -> None:
+    text = printed(top1=0.764, knn_top1_after=0.842)
+    assert "loss top-1 kNN top-1 images/s" in text and "1.5 76.4 % 84.2 % -" in text
+    assert "top-1 kNN" not in printed(knn_top1_after=0.842)
