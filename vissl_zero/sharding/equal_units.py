@@ -191,6 +191,7 @@ class _Completion:
             begins = [self.place_of(entry, run.recorded[position]) for position in order]
             if begins != sorted(begins):
                 raise _UnevenError
+            # The inner two: the outer two also hold what ties the run to the layers before and behind it.
             first, second = (_Stretch(begins[i], begins[i + 1], order[i]) for i in (1, 2))
             if self.shape(first, run) != self.shape(second, run):
                 raise _UnevenError
@@ -221,6 +222,7 @@ class _Completion:
         left = sum(sum(self.trace.deltas[place] for place in places) for places in made)
         for place, birth in enumerate(self.births):  # what all units free together: autocast's copies of weights
             is_theirs = any(birth in places for places in made)
+            # A delta whose birth is its own place makes a storage; all others free one.
             if is_theirs and place != birth and not any(place in zone for zone in zones):
                 self.repeated[place] = number
                 left += self.trace.deltas[place]
