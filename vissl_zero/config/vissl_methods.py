@@ -114,9 +114,13 @@ def _ibot(cfg: RunConfig) -> str:
         ["local_views", {"feat_names": ["lastCLS"]}],
     ]
     entry = _found(train.TRANSFORMS, "MaskedImageModeling")
-    if entry is None or cfg.LOSS.get("name") != "ibot_loss" or mapping != model.MULTI_INPUT_HEAD_MAPPING:
+    loss_name, other = cfg.LOSS.get("name"), _teacher(cfg)
+    is_loss = loss_name in ("ibot_loss", "ibot_distillation_loss")
+    if entry is None or not is_loss or mapping != model.MULTI_INPUT_HEAD_MAPPING:
         return ""
-    loss = cfg.LOSS["ibot_loss"]
+    if mapping == other.MULTI_INPUT_HEAD_MAPPING:
+        other.MULTI_INPUT_HEAD_MAPPING = []
+    loss = cfg.LOSS[loss_name]
     loss.mask_ratio, loss.mask_probability = _masked_shares(entry)
     size, key = entry.get("patch_size", 16), f"{_TRANSFORMS}.MaskedImageModeling"
     if size != patches.PATCH_SIZE:
@@ -134,7 +138,7 @@ def _ibot(cfg: RunConfig) -> str:
         model.TEMP_FROZEN_PARAMS_ITER_MAP = [
             pair for pair in model.TEMP_FROZEN_PARAMS_ITER_MAP if ".prototypes1." not in str(pair[:1])
         ]
-    return "MaskedImageModeling: ibot_loss draws the masks; its mask_ratio and mask_probability are taken from it."
+    return f"MaskedImageModeling: {loss_name} draws the masks; its mask_ratio and mask_probability are taken from it."
 
 
 def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
@@ -152,17 +156,39 @@ def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
 
 def _msn(cfg: RunConfig) -> str:
     modeling = _blocks(cfg)[1].TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING
-    heads = [head[1] for head in cfg.MODEL.HEAD.PARAMS if _name_of(head) == "msn_head"]
-    temperatures = [head.pop("temperature") for head in heads if "temperature" in head]
-    for head in heads:
-        head.pop("return_query", None)  # what is measured is the embedding, as with it
-    if modeling.NAME != "msn" or cfg.LOSS.get("name") != "msn_loss":
+    own, others = _temperatures(cfg.MODEL.HEAD.PARAMS), _temperatures(_teacher(cfg).HEAD.PARAMS)
+    old, name = cfg.LOSS.get("msn_distillation_loss"), cfg.LOSS.get("name")
+    if name == "msn_distillation_loss" and isinstance(old, Mapping) and others:
+        # The teacher's head gives the softmax that DINO's distillation takes of scores.
+        name, new = "dino_distillation_loss", cfg.LOSS["dino_distillation_loss"]
+        new.teacher_temperature = others[0]
+        for key in ("swapped_assignment", "student_temperature", "teacher_num_crops", "student_num_crops"):
+            setattr(new, key, old.get(key, getattr(new, key)))
+        cfg.LOSS["name"] = name
+        del cfg.LOSS["msn_distillation_loss"]
+    if modeling.NAME != "msn" or name not in ("msn_loss", "dino_distillation_loss"):
         return ""
-    loss = cfg.LOSS["msn_loss"]
+    loss = cfg.LOSS[name]
     loss.patch_drop = float(modeling.PARAMS.get("drop_ratio", 0.0))
-    loss.temperature = float(temperatures[0]) if temperatures else loss.temperature
+    if name == "msn_loss" and own:
+        loss.temperature = own[0]
     modeling.NAME, modeling.PARAMS = "", {}
-    return "MASKED_IMAGE_MODELING: msn_loss leaves patches out; its patch_drop is drop_ratio. The loss is the paper's."
+    the_loss = " The loss is the paper's." if name == "msn_loss" else ""
+    return f"MASKED_IMAGE_MODELING: {name} leaves patches out; its patch_drop is drop_ratio.{the_loss}"
+
+
+def _temperatures(heads: list[Any]) -> list[float]:
+    """Of each msn_head, taken out: here the loss has it. What is measured is the embedding, as with return_query."""
+    found = []
+    for head in heads:
+        if _name_of(head) == "msn_head":
+            found.append(float(head[1].pop("temperature", 0.1)))
+            head[1].pop("return_query", None)
+    return found
+
+
+def _teacher(cfg: RunConfig) -> Any:
+    return cfg.DISTILLATION.TEACHER_MODEL
 
 
 def _blocks(cfg: RunConfig) -> tuple[Any, Any]:

@@ -5,10 +5,13 @@ Everything is drawn on the images' device for all images at once, and as many pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits
+from vissl_zero.models.patches import PatchView, grid_of
 
 _NUM_BLOCKS = 10  # tries at covering the patches that are wanted by blocks
 
@@ -25,6 +28,16 @@ def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Ten
         (b, P) int64.
     """
     return keyed_bits(len(images), num_patches, name, images.device, epoch).argsort(dim=1, stable=True)
+
+
+def with_patches_dropped(
+    images: Sequence[Tensor], patch_size: tuple[int, int], share: float, epoch: int
+) -> list[PatchView]:
+    """Of the images of the first size a random part of the patches, of the others all (MSN)."""
+    height, width = grid_of(images[0], patch_size)
+    num_kept = max(1, int(height * width * (1 - share)))
+    order = random_order(images[0], height * width, epoch, "drop")
+    return [PatchView(kept=order[:, :num_kept]), *(PatchView() for _ in images[1:])]
 
 
 def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: int, name: str) -> Tensor:

@@ -162,3 +162,46 @@ def test_msn():
     keys = loss_options(run)
     assert (keys["patch_drop"], keys["temperature"], keys["output_dim"]) == (0.7, 0.2, 30)
     assert run.MODEL.HEAD.PARAMS == [["msn_head", {"in_dim": 64, "num_prototypes": 30, "use_bn": True}]]
+
+
+def test_distillation_of_msn(tmp_path):
+    (tmp_path / "weights.torch").touch()
+    teacher = "config.DISTILLATION.TEACHER_MODEL"
+    run, _ = run_of(
+        "digits/msn",
+        *MSN[:2],
+        "config.MODEL.HEAD.PARAMS=[[mlp,{dims: [64, 30]}]]",
+        "config.LOSS.name=msn_distillation_loss",
+        "+config.LOSS.msn_distillation_loss={student_temperature: 0.2, teacher_num_crops: 1, student_num_crops: 3}",
+        f"{teacher}.TRUNK.NAME=vision_transformer",
+        f"{teacher}.TRUNK.VISION_TRANSFORMERS.IMAGE_SIZE=16",
+        f"{teacher}.TRUNK.VISION_TRANSFORMERS.PATCH_SIZE=4",
+        f"{teacher}.TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING.NAME=none",
+        f"{teacher}.HEAD.PARAMS=[[msn_head,{{in_dim: 768, num_prototypes: 30, temperature: 0.025}}]]",
+        f"{teacher}.WEIGHTS_INIT.PARAMS_FILE={tmp_path}/weights.torch",
+    )
+    assert run.LOSS["name"] == "dino_distillation_loss"
+    keys = loss_options(run)
+    found = (keys["teacher_temperature"], keys["student_temperature"], keys["teacher_num_crops"], keys["patch_drop"])
+    assert found == (0.025, 0.2, 1, 0.7)
+
+
+def test_distillation_of_ibot(tmp_path):
+    (tmp_path / "weights.torch").touch()
+    teacher = "config.DISTILLATION.TEACHER_MODEL"
+    mapping = IBOT[4].split("=", 1)[1]
+    run, _ = run_of(
+        "digits/ibot",
+        *IBOT,
+        "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]",
+        "config.LOSS.name=ibot_distillation_loss",
+        f"{teacher}.MULTI_INPUT_HEAD_MAPPING={mapping}",
+        f"{teacher}.TRUNK.NAME=vision_transformer",
+        f"{teacher}.HEAD.PARAMS=[[ibot_head,{{in_dim: 768, out_dim: 30, shared_head: true}}]]",
+        f"{teacher}.WEIGHTS_INIT.PARAMS_FILE={tmp_path}/weights.torch",
+    )
+    keys = loss_options(run)
+    assert (keys["num_global_crops"], keys["student_num_crops"], keys["mask_ratio"]) == (2, 3, [0.1, 0.5])
+    run.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS = [["mlp", {"dims": [768, 30]}]]
+    (problem,) = problems(run, CPU_HOST)
+    assert (problem.key, problem.got) == ("config.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS", "['mlp']")

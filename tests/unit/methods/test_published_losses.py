@@ -15,14 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vissl_zero.data.batch import Batch
 from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
 from vissl_zero.methods.byol.method import byol_loss
 from vissl_zero.methods.data2vec.method import mean_of_blocks
 from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
 from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.dinov2.method import dinov2_loss
-from vissl_zero.methods.distillation.method import SwAVDistillation, dino_distillation_loss, distillation_loss
-from vissl_zero.methods.ibot.method import masked_patch_loss
+from vissl_zero.methods.distillation.method import (
+    IBOTDistillation,
+    SwAVDistillation,
+    dino_distillation_loss,
+    distillation_loss,
+)
+from vissl_zero.methods.ibot.method import IBOTOutput, masked_patch_loss
 from vissl_zero.methods.ijepa.method import latent_regression
 from vissl_zero.methods.koleo import koleo
 from vissl_zero.methods.mae.method import mae_loss, pixel_targets
@@ -230,6 +236,26 @@ def test_pirl_of_tiles_and_images(use_info_nce, loss, normalizer):
     bank.update(A, sample_ids)
     after = [-0.2087638198356568, -0.22791185922927104, -0.07521073940970467, -0.77583514832238, -0.5448825738223958]
     _is(bank.memory[3], after)
+
+
+@pytest.mark.parametrize(
+    ("is_swapped", "ibot", "msn"),
+    [(False, 21.738998985989248, 16.635586326134238), (True, 19.10871933222454, 13.323630472490478)],
+)
+def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float):
+    """vissl 09270ed ibot_distillation_loss.py and msn_distillation_loss.py: 3 crops of 3 images, the teacher sees 2."""
+    student, patches, teacher, seen = (
+        _randn(seed, *shape) for seed, shape in enumerate([(9, 7), (6, 4, 7), (6, 7), (6, 4, 7)], start=1)
+    )
+    is_masked = (_randn(5, 6, 2, 2) > 0).flatten(1)
+    method = IBOTDistillation(3, 2, 0.1, 0.05, 0.06, lambda2=0.5, swapped_assignment=is_swapped)
+    ids = torch.arange(3)
+    batch = Batch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
+    taught = IBOTOutput(teacher, teacher, teacher, seen, None)
+    _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [taught]), ibot)
+    # MSN's head gives the softmax of scores, at its own temperature; see config/vissl_methods.py.
+    targets = F.softmax(teacher / 0.025, dim=1).view(2, 3, 7)
+    _is(dino_distillation_loss(student.view(3, 3, 7), targets, 0.1, is_swapped), msn)
 
 
 def test_ibot_of_vissl():

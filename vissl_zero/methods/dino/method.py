@@ -137,9 +137,9 @@ class DINOHead(nn.Module):
         return SwAVOutput(embeddings, [self.prototypes0(embeddings)], None)
 
     def embed(self, rows: Tensor) -> Tensor:
-        """(n, in_dim) -> embeddings of unit length, float32 or finer."""
+        """(..., in_dim) -> embeddings of unit length, float32 or finer; with batch norm of rows (n, in_dim) alone."""
         x = self.mlp(rows)
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Truncated normal of deviation 0.02 for the MLP, biases 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.derive.components import as_teacher
 from vissl_zero.config.saved import RESOLVED_FILE
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head
+from vissl_zero.methods.ibot.keys import IBOT_HEADS, patch_distillation
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -60,6 +61,37 @@ class DINODistillationLossConfig:
     swapped_assignment: bool = False
     """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
     see."""
+    patch_drop: float = number(0.0, least=0, below=1)
+    """Share of the patches left out of the student's crops of the first size, at random (MSN); for vision
+    transformers."""
+
+
+@dataclass
+class IBOTDistillationLossConfig:
+    """``ibot_distillation_loss``: as ``dino_distillation_loss``, and the teacher's softmax for masked patches."""
+
+    num_global_crops: int | None = None
+    """Crops that the teacher sees and that are masked: those of the first size; null: from the transforms, which also
+    win over a different number."""
+    student_num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    student_temp: float = number(0.1, above=0, most=1000)
+    """Divides the student's scores."""
+    teacher_temp: float = number(0.07, above=0, most=1000)
+    """Divides the teacher's scores of crops."""
+    teacher_patch_temp: float = number(0.07, above=0, most=1000)
+    """Divides the teacher's scores of patches."""
+    lambda1: float = number(1.0, least=0)
+    """Weight of the loss of crops."""
+    lambda2: float = number(1.0, least=0)
+    """Weight of the loss of masked patches."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+    mask_ratio: list[float] = field(default_factory=lambda: [0.1, 0.5])
+    """Least and largest share of the patches of a crop that are masked, in blocks."""
+    mask_probability: float = 0.5
+    """Share of the large crops that are masked at all."""
 
 
 @dataclass
@@ -128,6 +160,7 @@ class DistillationSpec(MethodSpec):
     losses = {
         "distillation_loss": DistillationLossConfig,
         "dino_distillation_loss": DINODistillationLossConfig,
+        "ibot_distillation_loss": IBOTDistillationLossConfig,
         "swav_distillation_loss": SwAVDistillationLossConfig,
     }
     shape_keys = ("num_prototypes", "embedding_dim", "queue_length")
@@ -145,18 +178,25 @@ class DistillationSpec(MethodSpec):
         """The number of crops; sizes of the teacher's head and of the queue."""
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return _swav_sizes(cfg)
-        if cfg.LOSS["name"] != "dino_distillation_loss":
-            return {}
         counts = crops_of(cfg)
-        return {"student_num_crops": (sum(counts) if counts else 1, "transforms")}
+        crops = {"student_num_crops": (sum(counts) if counts else 1, "transforms")}
+        if cfg.LOSS["name"] == "ibot_distillation_loss":
+            return {**crops, "num_global_crops": (counts[0] if counts else None, "transforms")}
+        return crops if cfg.LOSS["name"] == "dino_distillation_loss" else {}
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
         """One head, a teacher that is there, labels where they count, crops for the teacher."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return [*_swav_problems(cfg), *_teacher_problems(cfg, host)]
+        if cfg.LOSS["name"] == "ibot_distillation_loss":
+            found = patch_distillation(cfg, path.removeprefix("config."), keys.mask_ratio, keys.mask_probability)
+            of_teacher = one_head(as_teacher(cfg), *IBOT_HEADS)
+            found += [replace(problem, key=f"{_TEACHER}.HEAD.PARAMS") for problem in of_teacher]
+            return [*found, *_teacher_problems(cfg, host)]
         if cfg.LOSS["name"] == "dino_distillation_loss":
-            found = one_head(cfg, "mlp", "dino_head", "swav_head")
+            found = patch_trunk(cfg) if keys.patch_drop else []
+            found += one_head(cfg, "mlp", "dino_head", "swav_head")
             crops = sum(crops_of(cfg) or [1])
             if keys.teacher_num_crops > crops - keys.swapped_assignment:
                 must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"

@@ -17,16 +17,20 @@ from vissl_zero.methods.distillation.keys import (
     WEIGHTS_FILE,
     DINODistillationLossConfig,
     DistillationLossConfig,
+    IBOTDistillationLossConfig,
     SwAVDistillationLossConfig,
     teacher_folder,
 )
-from vissl_zero.methods.embedding import EmbeddingMethod, images_of
+from vissl_zero.methods.embedding import EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
+from vissl_zero.methods.ibot.method import PatchDistillation, masked_patch_loss
+from vissl_zero.methods.masks import with_patches_dropped
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.queue import EmbeddingQueue
 from vissl_zero.methods.sinkhorn import sinkhorn
 from vissl_zero.methods.supervised.method import targets_of
 from vissl_zero.models.model import Model, build_model
+from vissl_zero.models.patches import PatchView
 from vissl_zero.registry import LOSSES
 
 
@@ -170,8 +174,10 @@ class DINODistillation(EmbeddingMethod):
         teacher_temperature: float = 0.07,
         student_temperature: float = 0.1,
         swapped_assignment: bool = False,
+        patch_drop: float = 0.0,
     ):
         super().__init__()
+        self.patch_drop = patch_drop
         self.teacher_crops = list(range(teacher_num_crops))
         self.num_crops = student_num_crops
         self.temperatures = teacher_temperature, student_temperature
@@ -180,6 +186,16 @@ class DINODistillation(EmbeddingMethod):
     def make_teacher(self, model: Model) -> Model:
         """The model under DISTILLATION, with its weights, as it is."""
         return model.requires_grad_(False)
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """All crops, patches left out of those of the first size where asked for."""
+        if not self.patch_drop:
+            return super().run_student(model, batch)
+        outputs: list[Any] = model(batch.images, see=self._see)
+        return outputs
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The teacher's crops only."""
@@ -193,9 +209,7 @@ class DINODistillation(EmbeddingMethod):
             ConfigError: student and teacher have other numbers of scores.
         """
         student, teacher = _scores(outputs[0]), at_least_float32(_scores(taught[0]))
-        if student.shape[1] != teacher.shape[1]:
-            must = f"must end in the teacher's {teacher.shape[1]} scores"
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
+        _require_scores(student, teacher)
         self._note(student)
         targets = F.softmax(teacher / self.temperatures[0], dim=1)
         return dino_distillation_loss(
@@ -204,6 +218,60 @@ class DINODistillation(EmbeddingMethod):
             self.temperatures[1],
             self.swapped_assignment,
         )
+
+
+@LOSSES.register("ibot_distillation_loss", config=IBOTDistillationLossConfig)
+class IBOTDistillation(PatchDistillation):
+    """Distillation of scores of crops and of masked patches: the teacher is trained, frozen, and sees the large crops.
+
+    Args: the fields of ``IBOTDistillationLossConfig``, with student_num_crops and num_global_crops known.
+    """
+
+    teacher_follows = False
+    couples_samples = False
+
+    def __init__(
+        self,
+        student_num_crops: int,
+        num_global_crops: int = 2,
+        student_temp: float = 0.1,
+        teacher_temp: float = 0.07,
+        teacher_patch_temp: float = 0.07,
+        lambda1: float = 1.0,
+        lambda2: float = 1.0,
+        swapped_assignment: bool = False,
+        mask_ratio: Sequence[float] = (0.1, 0.5),
+        mask_probability: float = 0.5,
+    ):
+        super().__init__(num_global_crops, mask_ratio, mask_probability)
+        self.num_crops = student_num_crops
+        self.student_temp, self.teacher_temps = student_temp, (teacher_temp, teacher_patch_temp)
+        self.weights = lambda1, lambda2
+        self.swapped_assignment = swapped_assignment
+
+    def make_teacher(self, model: Model) -> Model:
+        """The model under DISTILLATION, with its weights, as it is."""
+        return model.requires_grad_(False)
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``dino_distillation_loss`` and ``masked_patch_loss``.
+
+        Raises:
+            ConfigError: student and teacher have other numbers of scores.
+        """
+        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        _require_scores(student.scores, teacher.scores)
+        _require_scores(student.patch_scores.flatten(0, 1), teacher.patch_scores.flatten(0, 1))
+        self._note(student.embeddings)
+        of_crops, of_patches = (
+            F.softmax(at_least_float32(scores) / temperature, dim=-1)
+            for scores, temperature in zip((teacher.scores, teacher.patch_scores), self.teacher_temps, strict=True)
+        )
+        views = self.by_view(student.scores, batch, self.num_crops)
+        targets = self.by_view(of_crops, batch)
+        crops = dino_distillation_loss(views, targets, self.student_temp, self.swapped_assignment)
+        patches = masked_patch_loss(student.patch_scores, of_patches, student.is_masked, self.student_temp)
+        return self.weights[0] * crops + self.weights[1] * patches
 
 
 @LOSSES.register("swav_distillation_loss", config=SwAVDistillationLossConfig)
@@ -322,6 +390,13 @@ class SwAVDistillation(EmbeddingMethod):
 
     def _upcast(self, scores: Tensor) -> Tensor:
         return scores.to(torch.promote_types(scores.dtype, self.dtype))
+
+
+def _require_scores(student: Tensor, teacher: Tensor) -> None:
+    """Raise ConfigError unless both (n, K) have as many scores."""
+    if student.shape[1] != teacher.shape[1]:
+        must = f"must end in the teacher's {teacher.shape[1]} scores"
+        raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
 
 
 def _scores(output: Any) -> Tensor:

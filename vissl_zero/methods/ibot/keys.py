@@ -128,6 +128,9 @@ class IBOTSpec(MethodSpec):
         ]
 
 
+IBOT_HEADS = ("ibot_head", "ibot_dino_head")
+
+
 def prototypes_of(cfg: RunConfig) -> list[int] | None:
     """Prototypes of the first head: one number, or one for crops and one for patches."""
     name, keys = next(heads_of(cfg), ("", {}))
@@ -139,9 +142,9 @@ def prototypes_of(cfg: RunConfig) -> list[int] | None:
 
 
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
-    """What iBOT and DINOv2 ask for."""
+    """What iBOT, DINOv2 and iBOT's distillation ask for."""
     found = [
-        *one_head(cfg, "ibot_head", "ibot_dino_head"),
+        *one_head(cfg, *IBOT_HEADS),
         *patch_trunk(cfg, mask_token=True),
         *two_views(cfg, exactly=False),
         *share(f"{path}.mask_probability", probability),

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.methods.dino.method import Centre, DINOHead, NormalizedPrototypes, dino_loss
+from vissl_zero.methods.dino.method import Centre, DINOHead, dino_loss
 from vissl_zero.methods.embedding import EmbeddingMethod, output_of
 from vissl_zero.methods.gather import at_least_float32
 from vissl_zero.methods.ibot.keys import IBOTDINOHeadConfig, IBOTHeadConfig, IBOTLossConfig
 from vissl_zero.methods.masks import block_order, masked_counts
 from vissl_zero.methods.method import Batch
-from vissl_zero.methods.swav.method import SwAVHead
+from vissl_zero.methods.swav.method import NormalizedPrototypes, SwAVHead
 from vissl_zero.models.patches import PatchView, Tokens, grid_of
 from vissl_zero.registry import HEADS, LOSSES
 
@@ -119,9 +119,8 @@ class IBOTDINOHead(DINOHead):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:  # type: ignore[override]
         """Score all crops, and patches of those of the first size."""
-        crops, patches = self.embed(features), tokens[0].wanted()
-        scores = (self.prototypes1 or self.prototypes0)(self.embed(patches.flatten(0, 1)))
-        of_patches = scores.unflatten(0, patches.shape[:2])
+        crops, patches = self.embed(features), self.embed(tokens[0].wanted())
+        of_patches = (self.prototypes1 or self.prototypes0)(patches)
         return IBOTOutput(crops, features, self.prototypes0(crops), of_patches, _are_masked(tokens[0].view))
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from vissl_zero.methods.embedding import EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.gather import at_least_float32, sum_over_ranks
-from vissl_zero.methods.masks import random_order
+from vissl_zero.methods.masks import with_patches_dropped
 from vissl_zero.methods.method import Batch
 from vissl_zero.methods.msn.keys import MSNHeadConfig, MSNLossConfig
 from vissl_zero.methods.sinkhorn import sinkhorn
 from vissl_zero.methods.swav.method import SwAVOutput
-from vissl_zero.models.patches import PatchView, grid_of
+from vissl_zero.models.patches import PatchView
 from vissl_zero.registry import HEADS, LOSSES
 
 
@@ -179,7 +179,4 @@ class MSN(EmbeddingMethod):
         return self._linear_momentum(self.first_momentum, step)
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
-        height, width = grid_of(images[0], patch_size)
-        num_kept = max(1, int(height * width * (1 - self.patch_drop)))
-        order = random_order(images[0], height * width, self.epoch, "drop")
-        return [PatchView(kept=order[:, :num_kept]), *(PatchView() for _ in images[1:])]
+        return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)
