@@ -114,7 +114,7 @@ def _ibot(cfg: RunConfig) -> str:
         ["local_views", {"feat_names": ["lastCLS"]}],
     ]
     entry = _found(train.TRANSFORMS, "MaskedImageModeling")
-    loss_name, other = cfg.LOSS.get("name"), _teacher(cfg)
+    loss_name, other = str(cfg.LOSS.get("name")), _teacher(cfg)
     is_loss = loss_name in ("ibot_loss", "ibot_distillation_loss")
     if entry is None or not is_loss or mapping != model.MULTI_INPUT_HEAD_MAPPING:
         return ""
