@@ -113,6 +113,7 @@ def typed(
         raise ConfigError(problems)
     if cfg.engine_name != TRAIN:
         begin_program(run, cfg.engine_name)
+        # ``config.user.yaml`` holds no root keys, and must name the program when it is composed again.
         written["PROGRAM"] = cfg.engine_name
     elif run.PROGRAM in PROGRAMS:
         begin_program(run, run.PROGRAM)
@@ -235,6 +236,7 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         found = every_mistake(untyped(plain_words(overrides), folders))
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first
+    # Where even the first mistake is not found again, the untyped tree is not what the user meant.
     return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
 
 
@@ -242,6 +244,7 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
     """The same composition without types, which refuses no key and no value; arguments as for ``explained``."""
     register()
     is_value = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
+    # Without the types most keys do not exist yet, and ``++`` is Hydra's only form that takes both kinds.
     words = [f"++{word.lstrip('+')}" if is_value.match(word) else word for word in overrides]
     if folders:
         words.append(f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]")

@@ -61,7 +61,9 @@ def resolve(
     Raises:
         ConfigError: everything that is wrong, all problems at once.
     """
+    # First: all that follows looks up names in the registries, which these modules fill.
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
+    # On its own: a part lacks most of a recipe, and each check below would say so.
     if problem := part_alone(cfg, recipe):
         raise ConfigError([problem])
     if tests_alone(cfg):
