@@ -108,7 +108,7 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
     run.TRAINER.MAX_STEPS, run.TRAINER.DTYPE, run.ZERO.LEVEL = STEPS, "float64", level
     run.MODEL.AMP_PARAMS.USE_AMP, run.SLURM.USE_SLURM = False, False
     run.MODEL.WEIGHTS_INIT.PARAMS_FILE = ""
-    run.MODEL.FSDP_CONFIG.mixed_precision = False
+    run.MODEL.FSDP_CONFIG.mixed_precision, run.MODEL.FSDP_CONFIG.compute_dtype = False, "float32"
     side = ALEXNET_SIDES.get(name, 227) if name.startswith("alexnet") else SIDES.get(name, SIDE)
     side = TILES_SIDE if are_cut(run) else side
     run.DATA.NUM_DATALOADER_WORKERS, run.DATA.IMG_SIZE = 0, side

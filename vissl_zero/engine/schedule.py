@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.models.weight_names import without_wrappers
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.schedules import build_schedule
 from vissl_zero.sharding.strategy import Sharded
@@ -63,7 +64,7 @@ class Frozen:
     """Parameters that are frozen for the first steps (VISSL's ``TEMP_FROZEN_PARAMS_ITER_MAP``).
 
     Args:
-        entries: pairs of full parameter name (VISSL's ``module.`` prefix is allowed) and number of optimizer steps.
+        entries: pairs of full parameter name (what VISSL's DDP and FSDP put into names is allowed) and number of optimizer steps.
         known: the model's parameter names.
     Raises:
         ConfigError: a name is not a parameter.
@@ -74,7 +75,7 @@ class Frozen:
         self._until: dict[str, int] = {}
         problems = []
         for entry in entries:
-            name, num_steps = str(entry[0]).removeprefix("module."), int(entry[1])
+            name, num_steps = without_wrappers(str(entry[0])).removeprefix("module."), int(entry[1])
             if name not in names:
                 problems.append(
                     Problem(

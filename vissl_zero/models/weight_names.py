@@ -134,9 +134,14 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     return result
 
 
+def without_wrappers(name: str) -> str:
+    """A parameter's name without what sharding and compilers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _plain(name: str) -> str:
     """Without wrappers and prefixes, a torchvision transformer's name in timm's words."""
-    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    plain = without_wrappers(name)
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
     if match := re.fullmatch(r"encoder\.layers\.encoder_layer_(\d+)\.(.+)", plain):
