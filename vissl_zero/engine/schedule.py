@@ -64,7 +64,7 @@ class Frozen:
     """Parameters that are frozen for the first steps (VISSL's ``TEMP_FROZEN_PARAMS_ITER_MAP``).
 
     Args:
-        entries: pairs of full parameter name (what VISSL's DDP and FSDP put into names is allowed) and number of optimizer steps.
+        entries: pairs of full parameter name, in which what DDP and FSDP put there is allowed, and number of steps.
         known: the model's parameter names.
     Raises:
         ConfigError: a name is not a parameter.
