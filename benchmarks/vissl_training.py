@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 
 from tests.ranks import close_pool, run_on_ranks
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
@@ -122,6 +123,9 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
             split.LABEL_PATHS = [str(images / "labels.npy")]
         if split.DATA_SOURCES == ["torchvision_dataset"]:
             split.DATA_SOURCES, split.LABEL_SOURCES = ["disk_folder"], ["disk_folder"]
+    if run.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
+        params = run.DATA.TRAIN.COLLATE_FUNCTION_PARAMS
+        params["num_classes"] = _width(params.get("num_classes", MixingConfig().num_classes))
     _shrink_trunk(run, side)
     if not only_measures(run):
         _fit_heads(run, side)
@@ -192,7 +196,7 @@ def _shrunk_head(head: Any, shape: tuple[int, ...]) -> Any:
             keys[row] = _shrunk_row(keys[row], features)
     if keys.get("dims"):
         keys["dims"] = [features, *map(_width, keys["dims"][1:])]
-    for key, value in (("in_dim", features), ("in_channels", shape[0])):
+    for key, value in (("in_dim", features), ("in_plane", features), ("in_channels", shape[0])):
         if key in keys:
             keys[key] = value
     for key in _HEAD_WIDTHS:
