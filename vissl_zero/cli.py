@@ -67,6 +67,7 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero train_svm config=benchmark/svm config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run>   SVMs on features
   vissl-zero train_svm_low_shot ...                 SVMs on few images
   vissl-zero nearest_neighbor_test ...              kNN
+  vissl-zero cluster_features_and_label ...         images labelled by k-means of their features
   vissl-zero extract_features ...                   features to files
 
 Look into what was trained:

@@ -415,6 +415,10 @@ HOOKS = Registry(
     {
         "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
         "train_svm": ("vissl_zero.evaluation.svm_hook", "Trains linear SVMs on features; mean average precision."),
+        "cluster_features_and_label": (
+            "vissl_zero.evaluation.clustering",
+            "Clusters features; images with clusters for labels.",
+        ),
         "train_svm_low_shot": ("vissl_zero.evaluation.svm_hook", "The same on few images, drawn several times."),
         "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the full weights after every step."),
     },

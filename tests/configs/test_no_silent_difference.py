@@ -22,7 +22,6 @@ from vissl_zero.config.vissl import vissl_keys
 NUM_DRAWN, SEED = 40, 15
 # Blocks that VISSL's training never reads, by the file that does.
 OTHER_PROGRAMS = {
-    "CLUSTERFIT": "tools/cluster_features_and_label.py",
     "EXTRACT_FEATURES": "tools/run_distributed_engines.py, engine extract_features",
     "GEO_LOCALIZATION": "tools/geolocalization_test.py",
     "LOW_SHOT_BENCHMARK": "tools/train_svm_low_shot.py",

@@ -24,6 +24,7 @@ from vissl_zero.evaluation import feature_files
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.feature_files import ExtractFeatures
 from vissl_zero.evaluation.feature_files import read_features
+from vissl_zero.evaluation.clustering import kmeans, nearest_centroids
 from vissl_zero.evaluation.features import extract_features
 from vissl_zero.evaluation.svm_hook import TrainSvm
 from vissl_zero.models.init import initialize_
@@ -124,6 +125,19 @@ def test_svms_are_the_same_at_level_3_on_two_ranks(tmp_path):
     for figures, rows in run_on_ranks(2, _svm, 3, 2, str(tmp_path / "sharded")):
         assert figures == pytest.approx(wanted[0], abs=1e-10) and figures["conv1"] > 0.3
         torch.testing.assert_close(rows, wanted[1], rtol=0, atol=1e-10)
+
+
+def _centroids() -> tuple[Tensor, Tensor]:
+    rows = torch.randn(23, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    centroids = kmeans(rows, 4, 20, seed=1)
+    return centroids, nearest_centroids(rows, centroids)[0]
+
+
+def test_clusters_are_the_same_on_three_ranks():
+    ((wanted, labels),) = run_on_ranks(1, _centroids)
+    for centroids, found in run_on_ranks(3, _centroids):
+        torch.testing.assert_close(centroids, wanted, rtol=0, atol=1e-12)
+        assert torch.equal(found, labels) and len(labels.unique()) == 4
 
 
 def test_features_that_are_not_whole_are_refused(alone, tmp_path):

@@ -9,5 +9,6 @@ PROGRAMS: dict[str, str | None] = {
     "train_svm": "train_svm",
     "train_svm_low_shot": "train_svm_low_shot",
     "nearest_neighbor_test": None,
+    "cluster_features_and_label": "cluster_features_and_label",
 }
-SVM_PROGRAMS = ("train_svm", "train_svm_low_shot")
+SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"

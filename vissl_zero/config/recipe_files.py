@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError, Problem
 
 _COMPLETE = {"trunk", "data", "optimizer"}
 # Blocks that one of VISSL's programs alone reads.
-_PROGRAM_BLOCKS = {"SVM.low_shot": "train_svm_low_shot", "SVM": "train_svm"}
+_PROGRAM_BLOCKS = {"SVM.low_shot": "train_svm_low_shot", "SVM": "train_svm", "CLUSTERFIT": "cluster_features_and_label"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_BYTES = 2**22  # the longest of VISSL's recipes has 20 KiB
 _MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000

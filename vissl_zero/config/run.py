@@ -10,7 +10,7 @@ from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Traine
 from vissl_zero.config.blocks.model import Distillation, Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor, OnlineProbe
-from vissl_zero.config.blocks.programs import Svm
+from vissl_zero.config.blocks.programs import ClusterFit, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -29,7 +29,7 @@ class RunConfig:
     """Python modules of your own to import, so that they register their components."""
     PROGRAM: str = "train"
     """What to do, as engine_name beside config says: train, or a program of VISSL, which trains nothing:
-    extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test."""
+    extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test, cluster_features_and_label."""
     DRY_RUN: bool = False
     """Check everything and print the plan of the run; train nothing. Also written --dry-run."""
     TEST_ONLY: bool = False
@@ -56,6 +56,8 @@ class RunConfig:
     """kNN evaluation."""
     SVM: Svm = field(default_factory=Svm)
     """Support vector machines on features."""
+    CLUSTERFIT: ClusterFit = field(default_factory=ClusterFit)
+    """Clusters of features as labels."""
     ONLINE_PROBE: OnlineProbe = field(default_factory=OnlineProbe)
     """A linear probe that is trained beside the model."""
     CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)

@@ -33,9 +33,9 @@ def _refused(*words: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["train_svm", "train_svm_low_shot", "extract_features"])
+@pytest.mark.parametrize("name", ["train_svm", "train_svm_low_shot", "extract_features", "cluster_features_and_label"])
 def test_a_program_takes_the_features_of_any_recipe_layer_by_layer(name):
-    plan = _plan(f"engine_name={name}", LAYERS)
+    plan = _plan(f"engine_name={name}", LAYERS, "config.CLUSTERFIT.FEATURES.LAYER_NAME=res3")
     settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
     assert plan.config["TEST_ONLY"] and plan.config["PROGRAM"] == name
     assert [entry[0] for entry in settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]] == ["res3", "res5avg"]
@@ -59,6 +59,9 @@ def test_knn_is_a_program_too():
 def test_an_svm_recipe_does_not_measure_knn_by_itself():
     words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true"]
     assert "config.SVM: is read by train_svm" in _refused(*words, "config.SVM.max_iter=100")
+    assert "config.CLUSTERFIT: is read by cluster_features_and_label" in _refused(
+        *words, "config.CLUSTERFIT.NUM_ITER=9"
+    )
     assert any("config.SVM.max_iter has no effect" in note for note in _plan("config.SVM.max_iter=100").notes)
 
 
@@ -70,6 +73,8 @@ def test_what_an_svm_cannot_do_is_refused():
     assert "config.SVM.costs.costs_list: must list a cost" in _refused(*svm, "config.SVM.costs.costs_list=[]")
     assert "two exponents" in _refused(*svm, "config.SVM.costs.base=2", "config.SVM.costs.power_range=[3]")
     assert "must list a number" in _refused("engine_name=train_svm_low_shot", "config.SVM.low_shot.k_values=[]")
+    clusters = ["engine_name=cluster_features_and_label", LAYERS, "config.CLUSTERFIT.FEATURES.LAYER_NAME=res4"]
+    assert "LAYER_NAME: must name the layer: res3, res5avg (got 'res4')" in _refused(*clusters)
     assert "SVM_FEATURES_PATH" in _refused(*svm, "config.SVM_FEATURES_PATH=/features")
     assert "config.PROGRAM: must be train or" in _refused("config.PROGRAM=train_smv")
 

@@ -1,4 +1,4 @@
-"""What VISSL's programs read beside the features: ``SVM``."""
+"""What VISSL's programs read beside the features: ``SVM``, ``CLUSTERFIT``."""
 
 from __future__ import annotations
 
@@ -55,3 +55,47 @@ class Svm:
     """Costs that are tried."""
     low_shot: SvmLowShot = field(default_factory=SvmLowShot)
     """Draws of few images."""
+
+
+@dataclass
+class ClusterSampling:
+    """``CLUSTERFIT.DATA_LIMIT_SAMPLING``."""
+
+    SEED: int = number(0, least=0)
+    """Seed of the draw."""
+
+
+@with_vissl_keys("CLUSTERFIT.FEATURES")
+@dataclass
+class ClusterFeatures:
+    """``CLUSTERFIT.FEATURES``: what is clustered."""
+
+    DATA_PARTITION: str = choice("TRAIN", "TRAIN", "TEST")
+    """The split whose images the centroids are computed from."""
+    TEST_PARTITION: str = choice("TEST", "TEST", "TRAIN", "")
+    """Another split whose images get the nearest centroid; it is left out where it is empty or names no images."""
+    DATASET_NAME: str = ""
+    """Beginning of the files' names; empty: clusters."""
+    LAYER_NAME: str = ""
+    """The layer of LINEAR_EVAL_FEAT_POOL_OPS_MAP; it stands in the files' names."""
+    DIMENSIONALITY_REDUCTION: int = number(0, least=0)
+    """Whitened principal components to cluster; 0: the features themselves."""
+
+
+@with_vissl_keys("CLUSTERFIT")
+@dataclass
+class ClusterFit:
+    """``CLUSTERFIT``: k-means of features (cluster_features_and_label)."""
+
+    OUTPUT_DIR: str = "."
+    """Folder of the lists of images and labels; a relative one is in the run folder."""
+    NUM_ITER: int = number(50, least=1)
+    """Most iterations of k-means."""
+    NUM_CLUSTERS: int = number(16000, least=1)
+    """Clusters."""
+    DATA_LIMIT: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
+    """Images that the centroids are computed from, drawn at random; -1: all."""
+    DATA_LIMIT_SAMPLING: ClusterSampling = field(default_factory=ClusterSampling)
+    """Which images those are."""
+    FEATURES: ClusterFeatures = field(default_factory=ClusterFeatures)
+    """What is clustered."""

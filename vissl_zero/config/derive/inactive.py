@@ -12,12 +12,12 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.blocks.programs import Svm
+from vissl_zero.config.blocks.programs import ClusterFit, Svm
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
-from vissl_zero.config.programs import SVM_PROGRAMS
+from vissl_zero.config.programs import CLUSTERING, SVM_PROGRAMS
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import are_tapped, features_are_tapped
 
@@ -137,6 +137,12 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: cfg.PROGRAM not in SVM_PROGRAMS,
         "engine_name is neither train_svm nor train_svm_low_shot",
     ),
+    Inactive(
+        tuple(f"CLUSTERFIT.{item.name}" for item in fields(ClusterFit)),
+        lambda cfg: cfg.PROGRAM != CLUSTERING,
+        f"engine_name is not {CLUSTERING}",
+    ),
+    Inactive(("CLUSTERFIT.DATA_LIMIT_SAMPLING.SEED",), lambda cfg: cfg.CLUSTERFIT.DATA_LIMIT == -1, "DATA_LIMIT is -1"),
     Inactive(
         ("SVM.low_shot",), lambda cfg: cfg.PROGRAM != "train_svm_low_shot", "engine_name is not train_svm_low_shot"
     ),

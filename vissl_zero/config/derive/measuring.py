@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
-from vissl_zero.config.blocks.programs import Svm
-from vissl_zero.config.programs import SVM_PROGRAMS
+from vissl_zero.config.blocks.programs import ClusterFit, Svm
+from vissl_zero.config.programs import CLUSTERING, TRAIN
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 
@@ -50,7 +50,7 @@ def without_training(cfg: RunConfig) -> RunConfig:
     Where TRAIN names no images, TEST's stand for them, and there is no kNN, which would find each image itself.
 
     Raises:
-        ConfigError: it is a recipe for SVMs, and the program is another.
+        ConfigError: the recipe is for a program that was not asked for.
     """
     if tests_alone(cfg):
         images = replace(cfg.DATA, TRAIN=cfg.DATA.TEST)
@@ -59,10 +59,14 @@ def without_training(cfg: RunConfig) -> RunConfig:
         return cfg
     settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL
     if settings.EXTRACT_TRUNK_FEATURES_ONLY:
-        if cfg.PROGRAM not in SVM_PROGRAMS and Svm() != cfg.SVM:
-            must = "is read by train_svm and train_svm_low_shot, and this run measures kNN"
-            fix = "Give vissl-zero train_svm config=<recipe>, or leave the block out."
-            raise ConfigError([Problem("config.SVM", "", must, fix)])
+        for key, is_set, program in (
+            ("SVM", Svm() != cfg.SVM, "train_svm"),
+            ("CLUSTERFIT", ClusterFit() != cfg.CLUSTERFIT, CLUSTERING),
+        ):
+            if is_set and cfg.PROGRAM == TRAIN:
+                must = f"is read by {program}, and this run measures kNN"
+                fix = f"Give vissl-zero {program} config=<recipe>, or leave the block out."
+                raise ConfigError([Problem(f"config.{key}", "", must, fix)])
         entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         is_plain = len(entries) == 1 and entries[0][0] in _FEATURES and entries[0][1][0] == "Identity"
         model = replace(model, HEAD=replace(model.HEAD, PARAMS=[_NOT_USED]))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from vissl_zero.config.host import Host
-from vissl_zero.config.programs import PROGRAMS, SVM_PROGRAMS, TRAIN
+from vissl_zero.config.programs import CLUSTERING, PROGRAMS, SVM_PROGRAMS, TRAIN
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.taps import layer_names
 from vissl_zero.errors import Problem
+
+# Names of features that are no inner layer's.
+PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
 
 
 def program(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -42,4 +46,16 @@ def svm(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-RULES = (program, svm)
+def clusters(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The layer that is clustered is one of those that are extracted."""
+    if cfg.PROGRAM != CLUSTERING:
+        return []
+    entries, name = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, cfg.CLUSTERFIT.FEATURES.LAYER_NAME
+    known = layer_names(entries)
+    if (len(known) < 2 and not name) or name in known or (not known and name in PLAIN_FEATURES):
+        return []
+    must = f"must name the layer: {', '.join(known or PLAIN_FEATURES)}"
+    return [Problem("config.CLUSTERFIT.FEATURES.LAYER_NAME", repr(name), must, "Correct it, or the map of layers.")]
+
+
+RULES = (program, svm, clusters)

@@ -1,0 +1,181 @@
+"""Images labelled by k-means of their features: VISSL's ``cluster_features_and_label``, the first half of ClusterFit.
+
+Source: https://arxiv.org/abs/1912.03330; VISSL's ``tools/cluster_features_and_label.py`` at 09270ed2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vissl_zero.collectives import all_gather_rows, all_reduce_sum, rank, world_size
+from vissl_zero.data.eval_images import eval_images
+from vissl_zero.data.order import rank_slice
+from vissl_zero.data.source import Source, build_eval_sources
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import DataError
+from vissl_zero.evaluation.features import extract_features, layers_of
+from vissl_zero.registry import HOOKS
+
+_CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Rows divided by their L2 norm, to which VISSL adds 1e-5."""
+    return rows / (rows.norm(dim=1, keepdim=True) + 1e-5)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Principal components of unit variance.
+
+    Attributes:
+        mean: (F,).
+        components: (F, D).
+    """
+
+    mean: Tensor
+    components: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, num_components: int) -> Whitening:
+        """Of rows (N, F), in float64; as in VISSL by the sum of squares, not their mean."""
+        mean = rows.double().mean(dim=0)
+        centred = rows.double() - mean
+        variances, vectors = torch.linalg.eigh(centred.T @ centred)
+        variances = variances.clamp(min=float(variances.max()) * 1e-5)
+        largest = variances.argsort(descending=True)[:num_components]
+        return cls(mean, vectors[:, largest] / variances[largest].sqrt())
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return ((rows.double() - self.mean) @ self.components).to(rows.dtype)
+
+
+def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """The centroid (K, F) that is nearest to each of the rows (N, F). Collective: ranks share the rows.
+
+    Returns:
+        Numbers (N,) int64 and squared distances (N,), equal on every rank.
+    """
+    own = rows[rank_slice(len(rows), rank(), world_size())]
+    squares = centroids.square().sum(dim=1)
+    labels, distances = [rows.new_zeros(0, dtype=torch.int64)], [rows.new_zeros(0)]
+    for part in own.split(max(1, _CHUNK_ELEMENTS // len(centroids))):
+        nearest = (squares - 2 * part @ centroids.T).min(dim=1)
+        labels.append(nearest.indices)
+        distances.append((nearest.values + part.square().sum(dim=1)).clamp(min=0))
+    return all_gather_rows(torch.cat(labels)), all_gather_rows(torch.cat(distances))
+
+
+def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
+    """Centroids (K, F) by Lloyd's algorithm, which ends early where nothing changes. Collective.
+
+    It begins at rows that ``seed`` draws. An empty cluster moves to the row that is farthest from its own centroid.
+
+    Args:
+        rows: (N, F), N at least K, equal on every rank.
+        num_clusters: K.
+        num_iterations: at most.
+        seed: of the draw.
+    Cost: N * K * F / ranks multiplications and an all-reduce of K * F numbers an iteration.
+    """
+    drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_clusters]
+    centroids, before = rows[drawn.to(rows.device)].clone(), None
+    own = rank_slice(len(rows), rank(), world_size())
+    for _ in range(num_iterations):
+        labels, distances = nearest_centroids(rows, centroids)
+        if before is not None and torch.equal(labels, before):
+            break
+        before = labels
+        sums = torch.zeros(num_clusters, rows.shape[1], dtype=torch.float64, device=rows.device)
+        sums = all_reduce_sum(sums.index_add_(0, labels[own], rows[own].double()))
+        counts = torch.bincount(labels, minlength=num_clusters)
+        centroids = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
+        empty = (counts == 0).nonzero()[:, 0]
+        centroids[empty] = rows[distances.topk(len(empty)).indices]
+    return centroids
+
+
+@HOOKS.register("cluster_features_and_label")
+class ClusterFeatures(Hook):
+    """Clusters the features of one split, and writes both splits as lists of images with their clusters for labels.
+
+    ``CLUSTERFIT`` has the keys. Files, under VISSL's names: ``<name>_<split>_<layer>_N<clusters>_D<width>_images.npy``
+    and ``..._labels.npy``, which ``disk_filelist`` reads, and ``....safetensors`` in place of VISSL's pickle
+    (``hard_labels``, ``distances``, ``centroids``). Adds ``clusters`` to the results: split -> the two lists.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Source] = {}
+
+    def on_start(self, run: Run) -> None:
+        options = run.plan.config["CLUSTERFIT"]
+        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        there = {"TRAIN": train, "TEST": test}
+        wanted = dict.fromkeys([options["FEATURES"]["DATA_PARTITION"], options["FEATURES"]["TEST_PARTITION"]])
+        self._sources = {split: source for split in wanted if (source := there.get(split)) is not None}
+        split = options["FEATURES"]["DATA_PARTITION"]
+        if split not in self._sources:
+            raise DataError(f"CLUSTERFIT.FEATURES.DATA_PARTITION: {split} names no images. Write TRAIN.")
+        for source in self._sources.values():
+            if not Path(source.name(0)).is_file():
+                raise DataError(
+                    f"CLUSTERFIT writes lists of image files, and {source.name(0)} is none. Take images of a "
+                    "disk_folder or disk_filelist."
+                )
+        num_images, num_clusters = len(self._sources[split]), options["NUM_CLUSTERS"]
+        limit = num_images if options["DATA_LIMIT"] < 0 else min(options["DATA_LIMIT"], num_images)
+        if limit < num_clusters:
+            raise DataError(
+                f"CLUSTERFIT.NUM_CLUSTERS: {num_clusters} clusters need as many images, and {limit} of {split} are "
+                "clustered. Lower it."
+            )
+
+    def on_end(self, run: Run) -> None:
+        options, seed = run.plan.config["CLUSTERFIT"], run.plan.seed
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
+        rows = {}
+        for split, source in self._sources.items():
+            found = extract_features(run, eval_images(source, run.plan.config["DATA"], seed)).rows
+            columns = layers_of(run).get(options["FEATURES"]["LAYER_NAME"], slice(None))
+            rows[split] = unit_rows(found[:, columns])
+        first = rows[options["FEATURES"]["DATA_PARTITION"]]
+        if options["DATA_LIMIT"] >= 0:
+            generator = torch.Generator().manual_seed(options["DATA_LIMIT_SAMPLING"]["SEED"])
+            first = first[torch.randperm(len(first), generator=generator)[: options["DATA_LIMIT"]].to(first.device)]
+        if (width := options["FEATURES"]["DIMENSIONALITY_REDUCTION"]) > 0:
+            whitening = Whitening.of(first, width)
+            first, rows = whitening(first), {split: whitening(found) for split, found in rows.items()}
+        centroids = kmeans(first, options["NUM_CLUSTERS"], options["NUM_ITER"], seed)
+        for split, found in rows.items():
+            labels, distances = nearest_centroids(found, centroids)
+            files = self._write(run, split, labels.cpu(), distances.cpu(), centroids.cpu())
+            run.results.setdefault("clusters", {})[split] = files
+            if run.is_main:
+                used = len(labels.unique())
+                line = f"{split}: {len(labels):,} images in {used:,} of {len(centroids):,} clusters: {files[0]}"
+                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
+        """Rank 0 writes; the paths of the two lists."""
+        options: dict[str, Any] = run.plan.config["CLUSTERFIT"]
+        name = options["FEATURES"]["DATASET_NAME"] or "clusters"
+        layer = options["FEATURES"]["LAYER_NAME"] or "features"
+        folder = run.folder / options["OUTPUT_DIR"]
+        prefix = f"{name}_{split.lower()}_{layer}_N{len(centroids)}_D{centroids.shape[1]}"
+        files = [folder / f"{prefix}_{kind}.npy" for kind in ("images", "labels")]
+        if run.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            source = self._sources[split]
+            np.save(files[0], np.array([str(Path(source.name(index)).absolute()) for index in range(len(source))]))
+            np.save(files[1], labels.numpy())
+            tensors = {"hard_labels": labels, "distances": distances, "centroids": centroids}
+            save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{prefix}.safetensors")
+        return [str(file) for file in files]
