@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.atomic import read_regular
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.errors import ConfigError, Problem
 
@@ -26,6 +27,7 @@ SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "everstore")
 # Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
+_MAX_BYTES = 2**26
 
 
 def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -109,7 +111,7 @@ def read_catalogue(path: Path) -> dict[str, Any]:
     """The entries of a catalogue. Raises ConfigError where it is no JSON object of objects."""
     must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([Problem(str(path), str(error), must, "Correct the file.")]) from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):

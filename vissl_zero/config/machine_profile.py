@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
+from vissl_zero.atomic import read_regular
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _KEY = "config.ZERO.MACHINE_PROFILE"
+_MAX_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def read_profile(profile: str) -> Machine:
     text = _text(profile)
     try:
         given = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
     if not isinstance(given, Mapping):
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
@@ -75,8 +77,8 @@ def _text(profile: str) -> str:
         return (_folder() / f"{profile}.yaml").read_text(encoding="utf-8")
     path = Path(profile).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path, _MAX_BYTES, follow_links=True).decode()
+    except (OSError, ValueError) as error:  # a zero byte in the path, bytes that are no text
         known = f"Known: {', '.join(profile_names())}.{did_you_mean(profile, profile_names())}"
         raise _wrong(profile, "must be a profile that ships, or a YAML file that can be read", known) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,13 @@ def test_a_file_that_is_no_catalogue(catalogue: Path, text: str) -> None:
     catalogue.write_text(text)
     with pytest.raises(ConfigError, match="must be JSON"):
         use_catalogue(data(), catalogue)
+
+
+@pytest.mark.timeout(20)
+def test_a_named_pipe_is_no_catalogue(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="must be JSON"):
+        use_catalogue(data(), tmp_path / "pipe")
 
 
 def test_a_recipe_finds_the_catalogue_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

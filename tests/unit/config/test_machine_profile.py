@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from vissl_zero import cli
@@ -29,6 +31,16 @@ def test_a_file_says_everything_that_is_wrong_at_once(tmp_path):
     assert all(key in said for key in ("half_flops", "memory", "operation_s", "'speed'", "1.0e+9"))
     with pytest.raises(ConfigError, match="Did you mean 'h200x8'"):
         read_profile("h200x")
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_of_text_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for profile in ("a\0b", str(tmp_path / "pipe"), str(tmp_path / "bytes"), str(tmp_path / "deep.yaml")):
+        with pytest.raises(ConfigError, match="must be"):
+            read_profile(profile)
 
 
 def test_a_slow_disk_and_a_fast_link_change_what_is_cheapest(tmp_path, capsys):
