@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ResolvedRun
@@ -19,27 +19,33 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.online_probe import OnlineProbe
-from vissl_zero.models.init import initialize_
+from vissl_zero.models.bare import build_bare, lost_operations
+from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.build import build_optimizer
 from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
 
 _BEFORE_TRAINING = -1  # in place of an epoch
+# Puts weights into a model, where it has memory for them; gives what reads them, by full name.
+Load = Callable[[nn.Module], Mapping[str, Callable[[], Tensor]]]
 
 
 def build_run(
     plan: ResolvedRun,
     device: torch.device,
-    fill: Callable[[nn.Module], None] | None = None,
-    fill_teacher: Callable[[nn.Module], None] | None = None,
+    fill: Load | None = None,
+    fill_teacher: Load | None = None,
 ) -> tuple[Run, Schedules, Frozen]:
     """Build everything one rank needs. Collective: every rank calls it, after the process group is up.
+
+    Where parameters are sharded, a rank holds its shards and one unit at a time, unless the model cannot be filled unit
+    by unit (``models/bare.py``).
 
     Args:
         plan: of the run.
         device: of this rank.
-        fill: puts other initial weights into the full model, the same on every rank.
+        fill: puts other initial weights into the model, the same on every rank.
         fill_teacher: puts the weights into the model under DISTILLATION, where there is one.
     Raises:
         ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
@@ -56,14 +62,9 @@ def build_run(
         accumulation_steps=plan.accumulation_steps,
         is_exact=plan.exact_accumulation,
     )
-    model = build_model(plan.config["MODEL"], len(loader.source.class_names))
-    initialize_(model, plan.seed)
-    for head in model.heads[1:] if plan.optimizer.head_lr_factors else ():
-        head.load_state_dict(model.heads[0].state_dict())  # a sweep: the rates alone differ
-    for head in model.heads if model.taps is not None else ():
-        initialize_(head, plan.seed)  # by its own names: each begins as a probe that is trained alone
-    if fill is not None:
-        fill(model)
+    num_classes = len(loader.source.class_names)
+    model = build_bare(lambda: build_model(plan.config["MODEL"], num_classes))
+    weights = first_weights(model, plan, fill)
     model.to(dtype)
     freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
     groups = param_groups(model, plan.optimizer)
@@ -72,21 +73,15 @@ def build_run(
     method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype)
     method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-    add_probe(plan, method, model, len(loader.source.class_names), device)
-    teacher = None
-    if method.has_teacher:
-        origin = other_model(plan, len(loader.source.class_names))
-        if origin is not None:
-            initialize_(origin, plan.seed)
-            if fill_teacher is not None:
-                fill_teacher(origin)
-        teacher = method.make_teacher(copy.deepcopy(model) if origin is None else origin).to(dtype)
+    add_probe(plan, method, model, num_classes, device)
+    taught = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
-    sharded = strategy.shard(model, groups, factory, plan.sharding, device)
+    sharded = strategy.shard(model, groups, factory, plan.sharding, device, lambda _, name: weights.fill_(name))
     model.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: a teacher keeps none
-    if teacher is not None:
-        sharded.adopt_teacher(teacher, method.teacher_follows)
+    if taught is not None:
+        teacher, fill_teacher_unit = taught
+        sharded.adopt_teacher(teacher.to(dtype), method.teacher_follows, lambda _, name: fill_teacher_unit(name))
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
     run = Run(
@@ -102,6 +97,65 @@ def build_run(
         num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
     )
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
+
+
+def first_weights(model: Model, plan: ResolvedRun, load: Load | None) -> FirstWeights:
+    """The first weights of the model that is trained: drawn, then replaced by what ``load`` gives."""
+    drawn_as = {}
+    if plan.optimizer.head_lr_factors:  # a sweep: the rates alone differ
+        for index, head in enumerate(model.heads[1:], 1):
+            head.load_state_dict(model.heads[0].state_dict())
+            drawn_as[f"heads.{index}"] = "heads.0"
+    if model.taps is not None:  # by its own names: each begins as a probe that is trained alone
+        drawn_as = {f"heads.{index}": "" for index in range(len(model.heads))}
+    weights = FirstWeights(model, plan.seed, drawn_as)
+    if load is not None:
+        weights.loaded = load(model)
+    return weights
+
+
+def first_teacher(
+    plan: ResolvedRun,
+    method: Method,
+    model: Model,
+    weights: FirstWeights,
+    num_classes: int,
+    load: Load | None,
+) -> tuple[Model, Callable[[str], None]] | None:
+    """The teacher, and what gives its modules their weights by name; None without one.
+
+    Args:
+        plan: of the run.
+        method: makes it.
+        model: the one that is trained; a teacher may be a copy of it.
+        weights: of that.
+        num_classes: of its images.
+        load: puts weights into the model under DISTILLATION.
+    """
+    if not method.has_teacher:
+        return None
+    given, its_weights = _origin(plan, model, weights, num_classes, load)
+    with lost_operations() as lost:
+        teacher = method.make_teacher(given)
+    if lost or (teacher is not given and any(param.is_meta for param in teacher.parameters())):
+        given, its_weights = _origin(plan, model, weights, num_classes, load)
+        its_weights.fill_("")  # the method computes with the weights
+        teacher = method.make_teacher(given)
+    return teacher, its_weights.of_copy(teacher).fill_ if teacher is given else lambda _: None
+
+
+def _origin(
+    plan: ResolvedRun, model: Model, weights: FirstWeights, num_classes: int, load: Load | None
+) -> tuple[Model, FirstWeights]:
+    """What a method makes its teacher of: the model under DISTILLATION, or a copy of the one that is trained."""
+    if plan.config.get("DISTILLATION") is None:
+        copied = copy.deepcopy(model)
+        return copied, weights.of_copy(copied)
+    other = build_bare(lambda: other_model(plan, num_classes) or model)
+    its_weights = FirstWeights(other, plan.seed)
+    if load is not None:
+        its_weights.loaded = load(other)
+    return other, its_weights
 
 
 def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int, device: torch.device | None) -> None:

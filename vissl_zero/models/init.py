@@ -7,12 +7,15 @@ A module of your own has three ways. With an ``init_parameters(generator_for)`` 
 ``generator_for("weight")`` is a generator keyed by (seed, full name of the module, "weight"). With only
 ``reset_parameters()``, that runs under a generator keyed by the module's name. With neither, the values its constructor
 gave are kept (``build_model`` seeds the constructors).
+
+A model may lack memory for parameters that have a rule here (``models/bare.py``): ``FirstWeights`` fills it by units.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -34,25 +37,124 @@ def initialize_(model: nn.Module, seed: int) -> None:
         seed: of the run.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    _initialize(modules, {name: name for name in modules}, seed)
+
+
+class FirstWeights:
+    """The first weights of a model, to be filled in all at once or unit by unit, with the same bits.
+
+    A model that has memory for all its parameters is filled here and now. Of any other, one unit at a time need be in
+    memory: each is drawn on the CPU in the format it was built in, then takes the one it has when it is filled.
+
+    Args:
+        model: just built.
+        seed: of the run.
+        drawn_as: name of a head -> the name it is drawn by in place of its own.
+
+    Attributes:
+        loaded: by full name what gives weights to begin with in place of those drawn.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, drawn_as: Mapping[str, str] | None = None):
+        self.loaded: Mapping[str, Callable[[], Tensor]] = {}
+        self._seed = seed
+        self._drawn_as = dict(drawn_as or {})
+        self._waiting = dict(model.named_modules(remove_duplicate=False))
+        self._units = outermost_units(model)
+        self._dtypes = {
+            f"{name}.{key}": tensor.dtype for name, module in self._waiting.items() for key, tensor in _own(module)
+        }
+        if not any(param.is_meta for param in model.parameters()):
+            self.fill_("")
+
+    def of_copy(self, model: nn.Module) -> FirstWeights:
+        """The same weights for a copy of the model, which may lack parts; what is filled in the model is so there."""
+        other = copy.copy(self)
+        other._waiting = {name: m for name, m in model.named_modules(remove_duplicate=False) if name in self._waiting}
+        return other
+
+    @torch.no_grad()
+    def fill_(self, name: str) -> None:
+        """Fill module ``name`` and all of the unit around it, where that has not been done; "" is the model."""
+        name = next((unit for unit in self._units if _is_in(name, unit)), name)
+        modules = {key: self._waiting.pop(key) for key in list(self._waiting) if _is_in(key, name)}
+        own = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
+        dtypes = [(full_name, tensor, tensor.dtype) for full_name, tensor in own]
+        for full_name, tensor, _ in dtypes:
+            if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+                replace_data_(tensor, torch.empty(tensor.shape, dtype=self._dtypes[full_name]))
+            tensor.data = tensor.data.to(self._dtypes[full_name])
+        _initialize(modules, {name: self._key(name) for name in modules}, self._seed)
+        for full_name, tensor, dtype in dtypes:
+            if read := self.loaded.get(full_name.lstrip(".")):
+                tensor.copy_(read())
+            tensor.data = tensor.data.to(dtype)
+
+    def _key(self, name: str) -> str:
+        """The name of a module by which it is drawn."""
+        for head, other in self._drawn_as.items():
+            if _is_in(name, head):
+                return f"{other}{name[len(head) :]}".removeprefix(".")
+        return name
+
+
+def outermost_units(model: nn.Module) -> list[str]:
+    """Names of the model's ``zero_units`` that are in no other one; these are filled at once."""
+    zero_units = getattr(model, "zero_units", None)
+    units = set(zero_units()) if callable(zero_units) else set()
+    names = [name for name, module in model.named_modules() if module in units]
+    return [name for name in names if not any(_is_in(name, other) and name != other for other in names)]
+
+
+def rule_of(module: nn.Module) -> Callable[[nn.Module, GeneratorFor], None] | None:
+    """The rule for the type of ``module``. A subclass with a ``reset_parameters`` of its own means it, and has none."""
+    for module_type, rule in _RULES:
+        if isinstance(module, module_type) and _reset_of(type(module)) is _reset_of(module_type):
+            return rule
+    return None
+
+
+def has_rule(module: nn.Module, key: str) -> bool:
+    """Whether the rule for ``module`` fills its parameter ``key``, whatever was in it."""
+    rule = rule_of(module)
+    return rule is _norm or (rule is not None and key in ("weight", "bias"))
+
+
+def replace_data_(param: nn.Parameter, data: Tensor) -> None:
+    """As ``param.data = data``, between the CPU and the meta device too: ties and attributes hold."""
+    other = nn.Parameter(data, requires_grad=param.requires_grad)
+    other.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, other)
+
+
+def _is_in(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def _own(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    both = (*module._parameters.items(), *module._buffers.items())
+    return [(key, tensor) for key, tensor in both if tensor is not None]
+
+
+def _initialize(modules: Mapping[str, nn.Module], keys: Mapping[str, str], seed: int) -> None:
+    """Fill ``modules``, by name, each from a generator keyed by its place in ``keys``."""
     # Innermost first, so that init_parameters of a parent has the last word; among equals by name, so that what is tied
     # or shared under two names keeps what it was given under the same one, however the model was built.
     for name in sorted(modules, key=lambda name: (-len(name.split(".")) if name else 0, name)):
         module = modules[name]
-        generator_for = partial(_generator, seed, name)
+        generator_for = partial(_generator, seed, keys[name])
         if next(module.parameters(recurse=False), None) is not None:
             _fill(module, generator_for)
-        if hasattr(module, "init_parameters"):
-            module.init_parameters(generator_for)
+        init_parameters = getattr(module, "init_parameters", None)
+        if callable(init_parameters):
+            init_parameters(generator_for)
 
 
 def _fill(module: nn.Module, generator_for: GeneratorFor) -> None:
     """Own parameters of one module, by the rule for its type or else by its own ``reset_parameters``."""
-    for module_type, rule in _RULES:
-        # A subclass with a reset of its own means it.
-        if isinstance(module, module_type) and _reset_of(type(module)) is _reset_of(module_type):
-            rule(module, generator_for)
-            return
-    if hasattr(module, "reset_parameters") and not hasattr(module, "init_parameters"):
+    if (rule := rule_of(module)) is not None:
+        rule(module, generator_for)
+    elif hasattr(module, "reset_parameters") and not hasattr(module, "init_parameters"):
         _reset(module, generator_for)
 
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.init import replace_data_
 from vissl_zero.models.keyed_random import stable_hash
+
+# Given a module that is about to be sharded and its full name, gives values to whatever in it has none.
+Fill = Callable[[nn.Module, str], None]
 
 
 @torch.no_grad()
@@ -41,8 +45,7 @@ def _fill(owner: nn.Module, name: str, seed: int) -> None:
     dtypes = {key: tensor.dtype for key, tensor in _own_meta(owner).items()}
     for key, param in owner._parameters.items():
         if key in dtypes and param is not None:
-            fresh = nn.Parameter(_unset(param), requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, fresh)
+            replace_data_(param, _unset(param))
     for key, buffer in owner._buffers.items():
         if key in dtypes and buffer is not None:
             owner._buffers[key] = _unset(buffer)

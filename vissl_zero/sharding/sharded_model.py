@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding import teacher as teaching
 from vissl_zero.sharding.average import WeightAverage
+from vissl_zero.sharding.materialize import Fill, materialize_
 from vissl_zero.sharding.memory import (
     ActivationCounter,
     Storages,
@@ -30,7 +32,7 @@ from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
-from vissl_zero.sharding.replica_check import StepCheck, digest_of
+from vissl_zero.sharding.replica_check import StepCheck, digest_of, equal_values
 from vissl_zero.sharding.shard import Shard, shards_of, whole_shard
 from vissl_zero.sharding.state import (
     Part,
@@ -210,9 +212,11 @@ class ShardedModel(Sharded):
         assert self._teacher is not None, "adopt_teacher was never called"
         return self._teacher.model
 
-    def adopt_teacher(self, teacher: nn.Module, follows: bool = True) -> None:
+    def adopt_teacher(self, teacher: nn.Module, follows: bool = True, fill: Fill | None = None) -> None:
         """See ``Sharded``."""
-        self._teacher = self._shard_teacher(teacher, prepare(teacher, self._plan, self._device))
+        wrap_plan = prepare(teacher, self._plan, self._device)
+        with equal_values(fill or partial(materialize_, seed=self._plan.seed), teacher, self._device) as checked:
+            self._teacher = self._shard_teacher(teacher, wrap_plan, checked)
         if follows:
             teaching.require_same_layout(self._teacher, self)
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
@@ -223,8 +227,9 @@ class ShardedModel(Sharded):
         self._wait_for_readers()
         teaching.follow(self._teacher, self, momentum, unit_rows)
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
         """By default the teacher is whole on every rank, as the student is."""
+        fill(teacher, "")
         return WholeTeacher(teacher.to(self._device), self._plan, wrap_plan, self._device)
 
     def average(self, decay: float) -> None:

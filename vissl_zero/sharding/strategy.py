@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule, update_rule
+from vissl_zero.sharding.materialize import Fill, materialize_
+from vissl_zero.sharding.replica_check import equal_values
 
 if TYPE_CHECKING:
     from vissl_zero.sharding.state import Part, SavedState
@@ -152,13 +155,14 @@ class Sharded(ABC):
         """The teacher, after ``adopt_teacher``: call it without gradient. Every rank must, in the same order."""
 
     @abstractmethod
-    def adopt_teacher(self, teacher: nn.Module, follows: bool = True) -> None:
+    def adopt_teacher(self, teacher: nn.Module, follows: bool = True, fill: Fill | None = None) -> None:
         """Shard a frozen model as the trained one is sharded. Changed in place.
 
         Args:
             teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
             follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
                 it runs in evaluation mode throughout.
+            fill: as for ``Strategy.shard``.
 
         Raises:
             VisslZeroError: this engine cannot cut it as the model.
@@ -324,6 +328,7 @@ class Strategy(ABC):
         build_optimizer: OptimizerFactory,
         plan: ShardingPlan,
         device: torch.device,
+        fill: Fill | None = None,
     ) -> Sharded:
         """Shard ``model`` (initialised, on any device, equal on all ranks) as ``plan`` says.
 
@@ -334,6 +339,7 @@ class Strategy(ABC):
                 whether its update may be cut.
             plan: level, thresholds, precision.
             device: where to train.
+            fill: gives values to what is on the meta device, unit by unit; by default through ``reset_parameters``.
         Raises:
             ConfigError: the combination cannot be run, with the reason and what to use instead; the model is as it
                 was.
@@ -345,7 +351,8 @@ class Strategy(ABC):
             plan = dataclasses.replace(plan, needs_whole_tensors=True)
             if collectives.rank() == 0 and plan.level:
                 logging.getLogger(__name__).warning("%s", _WHOLE_TENSORS)
-        return self._shard(model, groups, build_optimizer, plan, device)
+        with equal_values(fill or partial(materialize_, seed=plan.seed), model, device) as checked:
+            return self._shard(model, groups, build_optimizer, plan, device, checked)
 
     @abstractmethod
     def _check(self, plan: ShardingPlan, device: torch.device) -> None:
@@ -359,6 +366,7 @@ class Strategy(ABC):
         build_optimizer: OptimizerFactory,
         plan: ShardingPlan,
         device: torch.device,
+        fill: Fill,
     ) -> Sharded:
         """``shard``, once everything has been checked."""
 

@@ -19,6 +19,22 @@ from vissl_zero.models.unit import Unit
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK.RESNETS"
+
+
+class _ZeroBasicBlock(BasicBlock):
+    """Starts as its shortcut alone (https://arxiv.org/abs/1706.02677, section 5.1)."""
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        nn.init.zeros_(self.bn2.weight)
+
+
+class _ZeroBottleneck(Bottleneck):
+    """As ``_ZeroBasicBlock``."""
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        nn.init.zeros_(self.bn3.weight)
+
+
 _BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
@@ -51,19 +67,8 @@ class ResNet(StagedTrunk):
         width = 64 * config.WIDTH_MULTIPLIER
         stages, feature_dim = _stages(config, width, norm)
         super().__init__(_stem(config, width, norm), stages, feature_dim)
-        self.zero_init_residual = config.ZERO_INIT_RESIDUAL
         if config.STANDARDIZE_CONVOLUTIONS:
             standardize_convolutions(self)
-
-    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Start residual branches at zero where asked for (https://arxiv.org/abs/1706.02677, section 5.1)."""
-        if not self.zero_init_residual:
-            return
-        for module in self.modules():
-            if isinstance(module, BasicBlock):
-                nn.init.zeros_(module.bn2.weight)
-            elif isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)
 
 
 def _check(config: ResNetConfig) -> None:
@@ -95,6 +100,8 @@ def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) ->
 def _stages(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> tuple[list[list[nn.Module]], int]:
     """The blocks of the four stages, and the channels of the last one."""
     block_class, depths = _BLOCKS[config.DEPTH]
+    if config.ZERO_INIT_RESIDUAL:
+        block_class = _ZeroBasicBlock if block_class is BasicBlock else _ZeroBottleneck
     stages: list[list[nn.Module]] = []
     channels = width
     for index, (depth, stride) in enumerate(zip(depths, (1, 2, 2, config.LAYER4_STRIDE), strict=True)):

@@ -137,13 +137,6 @@ class TransformerTrunk(nn.Module):
         features: list[Tensor] = self.pooling(tokens)
         return features
 
-    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Truncated normal of deviation 0.02 for linear layers and learned vectors, biases 0, as DINO and DeiT have it.
-
-        Norms and layer scale start as timm has them; the patches' convolution as torch has it.
-        """
-        initialize_transformer_(self, generator_for)
-
 
 class TokenEmbedding(nn.Module):
     """Patches to tokens: embedding, masks, positions, class and register tokens.
@@ -208,7 +201,18 @@ def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, in
     return maps.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)
 
 
-class _EmbeddingUnit(Unit):
+class _TransformerUnit(Unit):
+    """A unit that starts as DINO and DeiT have it."""
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Truncated normal of deviation 0.02 for linear layers and learned vectors, biases 0.
+
+        Norms and layer scale start as timm has them; the patches' convolution as torch has it.
+        """
+        initialize_transformer_(self, generator_for)
+
+
+class _EmbeddingUnit(_TransformerUnit):
     """The first unit, which is given masks too. It is never recomputed: one convolution saves nothing."""
 
     def __init__(self, embedding: TokenEmbedding):
@@ -292,7 +296,7 @@ def _square(patches: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-    """See ``TransformerTrunk.init_parameters``; parameters of other modules stay as they are."""
+    """See ``_TransformerUnit.init_parameters``; parameters of other modules stay as they are."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear):
             truncated_normal_(module.weight, generator_for(f"{name}.weight"))
@@ -314,7 +318,7 @@ def layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
 
 
 def _unit(layer: nn.Module) -> Unit:
-    return Unit(OrderedDict(unit=layer))
+    return _TransformerUnit(OrderedDict(unit=layer))
 
 
 def truncated_normal_(tensor: Tensor, generator: torch.Generator) -> None:

@@ -16,7 +16,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.fairscale_engine.fsdp_unit import FsdpUnit
 from vissl_zero.sharding.fairscale_engine.segment import Segment, segments_of
-from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.plan import ROOT, PlannedUnit, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.sharded_model import ShardedModel
@@ -39,9 +39,10 @@ class FlatSharded(ShardedModel):
         plan: ShardingPlan,
         wrap_plan: WrapPlan,
         device: torch.device,
+        fill: Fill,
     ):
         order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
-        root, units = _wrap(module, plan, wrap_plan, device)
+        root, units = _wrap(module, plan, wrap_plan, device, fill)
         self._units: list[FsdpUnit] = []
         segments: list[Segment] = []
         for unit, its_segments in segments_of(root):
@@ -58,9 +59,9 @@ class FlatSharded(ShardedModel):
         """Gradients of earlier micro-batches wait as pieces; nothing is left for the last one."""
         return nullcontext()
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
         """See ``ShardedModel``."""
-        return FlatSharded(teacher, (), None, self._plan, wrap_plan, self._device)
+        return FlatSharded(teacher, (), None, self._plan, wrap_plan, self._device, fill)
 
     def describe(self) -> str:
         """See ``Sharded``."""
@@ -77,7 +78,7 @@ class FlatSharded(ShardedModel):
 
 
 def _wrap(
-    model: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device
+    model: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device, fill: Fill
 ) -> tuple[FsdpUnit, tuple[PlannedUnit, ...]]:
     """Wrap unit by unit, inner ones first, in place; the wrapped model, and the units as they came out.
 
@@ -96,7 +97,7 @@ def _wrap(
             continue
         name = unit.modules[0]
         module = model.get_submodule(name)
-        materialize_(module, name, plan.seed)
+        fill(module, name)
         module.to(device)
         # fairscale marks the parameters that inner units have taken.
         own = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]

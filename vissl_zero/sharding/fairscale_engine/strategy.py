@@ -16,7 +16,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.fairscale_engine.fully_sharded import FlatSharded
 from vissl_zero.sharding.fairscale_engine.limits import problems
 from vissl_zero.sharding.fairscale_engine.owned_by_rank import GradientSharded, OptimizerSharded
-from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 
@@ -36,6 +36,7 @@ class FairscaleStrategy(Strategy):
         build_optimizer: OptimizerFactory,
         plan: ShardingPlan,
         device: torch.device,
+        fill: Fill,
     ) -> Sharded:
         """See ``Strategy``. Collective; the process group must be up.
 
@@ -46,9 +47,9 @@ class FairscaleStrategy(Strategy):
         wrap_plan = prepare(model, plan, device)
         sharded: Sharded
         if plan.level == 3:
-            sharded = FlatSharded(model, groups, build_optimizer, plan, wrap_plan, device)
+            sharded = FlatSharded(model, groups, build_optimizer, plan, wrap_plan, device, fill)
         else:
-            materialize_(model, "", plan.seed)
+            fill(model, "")
             build = OptimizerSharded if plan.level == 1 else GradientSharded
             sharded = build(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         if plan.verbose and collectives.rank() == 0:

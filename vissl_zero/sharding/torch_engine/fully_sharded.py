@@ -24,7 +24,7 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.open_communicator import open_communicator
-from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.offload.disk_shard import disk_shard
 from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
@@ -57,6 +57,7 @@ class FullySharded(ShardedModel):
         plan: ShardingPlan,
         wrap_plan: WrapPlan,
         device: torch.device,
+        fill: Fill,
     ):
         mesh = _mesh(device, wrap_plan.num_ranks, plan.timeout_s)
         trained = {name for group in groups for name in group.params}
@@ -66,7 +67,7 @@ class FullySharded(ShardedModel):
         with ExitStack() as undo:
             if store is not None:
                 undo.callback(store.close)  # or its files would stay
-            _wrap(module, plan, wrap_plan, mesh, store)
+            _wrap(module, plan, wrap_plan, mesh, store, fill)
             wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
             guard_modules(wrapped)
             # Modules that are bound by a tied parameter are one unit.
@@ -139,9 +140,9 @@ class FullySharded(ShardedModel):
         if self._own_store is not None:
             self._own_store.close()
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan) -> ShardedModel:
+    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
         """See ``ShardedModel``."""
-        return FullySharded(teacher, (), None, self._plan, wrap_plan, self._device)
+        return FullySharded(teacher, (), None, self._plan, wrap_plan, self._device, fill)
 
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""
@@ -226,7 +227,12 @@ def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh
 
 
 def _wrap(
-    module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, mesh: DeviceMesh, store: ParameterStore | None
+    module: nn.Module,
+    plan: ShardingPlan,
+    wrap_plan: WrapPlan,
+    mesh: DeviceMesh,
+    store: ParameterStore | None,
+    fill: Fill,
 ) -> None:
     """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
     # fully_shard cuts the first dimension, which these lack: they stay replicated.
@@ -235,7 +241,7 @@ def _wrap(
         modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
             # Unit by unit, so that a rank never holds all full parameters.
-            materialize_(part, name, plan.seed)
+            fill(part, name)
             for param in part.parameters():
                 if not (isinstance(param, DTensor) or param.is_contiguous()):
                     param.data = param.data.contiguous()  # shards are rows

@@ -16,7 +16,7 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.single_rounding import single_rounded
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.parameter_guard import num_hooks
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
@@ -39,6 +39,7 @@ class TorchStrategy(Strategy):
         build_optimizer: OptimizerFactory,
         plan: ShardingPlan,
         device: torch.device,
+        fill: Fill,
     ) -> Sharded:
         """See ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
 
@@ -52,14 +53,14 @@ class TorchStrategy(Strategy):
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
         if plan.level == 0:
-            materialize_(model, "", plan.seed)
+            fill(model, "")
             return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
-            materialize_(model, "", plan.seed)
+            fill(model, "")
             return ReplicatedParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
         # Only here: the classes above keep the parameters themselves, and with them their hooks.
         _refuse_hooked(model)
-        return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device)
+        return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device, fill)
 
 
 def _refuse_hooked(model: nn.Module) -> None:

@@ -1,0 +1,136 @@
+"""Models without memory for their weights, so that one larger than a rank can be built and then filled part by part.
+
+Convolutions, linear layers and norms, which ``initialize_`` has a rule for, get parameters on the meta device. All else
+is as ever: buffers, learned vectors and whatever else a constructor computes have their values. What constructors draw
+for a parameter without memory is drawn and dropped, so that the numbers they draw next are those of a whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from vissl_zero.models.init import has_rule, outermost_units, replace_data_, rule_of
+from vissl_zero.models.model import Model
+
+_log = logging.getLogger(__name__)
+
+
+def build_bare(build: Callable[[], Model]) -> Model:
+    """What ``build`` gives, with the parameters of known layers on the meta device; ``FirstWeights`` fills them.
+
+    A model that cannot be filled part by part is built whole: a trunk or a method of initialisation that spans several
+    units (timm's own weights), tied parameters, a constructor that computes with its weights.
+
+    Args:
+        build: draws from the global generator only under a seed of its own; called again for a whole model.
+    """
+    try:
+        with _bare_parameters() as asked:
+            model = build()
+        reason = "a constructor asks whether its weights are there" if asked else _why_whole(model)
+    except Exception as error:  # noqa: BLE001 - what is wrong with the model itself is raised again below
+        reason = f"its constructor failed without weights ({' '.join(str(error).split())[:200]})"
+    if not reason:
+        return model
+    _log.info("The model is built whole on every rank: %s.", reason)
+    return build()
+
+
+@contextmanager
+def lost_operations() -> Iterator[list[str]]:
+    """The names of operations within it on tensors without memory, which have no effect."""
+    with _Watch() as watch:
+        yield watch.seen
+
+
+def _why_whole(model: Model) -> str:
+    """Why ``model`` cannot be filled part by part; empty if it can."""
+    params = list(model.named_parameters(remove_duplicate=False))
+    if len({param for _, param in params}) < len(params):
+        return "parameters are tied"
+    parts = outermost_units(model)
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and not has_rule(module, key):
+                return f"{name}.{key} is computed from weights"
+        if any(part.startswith(f"{name}." if name else "") for part in parts) and _fills_others(module):
+            return f"{type(module).__name__} gives several units their first weights at once"
+    return ""
+
+
+def _fills_others(module: nn.Module) -> bool:
+    if hasattr(module, "init_parameters"):
+        return True
+    owns = next(module.parameters(recurse=False), None) is not None
+    return owns and rule_of(module) is None and hasattr(module, "reset_parameters")
+
+
+@contextmanager
+def _bare_parameters() -> Iterator[list[bool]]:
+    handle = register_module_parameter_registration_hook(_without_memory)
+    try:
+        with _DrawAndDrop(), _WhoAsks() as who:
+            yield who.asked
+    finally:
+        handle.remove()
+
+
+def _without_memory(module: nn.Module, key: str, param: Tensor | None) -> None:
+    """Move a parameter that has a rule to the meta device as it is registered; it stays the same object."""
+    if type(param) is nn.Parameter and param.device.type != "meta" and has_rule(module, key):
+        replace_data_(param, torch.empty_like(param, device="meta", requires_grad=False))
+
+
+class _DrawAndDrop(TorchDispatchMode):
+    """Random operations on tensors without memory move the generator on as they would have."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _has_meta((args, kwargs)):
+            given, named = tree_map(_with_memory, (args, kwargs))
+            func(*given, **named)
+        return func(*args, **kwargs)
+
+
+class _WhoAsks(TorchFunctionMode):
+    """Notes where code would draw nothing for tensors without memory, as some of ``torch.nn.init`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if answer is True and func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            self.asked.append(answer)
+        return answer
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _has_meta((args, kwargs or {})):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _has_meta(values: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.device.type == "meta" for value in tree_iter(values))
+
+
+def _with_memory(value: Any) -> Any:
+    is_bare = isinstance(value, Tensor) and value.device.type == "meta"
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if is_bare else value
