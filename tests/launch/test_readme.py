@@ -145,7 +145,7 @@ def test_the_other_commands_are_accepted_as_printed(checkout):
     for line in [*lines("plain"), *lines("table")]:
         if not line.startswith("vissl-zero ") or "SLURM" in line:  # the SLURM tests submit
             continue
-        for placeholder, value in (("[/", f"[{checkout}/"), ("<0 or 1>", "0")):
+        for placeholder, value in (("PATHS=/", f"PATHS={checkout}/"), ("<0 or 1>", "0")):
             line = line.replace(placeholder, value)
         is_training = line.startswith(("vissl-zero config=", "vissl-zero -m")) and "--dry-run" not in line
         typed.append(line + " --dry-run" * is_training)

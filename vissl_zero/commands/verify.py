@@ -86,7 +86,7 @@ def verify(arguments: Sequence[str]) -> int:
     _require_trainable(compose(recipe, overrides).run)
     with tempfile.TemporaryDirectory(prefix="vissl_zero_verify_") as scratch:
         folders = [Path(scratch) / "unsharded", Path(scratch) / "sharded"]
-        print("Training unsharded, in float64 ...", flush=True)
+        print("Training unsharded, in float64, in a temporary folder ...", flush=True)
         code = _train(recipe, [*overrides, *_UNSHARDED], num_steps, folders[0])
         if code == 0:
             print("Training as the recipe says, in float64 ...", flush=True)
