@@ -18,7 +18,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.launch.run import require_free, require_plain_files
-from vissl_zero.reporting.dry_run_lines import dry_run_lines, verdict
+from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
 DOES_NOT_FIT = 1
 
@@ -34,6 +34,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
         ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
     """
     out = console or rich.get_console()
+    out.print(title(plan), markup=False, highlight=False, soft_wrap=True)  # the model takes seconds, or a minute
     resumed = _resumed(plan)
     run = dry_run(plan)
     for line in [*dry_run_lines(run), *resumed]:

@@ -67,10 +67,14 @@ def verdict(run: DryRun) -> tuple[bool, list[str]]:
     return False, [*lines, *(f"  {switch}" for switch in helps if switch.saved > 0)]
 
 
+def title(plan: ResolvedRun) -> str:
+    """The first line, known before the rest has been found out."""
+    return f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
+
+
 def dry_run_lines(run: DryRun) -> Iterator[str]:
-    """The plan for people, ASCII but for what the user named; the verdict comes last."""
+    """The plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
     plan = run.plan
-    yield f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
