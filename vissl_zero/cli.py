@@ -69,6 +69,7 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero nearest_neighbor_test ...              kNN
   vissl-zero cluster_features_and_label ...         images labelled by k-means of their features
   vissl-zero extract_features ...                   features to files
+  vissl-zero extract_label_predictions ...          what the heads predict, to files
 
 Look into what was trained:
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)

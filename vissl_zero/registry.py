@@ -414,6 +414,10 @@ HOOKS = Registry(
     "config.HOOKS.EXTRA",
     {
         "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
+        "extract_label_predictions": (
+            "vissl_zero.evaluation.label_predictions",
+            "Writes what the heads predict of all images.",
+        ),
         "train_svm": ("vissl_zero.evaluation.svm_hook", "Trains linear SVMs on features; mean average precision."),
         "cluster_features_and_label": (
             "vissl_zero.evaluation.clustering",

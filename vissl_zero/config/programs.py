@@ -6,9 +6,11 @@ TRAIN = "train"
 # Program -> the hook that does its work at the end of a run that trains nothing; none: kNN is measured anyway.
 PROGRAMS: dict[str, str | None] = {
     "extract_features": "extract_features",
+    "extract_label_predictions": "extract_label_predictions",
     "train_svm": "train_svm",
     "train_svm_low_shot": "train_svm_low_shot",
     "nearest_neighbor_test": None,
     "cluster_features_and_label": "cluster_features_and_label",
 }
 SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
+PREDICTIONS = "extract_label_predictions"  # of the heads, where others are of features

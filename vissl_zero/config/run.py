@@ -29,7 +29,8 @@ class RunConfig:
     """Python modules of your own to import, so that they register their components."""
     PROGRAM: str = "train"
     """What to do, as engine_name beside config says: train, or a program of VISSL, which trains nothing:
-    extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test, cluster_features_and_label."""
+    extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test, cluster_features_and_label,
+    extract_label_predictions."""
     DRY_RUN: bool = False
     """Check everything and print the plan of the run; train nothing. Also written --dry-run."""
     TEST_ONLY: bool = False

@@ -92,3 +92,17 @@ def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:
         found = recipe_file(tmp_path / "config" / name / "eval.yaml")
         assert found.program == program and f"engine_name={program}" in found.overrides
     assert {recipe.program for recipe in recipe_files(tmp_path / "config")} == {"train_svm", "train_svm_low_shot"}
+
+
+def test_predictions_are_of_heads_that_have_weights(tmp_path: Path) -> None:
+    name, eval_heads = "engine_name=extract_label_predictions", f"{SETTINGS}.EVAL_TRUNK_AND_HEAD=true"
+    (tmp_path / "weights.torch").touch()
+    weights = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={tmp_path}/weights.torch"
+    heads = "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [32, 10]}], [mlp, {dims: [128, 10]}]]"
+    frozen = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.FREEZE_TRUNK_AND_HEAD=true", LAYERS, heads]
+    assert "must name weights: new heads predict nothing" in _refused(name)
+    assert "EVAL_TRUNK_AND_HEAD: must be true" in _refused(name, weights, *frozen)
+    plan = _plan(name, weights, eval_heads, *frozen)
+    assert plan.config["TEST_ONLY"] and plan.config["LOSS"]["name"] == "CrossEntropyLoss"
+    assert len(plan.config["MODEL"]["HEAD"]["PARAMS"]) == 2
+    assert len(plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
 from vissl_zero.config.blocks.programs import ClusterFit, Svm
-from vissl_zero.config.programs import CLUSTERING, TRAIN
+from vissl_zero.config.programs import CLUSTERING, PREDICTIONS, TRAIN
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 
@@ -28,6 +28,11 @@ def begin_program(run: RunConfig, name: str) -> None:
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
     run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    if name == PREDICTIONS:
+        run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # no loss counts
+        if settings.FREEZE_TRUNK_AND_HEAD:  # the same here, and it lets the heads see layers
+            settings.FREEZE_TRUNK_ONLY, settings.FREEZE_TRUNK_AND_HEAD = True, False
+        return
     settings.EVAL_MODE_ON = True
     if not settings.FREEZE_TRUNK_AND_HEAD:
         settings.EXTRACT_TRUNK_FEATURES_ONLY = True

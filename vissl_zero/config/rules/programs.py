@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vissl_zero.config.host import Host
-from vissl_zero.config.programs import CLUSTERING, PROGRAMS, SVM_PROGRAMS, TRAIN
+from vissl_zero.config.programs import CLUSTERING, PREDICTIONS, PROGRAMS, SVM_PROGRAMS, TRAIN
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import layer_names
@@ -58,4 +58,18 @@ def clusters(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem("config.CLUSTERFIT.FEATURES.LAYER_NAME", repr(name), must, "Correct it, or the map of layers.")]
 
 
-RULES = (program, svm, clusters)
+def predictions(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads that predict have weights."""
+    settings, weights = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
+    if cfg.PROGRAM != PREDICTIONS:
+        return []
+    if not weights:
+        must, fix = "must name weights: new heads predict nothing", "Write a run folder, a checkpoint or a file."
+        return [Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", "''", must, fix)]
+    if settings.EVAL_MODE_ON and not settings.EVAL_TRUNK_AND_HEAD:
+        must, fix = "must be true: else the heads' weights are not loaded", "Write true, or EVAL_MODE_ON: false."
+        return [Problem("config.MODEL.FEATURE_EVAL_SETTINGS.EVAL_TRUNK_AND_HEAD", "false", must, fix)]
+    return []
+
+
+RULES = (program, svm, clusters, predictions)
