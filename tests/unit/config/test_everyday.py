@@ -82,7 +82,7 @@ def test_what_is_no_text_is_no_path(value: str) -> None:
 def test_no_data_is_refused_rather_than_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "configs" / "config" / "test_only.yaml"
     recipe.parent.mkdir(parents=True)
-    text = "TEST_ONLY: true, MODEL: {HEAD: {PARAMS: [[mlp, {dims: [-1, 2]}]]}}, DATA: {TEST: {DATA_SOURCES: [digits]}}"
+    text = "TEST_ONLY: true, MODEL: {HEAD: {PARAMS: [[mlp, {dims: [-1, 2]}]]}}"
     recipe.write_text(f"# @package _global_\nconfig: {{{text}}}\n")
     monkeypatch.chdir(tmp_path)
     said = refusal("test_only")
