@@ -39,6 +39,26 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether there is something at ``path``; unlike ``Path.exists``, False for what no path can be (too long, a zero
+    byte) and for what this user may not look at."""
+    try:
+        Path(path).stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder at ``path``; see ``is_there``."""
+    return is_there(path) and Path(path).is_dir()
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is a file at ``path``; see ``is_there``."""
+    return is_there(path) and Path(path).is_file()
+
+
 def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
     """A file descriptor to read ``path``. It never waits: a named pipe in the place of a file is refused.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from vissl_zero.atomic import is_there
 from vissl_zero.config.blocks.model import WeightsInit
 from vissl_zero.config.catalogue import missing, use_catalogue
 from vissl_zero.config.compose import Composed, explained, plain_words, typed, unknown_engine, untyped
@@ -156,7 +157,7 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
 
 
 def _weights(weights: WeightsInit, path: str, account: Account, stack: ExitStack) -> None:
-    if weights.PARAMS_FILE and not Path(weights.PARAMS_FILE).expanduser().exists():
+    if weights.PARAMS_FILE and not is_there(Path(weights.PARAMS_FILE).expanduser()):
         must, fix = "must name weights that exist", f"Write config.{path}.WEIGHTS_INIT.PARAMS_FILE=<file>."
         if public := public_equivalent(weights.PARAMS_FILE):
             fix = f"Facebook-internal; public: {public}. {fix}"

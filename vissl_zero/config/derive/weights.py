@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from vissl_zero.atomic import read_regular
+from vissl_zero.atomic import is_folder, is_there, read_regular
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.config.blocks.model import RegNetBlock, Trunk, VisionTransformerBlock
 from vissl_zero.config.components.trunks import ResNetConfig, trunk_component
@@ -141,7 +141,7 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
 
 def missing_weights(path: str) -> Problem | None:
     """A problem if PARAMS_FILE names what does not exist."""
-    if not path or Path(path).expanduser().exists():
+    if not path or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
     return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
@@ -156,7 +156,7 @@ def _known(
 
 def _saved_config(path: Path) -> Mapping[str, Any] | None:
     """Configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
-    folder = path if path.is_dir() else path.parent
+    folder = path if is_folder(path) else path.parent
     for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):
         for name, read in (("manifest.json", _manifest), (RESOLVED_FILE, read_saved)):
             if name == "manifest.json" and not _STEP.fullmatch(place.name):

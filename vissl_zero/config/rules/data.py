@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
 from vissl_zero.config.catalogue import missing
 from vissl_zero.config.derive.data import largest_crop
@@ -58,7 +59,7 @@ def labels(cfg: RunConfig, host: Host) -> list[Problem]:
             fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
             found.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
         for path in split.LABEL_PATHS:
-            if not Path(path).is_file() and not cfg.DRY_RUN:
+            if not is_file(path) and not cfg.DRY_RUN:
                 fix = "Correct the path."
                 found.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
     return found
@@ -186,7 +187,7 @@ def paths(cfg: RunConfig, host: Host) -> list[Problem]:
         found += [
             problem
             for path in split.DATA_PATHS
-            if not (cfg.DRY_RUN and not Path(path).exists()) and (problem := _path_problem(key, Path(path)))
+            if not (cfg.DRY_RUN and not is_there(path)) and (problem := _path_problem(key, Path(path)))
         ]
     return found
 
@@ -196,7 +197,7 @@ def _path_problem(key: str, path: Path) -> Problem | None:
         return Problem(
             key, repr(str(path)), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
         )
-    if not path.exists():
+    if not is_there(path):
         return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
     if not path.is_dir():
         fix = f"Name the folder that holds it: {path.parent}."
@@ -213,7 +214,7 @@ def _path_problem(key: str, path: Path) -> Problem | None:
 
 
 def _nearest(path: Path) -> str:
-    existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    existing = next((parent for parent in path.absolute().parents if is_folder(parent)), Path("/"))
     missing = path.absolute().relative_to(existing).parts[0]
     try:
         hint = did_you_mean(missing, sorted(entry.name for entry in existing.iterdir()))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from vissl_zero.atomic import is_folder
 from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.derive.optimizer import base_name
 from vissl_zero.config.derive.placement import placement, ranks
@@ -133,7 +132,7 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     return [
         Problem(f"config.ZERO.{name}.nvme_path", repr(path), "must name a folder that exists", _NVME_FIX)
         for name, path in paths.items()
-        if is_here and path is not None and not Path(path).is_dir()
+        if is_here and path is not None and not is_folder(path)
     ]
 
 
