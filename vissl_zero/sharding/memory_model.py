@@ -450,19 +450,20 @@ class _Step:
             if changes:
                 at, sizes = (torch.tensor(column) for column in zip(*changes, strict=True))
                 series[kind].index_add_(0, at.clamp(max=length - 1), sizes)
-        series = {kind: values.cumsum(0) for kind, values in series.items()}
+            if changes or kind == "activations":
+                series[kind].cumsum_(0)
         for kind, num_bytes in self.constants():
-            series[kind] += num_bytes
-        extra = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
+            if num_bytes:
+                series[kind] += num_bytes
         for place, num_bytes, kind in self.spikes:
-            extra[kind][min(place, length - 1)] += num_bytes
+            series[kind][min(place, length - 1)] += num_bytes
         update = self.facts.updates[self.num_ranks]
         # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
         if self.plan.offload_optimizer.device == "none":
-            extra["optimizer"][-1] += update.temporary_bytes
-        for kind in KINDS:
-            series[kind] += extra[kind]
-        total = torch.stack([*series.values()]).sum(0)
+            series["optimizer"][-1] += update.temporary_bytes
+        total = torch.zeros(length, dtype=torch.int64)
+        for values in series.values():
+            total += values
         peak = int(total.argmax())
         drawn = _drawn(total)
         (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
