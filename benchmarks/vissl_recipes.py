@@ -3,11 +3,13 @@
     python benchmarks/vissl_recipes.py <checkout of facebookresearch/vissl>
     python benchmarks/vissl_recipes.py <checkout> --overlays --match benchmark/linear   # more of them, or fewer
     python benchmarks/vissl_recipes.py <checkout> --json scoreboard.json
+    python benchmarks/vissl_recipes.py <checkout> --whole                               # their parts are built, too
 
 It is ``vissl-zero explain <checkout>/configs/config``, shared among processes and kept. Every recipe is composed and
 checked as ``--dry-run`` does before it builds the model, for as many machines as it asks for, each with its GPUs. What
 VISSL leaves to its user, paths of data sets and weights, has stand-ins. ``--overlays`` takes in the files that name no
-more than a trunk, on the first complete recipe in the nearest folder above.
+more than a trunk, on the first complete recipe in the nearest folder above. ``--whole`` goes on as ``--dry-run`` does:
+transforms, model, loss and teacher are built, without memory for their weights.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from vissl_zero.commands.explain import scoreboard
 from vissl_zero.config.account import account_of
 from vissl_zero.config.recipe_files import recipe_files
+from vissl_zero.engine.dry_run import set_stage
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
     parser.add_argument("--overlays", action="store_true", help="every other file that names a trunk too")
     parser.add_argument("--only-overlays", action="store_true", help="these alone")
     parser.add_argument("--match", default="", help="only recipes whose name holds this")
+    parser.add_argument("--whole", action="store_true", help="build what the recipe names, too")
     parser.add_argument("--json", type=Path, help="write every account here")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--accepted", action="store_true", help="list the accepted recipes")
@@ -46,7 +51,8 @@ def main() -> None:
     chosen = [recipe for recipe in chosen if args.match in str(recipe)]
     accounts = []
     with ProcessPoolExecutor(args.processes) as pool:
-        for account in pool.map(account_of, chosen, chunksize=4):
+        look = partial(account_of, then=set_stage if args.whole else None)
+        for account in pool.map(look, chosen, chunksize=4):
             accounts.append(account)
             if len(accounts) % 20 == 0 or len(accounts) == len(chosen):
                 print(f"\r{len(accounts)} of {len(chosen)}", end="", file=sys.stderr, flush=True)

@@ -170,7 +170,7 @@ def has_effect_or_note(recipe: str, key: str, value: Any, plan: ResolvedRun) -> 
     given, base = left.pop("config"), right.pop("config")
     for side in (left, right):
         side.pop("notes")
-    if repr(left) != repr(right) or notes or repr(given) == repr(base):
+    if repr(left) != repr(right) or notes or given == base or repr(given) == repr(base):  # -0.0 changes nothing
         return True
     return key.startswith(READ_AS_WRITTEN)
 

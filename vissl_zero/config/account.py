@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from vissl_zero.config.internal_paths import public_equivalent
 from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
+from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import Root, RunConfig
 from vissl_zero.config.vissl import DIFFERENCES, vissl_keys
 from vissl_zero.errors import ConfigError, Problem
@@ -64,12 +65,15 @@ class Account:
         return not self.refused
 
 
-def account_of(recipe: RecipeFile, overrides: Sequence[str] = ()) -> Account:
+def account_of(
+    recipe: RecipeFile, overrides: Sequence[str] = (), then: Callable[[ResolvedRun], object] | None = None
+) -> Account:
     """Compose and check a recipe as ``--dry-run`` does, on the machines that it asks for.
 
     Args:
         recipe: what to account for.
         overrides: of the command line.
+        then: further called with an accepted run, while stand-ins are there; may raise ConfigError.
     """
     account = Account(str(recipe), str(recipe.file) if recipe.folder else "")
     words = [f"config={recipe.recipe}", *recipe.overrides, "config.DRY_RUN=true", *overrides]
@@ -89,7 +93,10 @@ def account_of(recipe: RecipeFile, overrides: Sequence[str] = ()) -> Account:
         procs = max(1, composed.run.DISTRIBUTED.NUM_PROC_PER_NODE)
         host = Host(num_gpus=procs, why_no_gpu="", num_cores=_CORES)
         try:
-            notes = resolve(composed.run, ".", recipe=recipe.recipe, written=composed.written, host=host).notes
+            plan = resolve(composed.run, ".", recipe=recipe.recipe, written=composed.written, host=host)
+            notes = plan.notes
+            if then is not None:
+                then(plan)
         except ConfigError as error:
             notes = ()
             account.refused += error.problems or [Problem("config", "", str(error), "")]
