@@ -49,7 +49,7 @@ MISTYPED = {
         ["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"],
         "needs the environment variable NOT_SET_ANYWHERE, which is not set",
     ),
-    "engine": (["engine_name=extract_featurs"], "(got 'extract_featurs'). Did you mean 'extract_features'?"),
+    "engine": (["engine_name=extract_featurs"], "(got 'extract_featurs'). Did you mean 'extract_features'"),
 }
 
 

@@ -62,6 +62,8 @@ def test_an_svm_recipe_does_not_measure_knn_by_itself():
     assert "config.CLUSTERFIT: is read by cluster_features_and_label" in _refused(
         *words, "config.CLUSTERFIT.NUM_ITER=9"
     )
+    low_shot = "config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA=1"
+    assert "config.LOW_SHOT_BENCHMARK: is read by a program of VISSL that is not here" in _refused(*words, low_shot)
     assert any("config.SVM.max_iter has no effect" in note for note in _plan("config.SVM.max_iter=100").notes)
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
-from vissl_zero.config.blocks.programs import ClusterFit, Svm
 from vissl_zero.config.programs import CLUSTERING, PREDICTIONS, TRAIN
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
@@ -62,16 +61,10 @@ def without_training(cfg: RunConfig) -> RunConfig:
         cfg = replace(cfg, DATA=images, NEAREST_NEIGHBOR=replace(cfg.NEAREST_NEIGHBOR, USE_KNN=False))
     if not only_measures(cfg):
         return cfg
+    if cfg.PROGRAM == TRAIN and (problem := _of_other_program(cfg)):
+        raise ConfigError([problem])
     settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL
     if settings.EXTRACT_TRUNK_FEATURES_ONLY:
-        for key, is_set, program in (
-            ("SVM", Svm() != cfg.SVM, "train_svm"),
-            ("CLUSTERFIT", ClusterFit() != cfg.CLUSTERFIT, CLUSTERING),
-        ):
-            if is_set and cfg.PROGRAM == TRAIN:
-                must = f"is read by {program}, and this run measures kNN"
-                fix = f"Give vissl-zero {program} config=<recipe>, or leave the block out."
-                raise ConfigError([Problem(f"config.{key}", "", must, fix)])
         entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         is_plain = len(entries) == 1 and entries[0][0] in _FEATURES and entries[0][1][0] == "Identity"
         model = replace(model, HEAD=replace(model.HEAD, PARAMS=[_NOT_USED]))
@@ -95,3 +88,26 @@ def without_training(cfg: RunConfig) -> RunConfig:
         LOSS={**cfg.LOSS, "name": "CrossEntropyLoss"},
         TEST_ONLY=True,
     )
+
+
+# Blocks that a program alone reads, by the program's name here; empty: the program is not here.
+_BLOCKS = {
+    "SVM": "train_svm",
+    "CLUSTERFIT": CLUSTERING,
+    "LOW_SHOT_BENCHMARK": "",
+    "IMG_RETRIEVAL": "",
+    "GEO_LOCALIZATION": "",
+}
+
+
+def _of_other_program(cfg: RunConfig) -> Problem | None:
+    """The recipe has a block of a program that was not asked for: kNN is not what it is about."""
+    unset = RunConfig()
+    for key, program in _BLOCKS.items():
+        if getattr(cfg, key) != getattr(unset, key):
+            ours = (
+                f"Give vissl-zero {program} config=<recipe>, or leave" if program else "Extract the features, or leave"
+            )
+            must = f"is read by {program or 'a program of VISSL that is not here'}, and this run measures kNN"
+            return Problem(f"config.{key}", "", must, f"{ours} the block out.")
+    return None
