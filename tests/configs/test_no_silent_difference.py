@@ -60,6 +60,7 @@ NO_NUMBER = {
     "MONITOR_PERF_STATS": "what is displayed",
     "TRUNK_PARAMS": "read nowhere in VISSL",
     "BATCHSIZE_PER_REPLICA": "a size that the data says",
+    "effective_batch_size": "a size that the data says",
     "master_weights": "apex's copies of half-precision weights; here weights are never in half precision",
     "keep_batchnorm_fp32": "batch norm is never in half precision",
     "ASSERT_HEAD_LAYER_SHAPE_INIT": "a check, which is always made of a teacher",

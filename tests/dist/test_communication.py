@@ -31,8 +31,8 @@ class _Traffic(TorchDispatchMode):
         if name.startswith("c10d::"):
             hops = (dist.get_world_size() - 1) / dist.get_world_size()
             self.calls[name] += 1
-            if name == "c10d::_allgather_base_":
-                self.sent["parameters"] += round(args[0].nbytes * hops)
+            if name == "c10d::_allgather_base_":  # of batch norm; units travel by the communicator
+                self.sent["statistics"] += round(args[0].nbytes * hops)
             elif name == "c10d::_reduce_scatter_base_":
                 self.sent["gradients"] += round(args[1].nbytes * hops)
             elif name == "c10d::allgather_":

@@ -23,7 +23,7 @@ from tests.dist.plain import train_plainly
 from tests.dist.training import train_sharded
 from tests.ranks import RankError, run_on_ranks
 
-TOLERANCE, NOISE_FLOOR = 1e-10, 1e-12
+TOLERANCE, NOISE_FLOOR = 1e-10, 5e-12  # processors round differently
 FLOAT32_TOLERANCE = 4e-6  # 32 roundings: Adam divides small gradients by their own size
 HALF_TOLERANCE = 0.02  # of a loss, relative
 

@@ -168,5 +168,7 @@ def test_torchrun_gives_the_same_losses(tmp_path):
 
 
 def _processes_of_group(group: int) -> list[str]:
-    listing = subprocess.run(["ps", "-ww", "-eo", "pgid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listing.splitlines() if line.split(maxsplit=1)[0] == str(group)]
+    listing = subprocess.run(["ps", "-ww", "-eo", "pgid,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    # What has ended and waits for init to note it is gone for us.
+    return [row[2] for row in rows if row[0] == str(group) and not row[1].startswith("Z")]

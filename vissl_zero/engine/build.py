@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -135,9 +136,11 @@ def first_teacher(
     if not method.has_teacher:
         return None
     given, its_weights = _origin(plan, model, weights, num_classes, load)
-    with lost_operations() as lost:
+    teacher: Model | None = None
+    # torch raises where a weight without memory is copied into a buffer of the method's.
+    with lost_operations() as lost, suppress(NotImplementedError):
         teacher = method.make_teacher(given)
-    if lost or (teacher is not given and any(param.is_meta for param in teacher.parameters())):
+    if teacher is None or lost or (teacher is not given and any(param.is_meta for param in teacher.parameters())):
         given, its_weights = _origin(plan, model, weights, num_classes, load)
         its_weights.fill_("")  # the method computes with the weights
         teacher = method.make_teacher(given)

@@ -142,8 +142,8 @@ REFUSALS = {
     "limit": ({"DATA__TRAIN__DATA_LIMIT": 0}, "config.DATA.TRAIN.DATA_LIMIT: must be -1 or at least 1"),
     "unknown loss": ({"LOSS__name": "swav_los"}, "config.LOSS.name: must be a known loss (got 'swav_los')"),
     "a loss of VISSL's": (
-        {"LOSS__name": "multicrop_simclr_info_nce_loss"},
-        "must be a known loss (got 'multicrop_simclr_in",
+        {"LOSS__name": "bce_logits_multiple_output_single_target"},
+        "must be a known loss (got 'bce_logits_multiple",
     ),
     "mistyped block of a loss": (
         {"LOSS__swav_los": {}},

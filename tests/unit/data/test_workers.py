@@ -110,16 +110,21 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
     _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_what_asks_a_run_to_stop_does_not_end_its_workers(make_data: MakeData, photos: Path) -> None:
+@pytest.mark.timeout(180)
+def test_what_asks_a_run_to_stop_does_not_end_its_workers(short_path: Path) -> None:
     """Ctrl-C reaches every process of a terminal, and SLURM's signals all of a job; the rank has steps to take yet."""
-    loader = build_loader(make_data("disk_folder", photos, num_workers=1), "TRAIN", 0, 4, 0, 1, 1)
-    assert len(list(loader.epoch(0))) == 3
-    worker = _pids(loader)[0]
-    server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(worker, number)
-        os.kill(server, number)
-    assert len(list(loader.epoch(1))) == 3
+    process = _start(short_path, "64")
+    assert process.stdout is not None and process.stdout.readline() == "a step\n"
+    server = next(pid for pid in _children(process.pid) if "forkserver" in _command(pid))
+    for pid in (server, *_children(server)):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+    for _ in range(100):  # several epochs: more than was loaded ahead
+        assert process.stdout.readline() == "a step\n"
+    process.kill()
+    process.stdout.close()
+    process.wait(timeout=60)
+    _until(lambda: not _of_group(process.pid))
 
 
 @pytest.mark.timeout(180)

@@ -21,6 +21,7 @@ def make_plan(folder: Path, **changes: Any) -> ResolvedRun:
     """A run of SwAV at level 3 in 2 processes; ``changes`` are fields of ResolvedRun."""
     config = {
         "LOG_FREQUENCY": 4,
+        "PROGRAM": "train",
         "MODEL": {"HEAD": {"PARAMS": [["swav_head", {"dims": [8, 8], "num_clusters": [30]}]]}},
         "DATA": {
             "TRAIN": {"DATA_SOURCES": ["disk_folder"], "DATA_PATHS": ["/cats"], "DATA_LIMIT": -1, "TRANSFORMS": []},
