@@ -29,6 +29,7 @@ from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
+from vissl_zero.errors import CheckpointError
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.methods.method import build_method
 from vissl_zero.models.init import initialize_
@@ -117,7 +118,7 @@ def make_method_plan(method: str, level: int, world_size: int, norm: str, folder
     scales = {"crop_scales": [[0.5, 1.0], [0.4, 0.8]][: len(crops)]}
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
     config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
-    if method in TRANSFORMERS:
+    if method in TRANSFORMERS or norm == "vit":
         vit = {**VIT, "USE_MASK_TOKEN": method in MASK_TOKEN}
         config["MODEL"]["TRUNK"] = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": vit}
     if norm == "timm":
@@ -242,6 +243,20 @@ def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Pat
         assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}"
 
 
+def _on_transformer(method: str, world_size: int, levels: list[int]) -> list[Result]:
+    return [_train(make_method_plan(method, level, world_size, "vit")) for level in levels]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", [name for name in CASES if name not in TRANSFORMERS])
+def test_a_method_of_any_trunk_takes_a_transformer(method: str) -> None:
+    assert any("attn" in name for name in plain(method, "vit").state)
+    for world_size in (1, 2):
+        for level, result in zip((0, 3), run_on_ranks(world_size, _on_transformer, method, world_size, [0, 3])[0], strict=True):
+            assert result.distance(plain(method, "vit")) < TOLERANCE, f"level {level}, {world_size} ranks"
+
+
 def _fairscale(method: str) -> list[Result]:
     plans = [make_method_plan(method, level, 2, "batch") for level in (1, 2)]
     return [_train(dataclasses.replace(p, sharding=dataclasses.replace(p.sharding, engine="fairscale"))) for p in plans]
@@ -324,6 +339,25 @@ def test_a_memory_resumes_in_another_layout(method: str, tmp_path: Path) -> None
     result = run_on_ranks(2, _resume, str(tmp_path), method, 1, 2)[0]
     result.losses = plain(method, "batch").losses[:2] + result.losses
     assert result.distance(plain(method, "batch")) < TOLERANCE
+
+
+def _resume_with_fewer_images(folder: str, method: str) -> str:
+    plan = make_method_plan(method, 0, 1, "batch", folder)
+    plan.config["DATA"]["TRAIN"]["DATA_LIMIT"] = BATCH + 1
+    run, _, _ = build_run(plan, torch.device("cpu"))
+    with newest_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as raised:
+        restore(run, [], checkpoint)
+    run.sharded.close()
+    return str(raised.value)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["npid", "pirl", "deepcluster_v2"])
+def test_a_memory_of_other_images_is_refused(method: str, tmp_path: Path) -> None:
+    run_on_ranks(3, _save, str(tmp_path), method)
+    message = run_on_ranks(1, _resume_with_fewer_images, str(tmp_path), method)[0]
+    assert f"remembers each of {2 * BATCH} training images" in message
+    assert f"there are {BATCH + 1} here. Train on the same images" in message
 
 
 def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:

@@ -227,6 +227,7 @@ def _restore_criterion(run: Run, checkpoint: Checkpoint) -> None:
     _require_same_names("tensors of the loss", tensors, checkpoint, "criterion/")
     for name, value in tensors.items():
         stored = stored_name(checkpoint.tensors, "criterion", name, checkpoint.manifest.world_size)
+        _require_same_images(stored, tuple(value.shape), checkpoint, len(run.loader.source))
         _require_shape(stored, tuple(value.shape), checkpoint)
         state[name] = checkpoint.read(stored).to(value.dtype)
     run.method.load_state_dict(state)
@@ -236,6 +237,20 @@ def _require_same_names(kind: str, here: Mapping[str, Any], checkpoint: Checkpoi
     stored = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
     if missing := sorted(here.keys() ^ stored):
         raise CheckpointError(f"{checkpoint.path} is of another model: {kind} that differ: {', '.join(missing[:5])}.")
+
+
+def _require_same_images(name: str, shape: tuple[int, ...], checkpoint: Checkpoint, num_images: int) -> None:
+    """A tensor of the loss that has a row for each training image has as many of them as before."""
+    stored = checkpoint.tensors[name].shape
+    if len(stored) != len(shape):
+        return
+    changed = [(old, new) for old, new in zip(stored, shape, strict=True) if old != new]
+    if [new for _, new in changed] == [num_images]:
+        raise CheckpointError(
+            f"The loss remembers each of {changed[0][0]} training images in {checkpoint.path}, and there are "
+            f"{num_images} here. Train on the same images (config.DATA.TRAIN), or start anew in another folder "
+            "(config.CHECKPOINT.DIR)."
+        )
 
 
 def _require_shape(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> None:
