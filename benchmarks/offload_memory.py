@@ -2,21 +2,26 @@
 
     python benchmarks/offload_memory.py bound <folder>              peak memory against units and buffers, in a cgroup
     python benchmarks/offload_memory.py largest <folder> --gib 2    largest model with and without offload
+    python benchmarks/offload_memory.py recipe <folder> --gib 2 --times 30    the same of a recipe: one step, and more
 
 Each training runs in a process of its own, in a memory cgroup that kills it when it takes more than it may (version 1
 or 2, whichever can be written to; else the limit is one on its data, by ``prlimit``, and a line says so). The model is
 a chain of equal blocks, built on the meta device, trained with AdamW on two rows at level 3 on one rank, where nothing
-is divided among ranks and memory is largest.
+is divided among ranks and memory is largest. ``recipe`` trains ``digits/simclr`` with a vision transformer of ViT-L's
+blocks, as a user starts it: first without offload at level 0, with ever more blocks until the limit kills it, then at
+level 3 with parameters and optimizer on NVMe, with so many times the parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -101,6 +106,13 @@ class Limit:
             (self._group / "cgroup.procs").write_text(str(os.getpid()))
         else:
             resource.setrlimit(resource.RLIMIT_DATA, (self._num_bytes, self._num_bytes))
+
+    def kills(self) -> int:
+        """How many processes under it the kernel has killed so far."""
+        names = ("memory.oom_control", "memory.events")
+        files = [self._group / name for name in names] if self._group is not None else []
+        lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def remove(self) -> None:
         """Undo it; no process may be in it any more."""
@@ -190,6 +202,86 @@ def largest(folder: str, limit_bytes: int, width: int, disk_share: float) -> dic
     }
 
 
+def run_recipe(num_blocks: int, folder: str, limit: Limit, is_offloaded: bool) -> dict[str, Any] | None:
+    """One step of a recipe on one rank, launcher and all under ``limit``; None if that killed it.
+
+    Returns:
+        ``params`` that were trained (counted in the weights it wrote), ``peak`` and ``seconds`` from start to end.
+    """
+    sizes = "IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_HEADS: 16, HIDDEN_DIM: 1024, MLP_DIM: 4096"
+    tier = "{device: nvme, nvme_path: %s, fast_init: true%s}"
+    places = [
+        f"config.ZERO.offload_optimizer_config={tier % (folder, '')}",
+        f"config.ZERO.offload_param_config={tier % (folder, ', max_in_cpu: 0')}",
+    ]
+    start, kills = time.perf_counter(), limit.kills()
+    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
+        process = subprocess.run(
+            [
+                *(sys.executable, "-m", "vissl_zero.cli", "config=digits/simclr"),
+                "config.MODEL.TRUNK.NAME=vision_transformer",
+                f"config.MODEL.TRUNK.VISION_TRANSFORMERS={{{sizes}, NUM_LAYERS: {num_blocks}}}",
+                "config.MODEL.HEAD.PARAMS=[[mlp,{dims:[1024,128]}]]",
+                "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=2",
+                *("config.TRAINER.MAX_STEPS=1", "config.LOG_FREQUENCY=1", "config.NEAREST_NEIGHBOR.USE_KNN=false"),
+                *("config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1", f"config.CHECKPOINT.DIR={run_folder}"),
+                *("config.DISTRIBUTED.NUM_PROC_PER_NODE=1", f"config.ZERO.LEVEL={3 if is_offloaded else 0}"),
+                *(places if is_offloaded else []),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=limit.enter,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        if process.returncode == 0:
+            (step,) = Path(run_folder, "metrics.jsonl").read_text().splitlines()
+            weights = Path(run_folder, "weights.safetensors")
+            with weights.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            return {
+                "params": sum(math.prod(shape) for shape in shapes),
+                "loss": json.loads(step)["loss"],
+                "peak": json.loads(step)["bytes"]["peak"],
+                "seconds": time.perf_counter() - start,
+            }
+    if limit.kills() > kills or "memory" in process.stdout or "bad_alloc" in process.stdout:
+        return None
+    raise RuntimeError(process.stdout)
+
+
+def recipe(folder: str, limit_bytes: int, times: float) -> dict[str, Any]:
+    """The largest ViT that a recipe trains without offload under a limit, and one ``times`` as large with it.
+
+    Args:
+        folder: on the disk, with 20 bytes a parameter: shards, gradients, state, and the weights that are written.
+        limit_bytes: of the launcher and its rank together, everything included.
+        times: how much larger.
+    """
+    limit = Limit(limit_bytes)
+    block_params = 12 * 1024**2 + 13 * 1024
+    try:
+        fits, fails = 1, 1 + limit_bytes // (block_params * STATE_BYTES)
+        plain = run_recipe(fits, folder, limit, is_offloaded=False)
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            found = run_recipe(middle, folder, limit, is_offloaded=False)
+            print(f"{middle} blocks without offload:", found or "killed", flush=True)
+            plain, fits, fails = (found, middle, fails) if found else (plain, fits, middle)
+        assert plain is not None
+        num_blocks = math.ceil(times * plain["params"] / block_params)
+        disk = os.statvfs(folder)
+        if (needed := 20 * num_blocks * block_params) > (room := disk.f_bavail * disk.f_frsize):
+            raise SystemExit(f"{folder} needs {needed / 1e9:.0f} GB and has {room / 1e9:.0f}")
+        offloaded = run_recipe(num_blocks, folder, limit, is_offloaded=True)
+    finally:
+        limit.remove()
+    ratio = offloaded["params"] / plain["params"] if offloaded else None
+    return {"plain": plain, "offloaded": offloaded, "ratio": ratio, "kind": limit.kind}
+
+
 def main() -> None:
     """See the module."""
     if sys.argv[1:2] == ["train"]:
@@ -197,15 +289,18 @@ def main() -> None:
         print(json.dumps(train(int(width), int(num_blocks), int(num_steps), folder or None)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bound", "largest"])
+    parser.add_argument("what", choices=["bound", "largest", "recipe"])
     parser.add_argument("folder")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--disk-share", type=float, default=0.6, help="of what is free")
+    parser.add_argument("--times", type=float, default=30.0, help="of a recipe: with offload over without")
     args = parser.parse_args()
     if args.what == "bound":
         found = bound(args.folder, args.width, args.blocks)
+    elif args.what == "recipe":
+        found = recipe(args.folder, int(args.gib * 2**30), args.times)
     else:
         found = largest(args.folder, int(args.gib * 2**30), args.width, args.disk_share)
     for key, value in found.items():

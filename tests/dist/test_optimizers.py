@@ -14,9 +14,14 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
+from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
+from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.eight_bit import AdamW8bit
+from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.shampoo import Shampoo
 from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW
+from vissl_zero.sharding import whole_tensors
+from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
 
 TOLERANCE = 1e-10
 BATCH = 12
@@ -56,11 +61,19 @@ WHOLE_TENSOR = ["muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor",
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, so that tensors of one group lie on several ranks and those of a rank in several groups."""
+    matrices = {"params": [p for p in trained(model) if p.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [p for p in trained(model) if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
+    optimizer = optimizer_over(name, [matrices, others])
+    if name == "schedule_free":
+        optimizer.train()
+    return optimizer
+
+
+def optimizer_over(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Options that leave no step to rounding."""
     import timm.optim  # after vissl_zero, which lets torchvision be imported
     from schedulefree import AdamWScheduleFree
 
-    matrices = {"params": [p for p in trained(model) if p.dim() > 1], "weight_decay": 0.1}
-    others = {"params": [p for p in trained(model) if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
     build = {
         "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
         "nadam": partial(torch.optim.NAdam, eps=1e-3),
@@ -75,10 +88,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
         "adafactor": torch.optim.Adafactor,
         "adamp": partial(timm.optim.AdamP, delta=0.5, eps=1e-3),
     }[name]
-    optimizer = build([matrices, others], lr=0.01)
-    if name == "schedule_free":
-        optimizer.train()
-    return optimizer
+    return build(groups, lr=0.01)
 
 
 def loss_of(model: nn.Module, step: int, part: slice = slice(None)) -> Tensor:
@@ -117,6 +127,7 @@ def train(
     Args:
         start: parameters and a state of plain torch's optimizer to begin from.
     """
+    whole_tensors.ROUND_ELEMENTS = 1  # where something is on a disk, one tensor of each rank at a time
     model = net(is_frozen)
     if start is not None:
         model.load_state_dict(start[0], strict=False)
@@ -133,7 +144,15 @@ def train(
         optimizer.zero_grad()
     if save is not None:
         optimizer.save(save)
-    return optimizer.full_state()
+    state = optimizer.full_state()
+    optimizer.close()
+    return state
+
+
+def on_disk(folder: Path, *blocks: str) -> dict[str, Any]:
+    """What of "optimizer" and "param" rests there."""
+    tier = {"device": "nvme", "nvme_path": str(folder)}
+    return {f"offload_{block}_config": tier for block in blocks}
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -184,6 +203,62 @@ def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Pat
         steps = (2 * index, 2 * index + 2)
         got = run_on_ranks(world_size, train, name, zero, steps, *folders, None, False)[0]
     assert distance(got, expected) < TOLERANCE
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", WHOLE_TENSOR)
+def test_state_and_parameters_of_whole_tensors_rest_on_a_disk(name: str, tmp_path: Path) -> None:
+    """With clipping and accumulation, in a run that goes on elsewhere between disk and memory."""
+    expected, _ = train_plainly(name, 8, clip=0.5, accumulation=2)
+    disk, saved = tmp_path / "disk", tmp_path / "saved"
+    disk.mkdir()
+    both = {"level": 3, **on_disk(disk, "optimizer", "param")}
+    cuts = [
+        (both, 2),
+        ({"level": 2, **on_disk(disk, "optimizer")}, 3),
+        ({"level": 3, "shard_group_size": 2, **on_disk(disk, "param")}, 4),
+        (both, 1),
+    ]
+    for index, (zero, world_size) in enumerate(cuts):
+        folders = None if index == 0 else str(saved), None if index == 3 else str(saved)
+        settings = {"clip_grad": 0.5, "gradient_accumulation_steps": 2, **zero}
+        got = run_on_ranks(world_size, train, name, settings, (4 * index, 4 * index + 4), *folders)[0]
+    assert distance(got, expected) < TOLERANCE
+    assert not list(disk.iterdir())
+
+
+def _adapted(places: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """LAMB on gradients that LARC has changed, which depend on the parameters, in several places."""
+    found = []
+    for place in places:
+        model = net()
+        names = [name for name, param in model.named_parameters() if param.requires_grad]
+        sharded = TorchStrategy().shard(
+            model,
+            [ParamGroup("all", tuple(names), False, False, 0.1)],
+            lambda groups: (optimizer_over("lamb", groups), Larc(trust_coefficient=0.02, clip=False)),
+            ShardingPlan(precision=Precision("float64", None, "float64", "float64"), **place),
+            torch.device("cpu"),
+        )
+        for step in range(3):
+            for group in sharded.optimizer.param_groups:
+                group["lr"] = 0.02
+            with sharded.micro_batch(is_last=True):
+                sharded.backward(loss_of(sharded.model, step))
+            sharded.step()
+            sharded.zero_grad()
+        found.append(sharded.full_state())
+        sharded.close()
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_gradients_on_a_disk_are_adapted_before_full_tensors_are_updated(tmp_path: Path) -> None:
+    on_nvme = OffloadPlan("nvme", nvme_path=str(tmp_path))
+    places = [{"level": 1}, {"level": 3, "offload_params": on_nvme}]
+    in_memory, on_the_disk = run_on_ranks(2, _adapted, places)[0]
+    assert distance(in_memory, on_the_disk) < TOLERANCE
+    assert distance(in_memory, {name: p.detach() for name, p in net().named_parameters()}) > 1e-4
 
 
 def _sent(level: int) -> float:

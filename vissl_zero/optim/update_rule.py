@@ -11,10 +11,12 @@ import copy
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.errors import ConfigError, Problem
 
@@ -297,6 +299,23 @@ def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Names of the state that has a value for each element of a vector (or matrix, where it takes no vectors)."""
     state = _state_of(optimizer, (2,)) or _state_of(optimizer, (2, 2))
     return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
+
+
+def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter) -> dict[str, Any]:
+    """State that a first step makes of a parameter of group ``index``: its shapes and formats, not its values.
+
+    Cost: nothing where the optimizer does not look at values, else a step of this one parameter.
+    """
+
+    def tried(given: nn.Parameter) -> dict[str, Any]:
+        given.grad = torch.zeros_like(given)
+        copied = trial(optimizer, {index: [given]})
+        copied.step()
+        return dict(copied.state[given])
+
+    with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+        return tried(nn.Parameter(torch.empty(like.shape, dtype=like.dtype)))
+    return tried(nn.Parameter(torch.ones(like.shape, dtype=like.dtype)))
 
 
 def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class MuonAdamW(GroupOptimizer):
                 optimizer.state[flat] = {key: view(v) if v.dim() else v for key, v in state.items()}
         optimizer.step()
         for param, flat in zip(params, views, strict=True):
-            if flat.data_ptr() != param.data_ptr():  # not contiguous: ``view`` was a copy
+            if not param.is_contiguous():  # ``view`` may have been a copy
                 param.copy_(flat.view(param.shape))
             state = optimizer.state[flat]
             self.state[param] = {

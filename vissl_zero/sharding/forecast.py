@@ -314,4 +314,7 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
     constants.add(state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor))
     with Recorder(constants) as recorder:
         stepper.step(())
-    return UpdateFacts(sum(t.nbytes for t in tensors), len({key for key, _ in states}), recorder.peak_bytes())
+    wholes = [shard.local.nbytes for shard in shards if rule is UpdateRule.PER_TENSOR]
+    num_keys = len({key for key, _ in states})
+    state_bytes = sum(tensor.nbytes for tensor in tensors)
+    return UpdateFacts(state_bytes, num_keys, recorder.peak_bytes(), sum(wholes), max(wholes, default=0))

@@ -23,6 +23,7 @@ from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
+from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
 
 KINDS = (
     "params",
@@ -77,11 +78,15 @@ class UpdateFacts:
         state_bytes: optimizer state between steps.
         num_state_keys: state tensors per parameter.
         temporary_bytes: most that is alive at once besides, while it runs.
+        whole_bytes, largest_bytes: of an optimizer that looks at full tensors, those of this rank and the largest;
+            else 0.
     """
 
     state_bytes: int
     num_state_keys: int
     temporary_bytes: int
+    whole_bytes: int = 0
+    largest_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -461,6 +466,7 @@ class _Step:
         # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
         if self.plan.offload_optimizer.device == "none":
             series["optimizer"][-1] += update.temporary_bytes
+        series["optimizer"][-1] += self.whole_tensors()
         total = torch.zeros(length, dtype=torch.int64)
         for values in series.values():
             total += values
@@ -497,6 +503,21 @@ class _Step:
             entered.append((phase, unit))
         found = [entered[bisect_right(begins, place) - 1] for place in places]
         return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
+
+    def whole_tensors(self) -> int:
+        """Bytes of full tensors during an update, and of the messages in which they travel."""
+        update = self.facts.updates[self.num_ranks]
+        if not (self.plan.level and update.whole_bytes):
+            return 0
+        # Gradients, and values unless all ranks hold them: both as they came in, and as tensors.
+        copies = 3 if self.is_whole else 4
+        if "nvme" not in (self.plan.offload_optimizer.device, self.plan.offload_params.device):
+            return copies * update.whole_bytes
+        of_round = ROUND_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+        at_once = min(max(update.largest_bytes, of_round), update.whole_bytes)
+        if self.plan.offload_optimizer.device == "nvme":  # the state too comes for the update alone
+            copies += -(-update.state_bytes // update.whole_bytes)
+        return copies * at_once
 
     def elsewhere(self) -> tuple[int, int]:
         """Bytes in host memory beside the device, and on a disk."""

@@ -102,7 +102,9 @@ class ShardedModel(Sharded):
         ]
         adaptation: Adaptation | None
         if plan.needs_whole_tensors and build_optimizer is not None and group is not None:
-            self.optimizer = WholeTensorOptimizer(build_optimizer, optimizer_groups, self._trained, group)
+            self.optimizer = WholeTensorOptimizer(
+                build_optimizer, optimizer_groups, self._trained, group, plan.offload_optimizer
+            )
             adaptation = self.optimizer.adaptation
         else:
             self.optimizer, adaptation = (build_optimizer or _no_optimizer)(optimizer_groups)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
 from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.offload.whole_states import WholeStates
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
@@ -98,7 +99,11 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
     shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
     per_element = _element_keys(optimizer)
-    for param, values in optimizer.state.items():
+    states: Iterable[tuple[Tensor, Mapping[str, Any]]] = optimizer.state.items()
+    if isinstance(optimizer, WholeTensorOptimizer) and (place := optimizer.on_disk) is not None:
+        yield from _whole_parts(shards, names, place)
+        states = [(param, place.numbers(param)) for param in place]
+    for param, values in states:
         shard = shards[names[id(param)]]
         for key, value in values.items():
             if _is_cut(shard, key, value, per_element):
@@ -188,6 +193,8 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
     per_element = _element_keys(optimizer)
     if isinstance(optimizer, StreamedOptimizer):
         items = [(param, optimizer.scalars_of(param)) for param in optimizer.stored_params()]
+    elif isinstance(optimizer, WholeTensorOptimizer) and (place := optimizer.on_disk) is not None:
+        items = [(param, place.numbers(param)) for param in place]
     else:
         items = list(optimizer.state.items())  # type: ignore[arg-type]
     for param, values in items:
@@ -388,14 +395,7 @@ def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
 def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
     """State on the disk, read when it is written: all keys of a parameter one after the other, so it is read once."""
     names = {id(shard.local): name for name, shard in shards.items()}
-    latest: list[Any] = [None, {}]
-
-    def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
-        # Kept from one key to the next: each record holds all keys of its elements.
-        if latest[0] is not param:
-            latest[:] = [param, optimizer.read_state(param)]  # type: ignore[arg-type]
-        return latest[1][key].view(-1)[begin:end]
-
+    read = _reader(optimizer.read_state)
     for param in optimizer.stored_params():
         shard = shards[names[id(param)]]
         begin, end = _own_run(shard, param.numel())
@@ -406,9 +406,41 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
                 shard.first_element + begin,
                 end - begin,
                 param.dtype,
-                lambda param=param, key=key, begin=begin, end=end: read(param, key, begin, end),  # type: ignore[misc]
+                partial(read, param, key, begin, end),
                 is_streamed=True,
             )
+
+
+def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: WholeStates) -> Iterator[Part]:
+    """As ``_streamed_parts``, of state of full tensors, which may have shapes of its own."""
+    read = _reader(place.__getitem__)
+    for param in place:
+        shard = shards[names[id(param)]]
+        for stored in place.tensors(param):
+            begin, end = _own_run(shard, stored.shape.numel())
+            if begin < end:
+                yield Part(
+                    f"{OPTIMIZER}{stored.key}/{shard.name}",
+                    stored.shape,
+                    begin,
+                    end - begin,
+                    stored.dtype,
+                    partial(read, param, stored.key, begin, end),
+                    is_streamed=True,
+                )
+
+
+def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str, int, int], Tensor]:
+    """Reads runs of state on a disk; what it reads of a parameter is kept until it is asked for another one."""
+    latest: list[Any] = [None, {}]
+
+    def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
+        # Kept from one key to the next: each record holds all keys of its elements.
+        if latest[0] is not param:
+            latest[:] = [param, read_state(param)]
+        return latest[1][key].reshape(-1)[begin:end]
+
+    return read
 
 
 def _number(value: Any) -> Any:

@@ -405,13 +405,8 @@ def update_rule_of(
     )
     is_flattened = plan.engine == "fairscale" and plan.level == 3
     rule = update_rule(optimizer, shapes, is_flattened=is_flattened)
-    if rule is UpdateRule.PER_TENSOR:
-        reasons = {
-            "the fairscale engine": plan.engine == "fairscale",
-            "state or parameters on NVMe": "nvme" in (plan.offload_optimizer.device, plan.offload_params.device),
-        }
-        name, must = type(optimizer).__name__, "updates full tensors, which cannot go with "
-        fix = "Use an element-wise optimizer such as AdamW, or do without it."
-        if found := [Problem("optimizer", name, must + what, fix) for what, is_asked in reasons.items() if is_asked]:
-            raise ConfigError(found)
+    if rule is UpdateRule.PER_TENSOR and plan.engine == "fairscale":
+        name, must = type(optimizer).__name__, "updates full tensors, which cannot go with the fairscale engine"
+        fix = "Use an element-wise optimizer such as AdamW, or ZERO.ENGINE: torch."
+        raise ConfigError([Problem("optimizer", name, must, fix)])
     return rule

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
+from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
@@ -76,21 +76,12 @@ def _normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer
     return Normalised(groups, momentum=0.9), None
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"level": 1, "engine": "fairscale"}, "the fairscale engine"),
-        ({"level": 3, "offload_params": OffloadPlan("nvme", nvme_path="/tmp")}, "state or parameters on NVMe"),
-    ],
-)
-def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched(
-    settings: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched() -> None:
     model = nn.Linear(3, 2)
     group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
     before = dict(model.named_parameters())
-    plan = ShardingPlan(**settings)
-    with pytest.raises(ConfigError, match=f"optimizer: updates full tensors, which cannot go with {reason}"):
+    plan = ShardingPlan(level=1, engine="fairscale")
+    with pytest.raises(ConfigError, match="optimizer: updates full tensors, which cannot go with the fairscale engine"):
         STRATEGIES.get(plan.engine).build().shard(model, [group], _normalised_sgd, plan, torch.device("cpu"))
     assert all(param is before[name] for name, param in model.named_parameters())
     assert type(model) is nn.Linear

@@ -40,8 +40,10 @@ class DiskShard(Shard):
         self.local.grad = torch.empty_like(self.local) if self.index in self.store.gradients else None
 
     def grad(self) -> Tensor:
-        """See ``Shard``. Reads it."""
-        return self.store.gradients.read(self.index).view(self.local.shape)
+        """See ``Shard``. Reads it, and the parameters where layer-wise adaptation has added them to it."""
+        gradients = self.store.gradients
+        values = self.store.read(self.index) if gradients.needs_values(self.index) else None
+        return gradients.read(self.index, values).view(self.local.shape)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
         """See ``Shard``. Carried out whenever elements of it are read."""

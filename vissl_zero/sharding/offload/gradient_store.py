@@ -61,6 +61,10 @@ class GradientStore:
         self.apply_changes(index, grad, values)
         return grad
 
+    def needs_values(self, index: int) -> bool:
+        """Whether a noted change adds parameters to the gradient."""
+        return any(param_factor is not None for _, param_factor in self._changes.get(index, ()))
+
     def set_zero(self, index: int) -> None:
         """The gradient is zero, without storing it."""
         self._zero.add(index)

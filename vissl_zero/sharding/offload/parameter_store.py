@@ -109,6 +109,11 @@ class ParameterStore:
         with self._whole_or_broken():
             self.gradients.add(grads)
 
+    def expect_next_step(self) -> None:
+        """After an update by ``write``: begin to read what the next forward pass will want."""
+        self._order.restart()
+        self._ahead.follow(self._expected_records())
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around an update that changes the parameters' file; if it fails, nothing here is to be trusted.

@@ -12,6 +12,7 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.update_rule import trial_state
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.disk_shard import DiskShard
 from vissl_zero.sharding.offload.errors import OffloadError
@@ -20,6 +21,7 @@ from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name, stale_runs
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.offload.whole_states import WholeStates, padded_bytes
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import OptimizerFactory
 
@@ -73,6 +75,8 @@ def offloaded(
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
     """
     where = plan.offload_optimizer.device
+    if plan.needs_whole_tensors:  # WholeTensorOptimizer streams full tensors itself
+        return build_optimizer
     index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, DiskShard)}
     if where != "nvme" and not index_of:
         return build_optimizer
@@ -102,6 +106,25 @@ def offloaded(
         return optimizer, adaptation
 
     return factory
+
+
+def whole_states(
+    plan: OffloadPlan, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+) -> WholeStates | None:
+    """A place on the disk for the state of full tensors, or None if it stays in memory. Collective.
+
+    Args:
+        plan: of the optimizer.
+        optimizer: left as it is; its state of each parameter is tried out.
+        params: that this rank updates, in groups of ``optimizer``.
+    Raises:
+        OffloadError: a rank has no disk space or cannot use the folder.
+    """
+    if plan.device != "nvme":
+        return None
+    groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    sizes = [sum(map(padded_bytes, trial_state(optimizer, groups[param], param).values())) for param in params]
+    return _on_every_rank(plan, lambda folder: WholeStates(params, sizes, folder, plan.fast_init))
 
 
 def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
