@@ -30,7 +30,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.schedule import Schedules
-from vissl_zero.launch.checkpoints import with_checkpoints
+from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.hooks import build_hooks
 
 RECIPE = "quickstart/swav_digits"

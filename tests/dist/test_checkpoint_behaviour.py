@@ -19,10 +19,9 @@ import torch.distributed as dist
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.saver import CheckpointHook
 from vissl_zero.checkpoint.replicated import RankCheck, RanksDifferError
 from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
-from vissl_zero.checkpoint.saver import Saver
+from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
@@ -30,7 +29,7 @@ from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
-from vissl_zero.launch.checkpoints import with_checkpoints
+from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.metrics_file import MetricsFile
 
 NUM_STEPS = 8  # four an epoch
@@ -186,7 +185,10 @@ def test_a_payload_in_any_file_is_refused_and_does_not_run(tmp_path: Path) -> No
     assert len(files) == 5
     for file in files:
         whole = file.read_bytes()
-        for payload in (pickle.dumps(_Payload(canary)), b"!!python/object/apply:os.system ['touch %s']" % bytes(canary)):
+        for payload in (
+            pickle.dumps(_Payload(canary)),
+            b"!!python/object/apply:os.system ['touch %s']" % bytes(canary),
+        ):
             file.write_bytes(payload)
             name, skipped = run_on_ranks(1, _find, tmp_path)[0]
             assert name == "step_000000006" and str(file) in skipped[0]
@@ -413,7 +415,9 @@ class _FlipBit(Hook):
     def on_step(self, run: Run, step: Step) -> None:
         if (run.rank, run.step) == (1, 4):
             with torch.no_grad():
-                next(tensor for name, tensor in run.sharded.replicated().items() if "weight" in name).view(-1)[0] += 1e-9
+                next(tensor for name, tensor in run.sharded.replicated().items() if "weight" in name).view(-1)[0] += (
+                    1e-9
+                )
 
 
 def _drift(level: int, engine: str) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vissl_zero.atomic import as_object, open_regular
 from vissl_zero.errors import LaunchError, did_you_mean
-from vissl_zero.launch.slurm_note import Submitted, noted
+from vissl_zero.launch.slurm import Submitted, noted
 
 USAGE = """\
 vissl-zero jobs list                   submitted runs: state, progress, run folder

@@ -15,11 +15,10 @@ from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch.launcher_spec import LauncherSpec
+from vissl_zero.launch.key_value_store import load_secret
 from vissl_zero.launch.local import launch_local
-from vissl_zero.launch.rendezvous import CRASHED, Rendezvous
+from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run import prepare_folder
-from vissl_zero.launch.secret import load_secret
 from vissl_zero.lifetime import Scratch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
-from vissl_zero.launch.key_value_client import STORE_PATH_VARIABLE
+from vissl_zero.launch.key_value_store import STORE_PATH_VARIABLE
 from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
 from vissl_zero.lifetime import SCRATCH_VARIABLE
 

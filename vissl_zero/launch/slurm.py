@@ -1,22 +1,32 @@
-"""Submit a run to SLURM through submitit: ``config.SLURM.USE_SLURM=true``."""
+"""Submit a run to SLURM through submitit: ``config.SLURM.USE_SLURM=true``.
+
+What a run asks of SLURM: parameters for submitit, and the sbatch script that they become.
+
+What was submitted, noted in the run folder and in the user's home, so that it can be listed, followed, cancelled.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from vissl_zero.atomic import read_object, replacing
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.rules.slurm import is_unsafe
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.run import prepare_folder
-from vissl_zero.launch.slurm_note import Submitted, note
-from vissl_zero.launch.slurm_script import code_folder, parameters, script, submission_folder
-from vissl_zero.launch.slurm_task import SlurmTask
-from vissl_zero.launch.submission import private_folder, snapshot
+from vissl_zero.launch.slurm_task import SlurmTask, private_folder, snapshot
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:
@@ -135,3 +145,116 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
         stderr=str(job.paths.stderr),
         submitted=time.time(),
     )
+
+
+def submission_folder(plan: ResolvedRun) -> Path:
+    """Where submission files and logs of a run go.
+
+    Raises:
+        LaunchError: the path has a line break in it, which would end a line of the sbatch script.
+    """
+    if is_unsafe(plan.run_dir):  # it may come from the folder that the command was given in, or from hydra.run.dir
+        raise LaunchError(f"The run folder {plan.run_dir!r} must be one line of printable text. Name another folder.")
+    return Path(plan.run_dir) / Path(plan.config["SLURM"]["LOG_FOLDER"]).expanduser() / "slurm"
+
+
+def code_folder(plan: ResolvedRun) -> Path:
+    """Where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
+    return submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
+
+
+def parameters(plan: ResolvedRun) -> dict[str, Any]:
+    """submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
+    slurm = plan.config["SLURM"]
+    is_per_process = slurm["TASK_PER"] == "process"
+    procs = plan.procs_per_node
+    further = {str(name).replace("_", "-"): value for name, value in slurm["ADDITIONAL_PARAMETERS"].items()}
+    found: dict[str, Any] = {
+        "job_name": slurm["NAME"],
+        "comment": slurm["COMMENT"],
+        "partition": slurm["PARTITION"],
+        "account": slurm["ACCOUNT"],
+        "qos": slurm["QOS"],
+        "constraint": slurm["CONSTRAINT"],
+        "time": 60 * slurm["TIME_HOURS"] + slurm["TIME_MINUTES"],
+        "mem": f"{slurm['MEM_GB']}GB" if slurm["MEM_GB"] else "0",
+        "nodes": plan.num_nodes,
+        "ntasks_per_node": procs if is_per_process else 1,
+        "cpus_per_task": slurm["NUM_CPU_PER_PROC"] * (1 if is_per_process else procs),
+        "gpus_per_node": procs if plan.device == "cuda" else "",
+        "signal_delay_s": slurm["SIGNAL_DELAY_S"],
+        "setup": [*slurm["SETUP"], *_own_code(plan)] or "",
+        # Launchers notice by themselves when another is gone, and must have the time to say so.
+        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm['NUM_CPU_PER_PROC'] * _procs_per_task(plan)}"],
+        "additional_parameters": {"requeue": True, **further},
+    }
+    return {name: value for name, value in found.items() if value != ""}
+
+
+def _own_code(plan: ResolvedRun) -> list[str]:
+    """The command that has the job import the snapshot of the code, if there is one."""
+    if not plan.config["SLURM"]["SNAPSHOT_CODE"]:
+        return []
+    return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+
+
+def _procs_per_task(plan: ResolvedRun) -> int:
+    return 1 if plan.config["SLURM"]["TASK_PER"] == "process" else plan.procs_per_node
+
+
+def script(plan: ResolvedRun) -> str:
+    """The sbatch script that ``submit`` hands in (submitit puts the job's id for ``%j``)."""
+    folder = submission_folder(plan) / "%j"
+    from submitit.slurm.slurm import _make_sbatch_string  # slow to import
+
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return _make_sbatch_string(command=command, folder=folder, **parameters(plan))
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A submitted run.
+
+    Attributes:
+        job_id: SLURM's.
+        name, recipe: for people.
+        run_dir: the run folder.
+        stdout, stderr: logs of the first task.
+        submitted: Unix time.
+    """
+
+    job_id: str
+    name: str
+    recipe: str
+    run_dir: str
+    stdout: str
+    stderr: str
+    submitted: float
+
+
+def jobs_folder() -> Path:
+    """Where this user's submitted runs are noted."""
+    return Path("~/.vissl_zero/jobs").expanduser()
+
+
+def note(job: Submitted) -> None:
+    """Write it to ``slurm.json`` in the run folder and into ``jobs_folder``; says so if that cannot be written."""
+    text = json.dumps(asdict(job), indent=2) + "\n"
+    with replacing(Path(job.run_dir) / "slurm.json") as temporary:
+        temporary.write_text(text)
+    try:
+        jobs_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        (jobs_folder() / f"{job.job_id}.json").write_text(text)
+    except OSError as error:
+        print(f"vissl-zero jobs will not list this job: cannot write to {jobs_folder()} ({error.strerror}).")
+
+
+def noted() -> list[Submitted]:
+    """All that were noted, oldest first; files that cannot be read are left out."""
+    found = []
+    for path in jobs_folder().glob("*.json"):
+        try:
+            found.append(Submitted(**read_object(path)))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(found, key=lambda job: job.submitted)

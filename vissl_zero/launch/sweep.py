@@ -17,8 +17,7 @@ from vissl_zero.config.plain_tree import leaves
 from vissl_zero.config.rules.slurm import is_unsafe
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
-from vissl_zero.launch.slurm_task import requeue
-from vissl_zero.launch.submission import private_folder
+from vissl_zero.launch.slurm_task import private_folder, requeue
 from vissl_zero.reporting.sweep_note import JobNote, is_done, read_note
 
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.

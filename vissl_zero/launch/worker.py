@@ -1,25 +1,35 @@
-"""What one rank runs, started by the launcher (through ``rank_main``) or by torchrun."""
+"""What one rank runs, started by the launcher (through ``rank_main``) or by torchrun.
+
+A run and its checkpoints: where it resumes, and the hooks that save it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import rich
 import torch
 
+from vissl_zero.atomic import read_object
 from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
+from vissl_zero.checkpoint.replicated import RankCheck
+from vissl_zero.checkpoint.resume import opening_lines, resume
+from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.engine.loop import train
-from vissl_zero.launch.checkpoints import with_checkpoints
 from vissl_zero.launch.failure import write_failure
 from vissl_zero.launch.process_group import process_group
 from vissl_zero.launch.rendezvous import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.registry import load_plugins
+from vissl_zero.reporting import summary
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
@@ -104,3 +114,43 @@ def main() -> int:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank must be reported to the launcher
         return fail(error)
+
+
+def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
+    """Restore ``run`` from its newest checkpoint, if it has one and may resume; returns the hooks to train with.
+
+    Collective. Returns None if the run is complete and has written its summary.
+
+    Raises:
+        CheckpointError, ConfigError: see ``resume``.
+    """
+    options = run.plan.config["CHECKPOINT"]
+    saver = Saver(run.folder, options["ASYNC"], options["KEEP_LAST"], options["KEEP_EVERY"], run.device)
+    if options["AUTO_RESUME"]:
+        found = resume(run, hooks, run.plan)
+        if found.path is not None:
+            saver.latest_step = run.step
+        if run.is_main:
+            for line in opening_lines(found, run.plan):
+                _say(line)
+    if run.is_resumed and run.step >= run.num_steps and _is_over(run):
+        if run.is_main:
+            _say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
+        saver.close()
+        return None
+    if options["CHECK_RANKS_EVERY"] > 0:
+        hooks = [*hooks, RankCheck(options["CHECK_RANKS_EVERY"])]
+    hook = CheckpointHook(saver, hooks, options["CHECKPOINT_FREQUENCY"], options["CHECKPOINT_ITER_FREQUENCY"])
+    return [*hooks, hook]
+
+
+def _is_over(run: Run) -> bool:
+    """Whether the summary of the run's last step exists. The same on every rank, because they share the folder."""
+    try:
+        return read_object(run.folder / summary.FILE_NAME).get("num_steps") == run.step
+    except (OSError, ValueError):
+        return False
+
+
+def _say(line: str) -> None:
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

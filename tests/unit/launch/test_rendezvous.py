@@ -16,25 +16,29 @@ import pytest
 
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure
-from vissl_zero.launch.interface import interface_towards
-from vissl_zero.launch.key_value_client import Client
-from vissl_zero.launch.key_value_server import KeyValueServer, RefusedError, receive, send
-from vissl_zero.launch.launcher_spec import LauncherSpec
-from vissl_zero.launch.network_store import NetworkStore
-from vissl_zero.launch.rendezvous import Rendezvous
-from vissl_zero.launch.secret import load_secret
+from vissl_zero.launch.key_value_store import (
+    Client,
+    KeyValueServer,
+    RefusedError,
+    interface_towards,
+    load_secret,
+    receive,
+    send,
+)
+from vissl_zero.launch.process_group import NetworkStore
+from vissl_zero.launch.rendezvous import LauncherSpec, Rendezvous
 
 SECRET = b"s" * 32
 ENDED: list[int] = []  # one for each launcher that has ended its ranks
 # A server, a stranger who opens connections and says nothing (or a byte a second), and one who holds the secret.
 STRANGER = """
 import resource, socket, sys, threading, time
-from vissl_zero.launch import key_value_server
-from vissl_zero.launch.key_value_client import Client
-from vissl_zero.launch.key_value_server import KeyValueServer
+from vissl_zero.launch import key_value_store
+from vissl_zero.launch.key_value_store import Client
+from vissl_zero.launch.key_value_store import KeyValueServer
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (900, 900))
-key_value_server._HANDSHAKE_S = 3.0 if sys.argv[1] == "slow" else 60.0
+key_value_store._HANDSHAKE_S = 3.0 if sys.argv[1] == "slow" else 60.0
 server = KeyValueServer(("127.0.0.1", 0), b"s" * 32)
 if sys.argv[1] == "slow":
     began = time.monotonic()

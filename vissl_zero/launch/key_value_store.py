@@ -1,4 +1,6 @@
-"""The server of a rendezvous: a small key-value store that only holders of a secret can use.
+"""The key-value store through which launchers on several machines meet: server, client, shared secret, interface.
+
+The server of a rendezvous: a small key-value store that only holders of a secret can use.
 
 torch's TCPStore listens on every interface and accepts anyone. This server listens on one address, and both sides
 prove with HMAC-SHA256 over fresh random numbers that they know the run's secret, before any other message. It holds
@@ -6,20 +8,37 @@ what process groups need to start (addresses of peers), the time of each launche
 ended.
 
 Frames are a 4-byte length and fields of a 4-byte length each; nothing is ever unpickled.
+
+Client of ``KeyValueServer`` for launchers and ranks, and the variables that give ranks its address.
+
+Imports no torch.
+
+The secret that machines of a run prove to each other that they know: 32 random bytes in a file of the user's.
+
+The network interface through which another machine is reached.
+
+gloo takes the address that this machine's own name resolves to, which on many systems is a loopback address.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
+import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vissl_zero.errors import LaunchError
 
 MAX_FRAME = 1 << 26
 _LENGTH = struct.Struct("!I")
@@ -218,3 +237,149 @@ class KeyValueServer:
         if operation == b"count":
             return [str(len(values)).encode()]
         return []
+
+
+# Set for the ranks of a run by their launcher: on one machine a file, in a folder that only this user can enter; ...
+STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"
+# ... on several machines a server.
+ADDRESS_VARIABLE = "VISSL_ZERO_STORE_ADDRESS"
+SECRET_VARIABLE = "VISSL_ZERO_STORE_SECRET"
+GENERATION_VARIABLE = "VISSL_ZERO_GENERATION"
+_RETRY_S = 0.2
+
+
+class Client:
+    """Talks to the server; safe to use from several threads, each call on a connection of its own.
+
+    Args:
+        address: of the server.
+        secret: of the run.
+        timeout_s: to connect, and to wait for an answer.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float):
+        self._address = address
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def call(self, *fields: bytes, answer_within_s: float | None = None) -> list[bytes]:
+        """Send one request; returns its answer.
+
+        Raises:
+            RefusedError: the server has another secret.
+            OSError: the server cannot be reached, or does not answer in time.
+        """
+        with self._lock:
+            sock = self._idle.pop() if self._idle else None
+        sock = sock or self._connect(time.monotonic() + self._timeout_s)
+        try:
+            sock.settimeout(answer_within_s or self._timeout_s)
+            send(sock, fields)
+            answer = receive(sock)
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._idle.append(sock)
+        return answer
+
+    def _connect(self, deadline: float) -> socket.socket:
+        """Retry until the deadline, because the server may start later than its clients."""
+        while True:
+            try:
+                sock = socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic()))
+                try:
+                    prove(sock, self._secret, is_server=False)
+                    # Requests are small and each is waited for: they must not be held back to be sent together.
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return sock
+                except BaseException:
+                    sock.close()
+                    raise
+            except RefusedError:
+                raise
+            except OSError:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def beat(self, name: str) -> dict[str, float]:
+        """Send a heartbeat of ``name``; returns the seconds since each name's last one."""
+        ages: dict[str, float] = json.loads(self.call(b"beat", name.encode())[0])
+        return ages
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        with self._lock:
+            for sock in self._idle:
+                sock.close()
+            self._idle.clear()
+
+
+DEFAULT = "~/.vissl_zero/secret"
+_NUM_BYTES = 32
+
+
+def load_secret(path_name: str | None) -> bytes:
+    """The secret in a file, which is made first if it is the default one and missing.
+
+    Raises:
+        LaunchError: it is missing, empty, or can be read by others.
+    """
+    path = Path(path_name or DEFAULT).expanduser()
+    if path_name is None and not path.exists():
+        return _made(path)
+    try:
+        with path.open("rb") as file:
+            # Of the open file: a path may name another file by the time that it is read.
+            status = os.fstat(file.fileno())
+            content = file.read(4096)
+    except OSError as error:
+        raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: cannot read {path} ({error.strerror}).") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise LaunchError(
+            f"config.DISTRIBUTED.SECRET_FILE: {path} must belong to you and be private. Run chmod 600 on it."
+        )
+    if len(content) < 16:
+        raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: {path} must hold at least 16 bytes. Delete it to make one.")
+    return content
+
+
+def _made(path: Path) -> bytes:
+    content = secrets.token_bytes(_NUM_BYTES)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # a launcher beside this one was faster
+        return load_secret(str(path))
+    except OSError as error:
+        raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: cannot make {path} ({error.strerror}).") from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    return content
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Name of the network interface through which ``host`` is reached, or None if it is unknown."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # a datagram socket: nothing is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((name for name, address in interfaces().items() if address == own), None)
+
+
+def interfaces() -> Mapping[str, str]:
+    """IPv4 address of each network interface that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, bytes(request))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
