@@ -424,7 +424,7 @@ HOOKS = Registry(
             "Clusters features; images with clusters for labels.",
         ),
         "train_svm_low_shot": ("vissl_zero.evaluation.svm_hook", "The same on few images, drawn several times."),
-        "weight_trace": ("vissl_zero.reporting.weight_trace", "Saves the full weights after every step."),
+        "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )
 STRATEGIES = Registry(

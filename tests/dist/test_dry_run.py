@@ -14,10 +14,10 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.loop import train
 from vissl_zero.engine.dry_run import dry_run
+from vissl_zero.engine.loop import train
 from vissl_zero.reporting.hooks import build_hooks
-from vissl_zero.reporting.weight_average import WeightAverageHook
+from vissl_zero.reporting.weight_files import WeightAverageHook
 
 RECIPE = "quickstart/swav_digits"
 CASES = {

@@ -22,7 +22,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
-from vissl_zero.reporting.weights_file import stream_weights
+from vissl_zero.reporting.weight_files import stream_weights
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.memory import peak_bytes, resident_bytes
 from vissl_zero.sharding.replica_check import ModelsDifferError

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.reporting.memory_kinds import shown_kinds, total
-from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, sparkline
+from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, shown_kinds, sparkline, total
 
 _SECONDS_BETWEEN_FRAMES = 0.25
 _BAR_WIDTH = 24

@@ -11,9 +11,8 @@ from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
 from vissl_zero.engine.dry_run import DryRun
-from vissl_zero.reporting.memory_kinds import shown_kinds
 from vissl_zero.reporting.out_of_memory import Switch, switches
-from vissl_zero.reporting.quantity import bytes_text
+from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 
 # What the tiers of a rank are called, by device.
 PLACES = {

@@ -1,25 +1,32 @@
-"""All hooks of a run, in the order in which they are called."""
+"""All hooks of a run, in the order in which they are called.
+
+The first lines of a run: what will be trained, what was decided for the user, how the model was wrapped.
+
+A watch on the model itself: one plain warning when it starts to collapse.
+"""
 
 from __future__ import annotations
 
+import rich
+from rich.console import Console
+
+import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.engine.hook import Hook
+from vissl_zero.data.source import described
+from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.online_probe_hook import OnlineProbeHook
+from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
-from vissl_zero.reporting.collapse import CollapseWatch
 from vissl_zero.reporting.display import Display
-from vissl_zero.reporting.memory_kinds import PeakMemory
-from vissl_zero.reporting.metrics_file import MetricsFile
-from vissl_zero.reporting.opening import Opening
-from vissl_zero.reporting.report_image import ReportImage
+from vissl_zero.reporting.metrics_file import MetricsFile, TensorBoard
+from vissl_zero.reporting.quantity import PeakMemory
+from vissl_zero.reporting.report import ReportImage
 from vissl_zero.reporting.summary import Summary
-from vissl_zero.reporting.tensorboard import TensorBoard
-from vissl_zero.reporting.weight_average import WeightAverageHook
-from vissl_zero.reporting.weights_file import BestWeights, WeightsFile
+from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
@@ -48,5 +55,76 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
     if not plan.config["TEST_ONLY"]:
-        hooks.append(WeightsFile())
+        hooks.append(FinalWeights())
     return [*hooks, PeakMemory(), Summary(), ReportImage(knn)]
+
+
+class Opening(Hook):
+    """Says once, on rank 0, what the run is, every note of the plan and, if ``verbose``, the wrap plan."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or rich.get_console()
+
+    def on_start(self, run: Run) -> None:
+        if run.is_main:
+            for text in opening_lines(run):
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def opening_lines(run: Run) -> list[str]:
+    """The lines, ASCII but for what the user named."""
+    plan = run.plan
+    ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
+    lines = [
+        f"vissl_zero {vissl_zero.__version__}: {plan.recipe}, ZeRO level {plan.sharding.level} "
+        f"({plan.sharding.engine} engine), {ranks} on {run.device.type}",
+        f"{_length(run)}; run folder {run.folder}",
+    ]
+    data = run.plan.config["DATA"]
+    lines.append(
+        f"data {described(data, 'TRAIN')} ({len(run.loader.source):,} images); "
+        + (f"measured on {described(data, 'TEST')}" if data["TEST"]["DATA_SOURCES"] else "no test images")
+    )
+    if rates := plan.optimizer.head_lr_factors:
+        lines.append(
+            f"{len(rates)} classifiers side by side, learning rates times {', '.join(f'{r:g}' for r in rates)}; "
+            "the loss is their sum"
+        )
+    if run.step:
+        lines.append(f"resumed after step {run.step}")
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.sharding.verbose:
+        lines += ["wrap plan:", run.sharded.describe()]
+    return lines
+
+
+def _length(run: Run) -> str:
+    if not run.num_steps:  # TEST_ONLY
+        return "nothing is trained"
+    return f"{run.num_steps} steps of {run.plan.global_batch} images, {run.steps_per_epoch} steps per epoch"
+
+
+class CollapseWatch(Hook):
+    """Asks the method's ``collapse_rule``; warns once, on rank 0, and notes the step as ``collapse_warning_step``."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or rich.get_console()
+        self._rule: CollapseRule | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._rule = run.method.collapse_rule(run.num_steps) if run.is_main else None
+        if self._rule and any(self._update(self._rule, record) for record in run.records):  # those before a resume
+            self._rule = None
+
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        if self._rule is None:
+            return
+        warning = self._update(self._rule, record)
+        if warning:
+            self._rule = None  # never twice
+            run.results["collapse_warning_step"] = record.step
+            self._console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+    @staticmethod
+    def _update(rule: CollapseRule, record: StepRecord) -> str | None:
+        return rule.update(record.step, record.loss, record.watch)

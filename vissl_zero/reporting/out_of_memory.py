@@ -14,8 +14,7 @@ import torch
 
 from vissl_zero.config.resolved import OptimizerPlan, ResolvedRun
 from vissl_zero.errors import OutOfMemoryError
-from vissl_zero.reporting.memory_kinds import shown_kinds, total
-from vissl_zero.reporting.quantity import bytes_text
+from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
 from vissl_zero.sharding.strategy import Bytes
 
 # Share of the activations that goes away, at least. Measured on the CPU with RegNets of 45 k and 3.9 M parameters:

@@ -15,9 +15,8 @@ import vissl_zero
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.reporting.memory_kinds import shown_kinds
-from vissl_zero.reporting.quantity import bytes_text, figure_text
-from vissl_zero.reporting.weights_file import BEST_FILE_NAME
+from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
+from vissl_zero.reporting.weight_files import BEST_FILE_NAME
 from vissl_zero.sharding.strategy import Bytes
 
 FILE_NAME = "summary.json"

@@ -16,7 +16,7 @@ from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook, accuracies
 from vissl_zero.methods.method import Method
-from vissl_zero.reporting.weights_file import BestWeights
+from vissl_zero.reporting.weight_files import BestWeights
 
 
 def test_top1_is_the_share_of_right_answers():

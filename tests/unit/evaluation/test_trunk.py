@@ -20,7 +20,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError
 from vissl_zero.evaluation.features import extract_features
-from vissl_zero.reporting.weights_file import WeightsFile
+from vissl_zero.reporting.weight_files import FinalWeights
 
 FILE = "weights.safetensors"
 
@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     plan = make_plan(make_config(), folder, max_steps=3)
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
-    train(run, schedules, frozen, [WeightsFile()])
+    train(run, schedules, frozen, [FinalWeights()])
     save_resolved(plan, folder / "config.resolved.yaml")
     _, images = build_eval_images(plan.config["DATA"], plan.seed)
     return folder, extract_features(run, images).rows, images

@@ -13,7 +13,7 @@ from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.methods.health import ClusteringCollapse, trivial_loss
 from vissl_zero.methods.method import Method
-from vissl_zero.reporting.collapse import CollapseWatch
+from vissl_zero.reporting.hooks import CollapseWatch
 
 # SwAV on digits, RegNet of 24 k parameters, 30 prototypes, as measured: step, loss, assignment entropy, effective rank.
 COLLAPSED = {  # kNN top-1 fell from .67 to ...

@@ -12,7 +12,7 @@ from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.reporting.display import Display, LiveDisplay, can_redraw
-from vissl_zero.reporting.opening import Opening
+from vissl_zero.reporting.hooks import Opening
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ from PIL import Image
 
 from vissl_zero.data.batch import Batch
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.reporting.image_sheets import crop_samples
+from vissl_zero.reporting.panels import crop_samples
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
 

@@ -15,8 +15,8 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn_hook import KnnHook
 from vissl_zero.evaluation.neighbours import Neighbours
-from vissl_zero.reporting.memory_kinds import PeakMemory
-from vissl_zero.reporting.report_image import ReportImage, gather_content, headlines, neighbour_rows
+from vissl_zero.reporting.quantity import PeakMemory
+from vissl_zero.reporting.report import ReportImage, gather_content, headlines, neighbour_rows
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.reporting.example_run import make_record
-from vissl_zero.reporting.curves import series
+from vissl_zero.reporting.panels import series
 
 
 def test_missing_figures_are_left_out() -> None:

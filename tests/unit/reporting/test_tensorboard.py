@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.engine.hook import Run, StepRecord
-from vissl_zero.reporting.tensorboard import TensorBoard
+from vissl_zero.reporting.metrics_file import TensorBoard
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

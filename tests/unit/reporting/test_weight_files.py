@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vissl_zero
 from tests.unit.reporting.example_run import make_run
-from vissl_zero.reporting.weights_file import WeightsFile, stream_weights
+from vissl_zero.reporting.weight_files import FinalWeights, stream_weights
 from vissl_zero.sharding.strategy import WholeTensor
 
 
@@ -53,7 +53,7 @@ def test_weights_come_back_bit_for_bit_with_their_origin(tmp_path: Path) -> None
     }
     run = make_run(tmp_path)
     run.step, run.sharded = 20, WholeState(state)  # type: ignore[assignment]
-    WeightsFile().on_end(run)
+    FinalWeights().on_end(run)
     weights, metadata = read(tmp_path / "weights.safetensors")
     assert weights.keys() == state.keys()
     assert all(torch.equal(weights[name], state[name]) and weights[name].dtype == state[name].dtype for name in state)
@@ -76,7 +76,7 @@ def test_tied_and_strided_weights_are_written_under_each_name(tmp_path: Path) ->
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path, rank=1)
     run.sharded = WholeState({})  # type: ignore[assignment]
-    WeightsFile().on_end(run)
+    FinalWeights().on_end(run)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,11 @@
-"""``weights.safetensors``: the trained model's full parameters and buffers under their plain names."""
+"""Weights that a run leaves in files: at its end, as a running average, and after every step.
+
+``weights.safetensors``: the trained model's full parameters and buffers under their plain names.
+
+``HOOKS.EMA_MODEL``: a running average of the weights, and ``weights_ema.safetensors`` at the end.
+
+Full weights after every step, for comparing two runs parameter by parameter (``vissl-zero verify``).
+"""
 
 from __future__ import annotations
 
@@ -8,25 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import vissl_zero
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
 from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
-from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.config.blocks.output import EmaModel
+from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
+from vissl_zero.registry import HOOKS
 from vissl_zero.sharding.strategy import WholeTensor
 
-FILE_NAME = "weights.safetensors"
+WEIGHTS_NAME = "weights.safetensors"
 BEST_FILE_NAME = "weights_best.safetensors"
 
 
-class WeightsFile(Hook):
+class FinalWeights(Hook):
     """Gathers the whole model at the end of the run and writes it on rank 0.
 
     Cost: the model is gathered and written tensor by tensor; rank 0 holds one whole at a time.
     """
 
     def on_end(self, run: Run) -> None:
-        _write(run, FILE_NAME)
+        _write(run, WEIGHTS_NAME)
         if run.method.has_teacher:
             _write(run, TEACHER_WEIGHTS_FILE, which="teacher")
 
@@ -34,7 +44,7 @@ class WeightsFile(Hook):
 class BestWeights(Hook):
     """Writes ``weights_best.safetensors`` whenever the top-1 on TEST is higher than ever before; ``top1_best`` says it.
 
-    Comes after the hook that measures. Cost: as ``WeightsFile``, at each such epoch.
+    Comes after the hook that measures. Cost: as ``FinalWeights``, at each such epoch.
     """
 
     def __init__(self) -> None:
@@ -100,3 +110,69 @@ def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[st
     finally:
         while queue:  # all of them on other ranks; on the writer those that a full disk left over
             queue.popleft().read()
+
+
+AVERAGE_NAME = "weights_ema.safetensors"
+
+
+class WeightAverageHook(Hook):
+    """Follows the weights, step by step, as VISSL's ``EmaHook`` does: a copy in the warm-up, an average after it.
+
+    Skipped steps change neither. Cost: one more copy of what a rank holds, no communication but at the end.
+
+    Args:
+        options: UPDATE_ITER, WARMUP and DECAY.
+    """
+
+    def __init__(self, options: EmaModel):
+        self._options = options
+        self._has_begun = False
+
+    def on_step(self, run: Run, step: Step) -> None:
+        """Update the average every UPDATE_ITER steps."""
+        if step.skipped or step.step % self._options.UPDATE_ITER:
+            return
+        self._has_begun = True
+        length = run.steps_per_epoch * run.plan.num_epochs
+        is_warm = (step.step - 1) / length >= self._options.WARMUP
+        run.sharded.average(self._options.DECAY if is_warm else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether there is an average; the average itself is the model's."""
+        return {"has_begun": self._has_begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Hook``."""
+        self._has_begun = bool(state["has_begun"])
+
+    def on_end(self, run: Run) -> None:
+        """Gather the average tensor by tensor; rank 0 writes it."""
+        if not self._has_begun:
+            return
+        with run.sharded.averaged():
+            run.sharded.consolidate_buffers()  # as in weights.safetensors
+            metadata = {"vissl_zero": vissl_zero.__version__, "recipe": run.plan.recipe, "step": str(run.step)}
+            stream_weights(run.sharded.whole_tensors(), run.folder / AVERAGE_NAME, metadata, run.is_main)
+
+
+FOLDER = "weight_trace"
+
+
+@HOOKS.register("weight_trace")
+class WeightTrace(Hook):
+    """Saves the full weights after every step into the run folder's weight_trace/ (large: one model per step)."""
+
+    def on_start(self, run: Run) -> None:
+        """Save what training starts from, as step 0. Collective."""
+        self._save(run, 0)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        """Save what the step left. Collective."""
+        self._save(run, step.step)
+
+    def _save(self, run: Run, step: int) -> None:
+        folder = run.folder / FOLDER
+        if run.is_main:
+            folder.mkdir(exist_ok=True)
+        path = folder / f"{step:06d}.safetensors"
+        stream_weights(run.sharded.whole_tensors(), path, {"step": str(step)}, run.is_main)
