@@ -25,11 +25,11 @@ import torch.distributed as dist
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.schedule import Schedules
+from vissl_zero.engine.step_settings import Schedules
 from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.hooks import build_hooks
 

@@ -377,8 +377,8 @@ DATA_SOURCES = Registry(
     "data source",
     "config.DATA.TRAIN.DATA_SOURCES",
     {
-        "disk_folder": (f"{_DATA}.sources.disk_folder", "Class folders, or one flat folder of unlabelled images."),
-        "disk_filelist": (f"{_DATA}.sources.disk_filelist", "Image files named by .npy or text lists."),
+        "disk_folder": (f"{_DATA}.sources.disk", "Class folders, or one flat folder of unlabelled images."),
+        "disk_filelist": (f"{_DATA}.sources.disk", "Image files named by .npy or text lists."),
         "torchvision_dataset": (
             f"{_DATA}.sources.torchvision_dataset",
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",
@@ -404,7 +404,7 @@ TRANSFORMS = Registry(
         "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
         "ImgPilToRawTensor": (f"{_DATA}.transforms.color", "A tensor with values from 0 to 255."),
         "ImgPil2LabTensor": (f"{_DATA}.transforms.color", "A Lab tensor, as the colorization paper has it."),
-        "RandAugment": (f"{_DATA}.transforms.rand_augment", "Random operations, as VISSL or torchvision has them."),
+        "RandAugment": (f"{_DATA}.transforms.color", "Random operations, as VISSL or torchvision has them."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms.color", "Gaussian blur of a random radius, with a probability."),
     },
@@ -415,15 +415,15 @@ HOOKS = Registry(
     {
         "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
         "extract_label_predictions": (
-            "vissl_zero.evaluation.label_predictions",
+            "vissl_zero.evaluation.feature_files",
             "Writes what the heads predict of all images.",
         ),
-        "train_svm": ("vissl_zero.evaluation.svm_hook", "Trains linear SVMs on features; mean average precision."),
+        "train_svm": ("vissl_zero.evaluation.svm", "Trains linear SVMs on features; mean average precision."),
         "cluster_features_and_label": (
             "vissl_zero.evaluation.clustering",
             "Clusters features; images with clusters for labels.",
         ),
-        "train_svm_low_shot": ("vissl_zero.evaluation.svm_hook", "The same on few images, drawn several times."),
+        "train_svm_low_shot": ("vissl_zero.evaluation.svm", "The same on few images, drawn several times."),
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )

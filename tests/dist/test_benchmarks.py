@@ -16,17 +16,16 @@ from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import state_of, write_checkpoint
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
 from vissl_zero.checkpoint.first_weights import load_first_weights
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, DataError
 from vissl_zero.evaluation import feature_files
 from vissl_zero.evaluation.accuracy import AccuracyHook
-from vissl_zero.evaluation.feature_files import ExtractFeatures
-from vissl_zero.evaluation.feature_files import read_features
 from vissl_zero.evaluation.clustering import kmeans, nearest_centroids
+from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
 from vissl_zero.evaluation.features import extract_features
-from vissl_zero.evaluation.svm_hook import TrainSvm
+from vissl_zero.evaluation.svm import TrainSvm
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 
@@ -111,7 +110,11 @@ def _svm(level: int, world_size: int, folder: str) -> tuple[dict[str, float], Te
     layers = [["conv1", ["AdaptiveAvgPool2d", [[1, 1]]]], ["res5avg", ["Identity", []]]]
     config = _config("", EXTRACT_TRUNK_FEATURES_ONLY=True, LINEAR_EVAL_FEAT_POOL_OPS_MAP=layers)
     config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [-1, 1]}]]
-    config["SVM"]["costs"]["costs_list"], config["SVM"]["cross_val_folds"], config["SVM"]["dual"] = [0.1, 10.0], 2, False
+    config["SVM"]["costs"]["costs_list"], config["SVM"]["cross_val_folds"], config["SVM"]["dual"] = (
+        [0.1, 10.0],
+        2,
+        False,
+    )
     config["TEST_ONLY"] = True
     run, schedules, frozen = build_run(make_plan(config, folder, level, world_size), torch.device("cpu"))
     train(run, schedules, frozen, [ExtractFeatures(), TrainSvm()])
@@ -191,5 +194,8 @@ def test_what_is_taken_and_what_must_fit(pretrained, capsys):
     whole["MODEL"]["FEATURE_EVAL_SETTINGS"]["ASSERT_HEAD_LAYER_SHAPE_INIT"] = False
     assert torch.equal(_load(whole)["trunk.stem.0.weight"], trained["trunk.stem.0.weight"])
     trunk_only["MODEL"]["TRUNK"]["REGNET"]["stem_width"] = 16
-    with pytest.raises(CheckpointError, match=r"does not fit the model \(\d+ of its \d+ tensors fit, \d+ of the model.s lack theirs\): trunk.stages.0.0.0.f.a.0.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"does not fit the model \(\d+ of its \d+ tensors fit, \d+ of the model.s lack theirs\): trunk.stages.0.0.0.f.a.0.weight",
+    ):
         _load(trunk_only)

@@ -25,9 +25,8 @@ from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Run, Step
-from vissl_zero.engine.loop import train
+from vissl_zero.engine.loop import DivergedError, train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.metrics_file import MetricsFile

@@ -11,14 +11,14 @@ import torch
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from tests.unit.evaluation.test_patch_pictures import make_transformer_config
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.data.source import build_eval_sources
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.features import Features, extract_features
-from vissl_zero.evaluation.knn_hook import KnnHook
-from vissl_zero.evaluation.patch_pictures import PatchPictures, patch_pictures
+from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.evaluation.pictures import PatchPictures, patch_pictures
 
 
 def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, dict[str, Any], list[list[int]]]:

@@ -16,7 +16,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
-from vissl_zero.evaluation.online_probe_hook import OnlineProbeHook
+from vissl_zero.evaluation.accuracy import OnlineProbeHook
 
 STEPS = 6
 LR = 0.03

@@ -1,17 +1,25 @@
-"""Training data: the same pixels in the same order at any number of ranks and of loader workers."""
+"""Training data: the same pixels in the same order at any number of ranks and of loader workers.
+
+Which samples are in which step, and which of them are this rank's. Pure arithmetic, no images.
+
+Images for evaluation: every one once, in the source's order, without augmentation.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from vissl_zero.data.batch import Batch
-from vissl_zero.data.dataset import MicroBatchDataset
-from vissl_zero.data.order import EpochOrder, MicroBatchPlan
-from vissl_zero.data.source import Source, build_source
-from vissl_zero.data.transforms.pipeline import Pipeline, build_pipeline
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.data.dataset import Batch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.source import Source, build_eval_sources, build_source
+from vissl_zero.data.transforms.pipeline import Pipeline, build_eval_pipeline, build_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 
@@ -135,3 +143,173 @@ def _check_length(order: EpochOrder, split: str) -> None:
         logger.warning(
             "The last %d images of every epoch are left out: fewer than the %d processes.", dropped, order.world_size
         )
+
+
+def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
+    """The samples of a global micro-batch that go to ``rank``: those i with i * world_size // num_samples == rank.
+
+    Contiguous, and uneven by one at most; every sample goes to exactly one rank whatever the numbers are.
+    """
+    return slice(-(-rank * num_samples // world_size), -(-(rank + 1) * num_samples // world_size))
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The steps of an epoch.
+
+    Attributes:
+        num_samples: length of the source.
+        micro_batch: samples of a global micro-batch (all ranks).
+        accumulation_steps: micro-batches per step.
+        rank, world_size: of this process.
+        seed: of the shuffling.
+        is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
+            together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
+        drop_last: leave out the samples after the last whole step.
+    """
+
+    num_samples: int
+    micro_batch: int
+    accumulation_steps: int
+    rank: int
+    world_size: int
+    seed: int
+    drop_last: bool = False
+    is_exact: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """Samples of an epoch that are trained on.
+
+        Without ``drop_last`` all of them, unless the last micro-batch would have fewer samples than there are ranks.
+        """
+        if self.drop_last:
+            step = self.micro_batch * self.accumulation_steps
+            return self.num_samples // step * step
+        tail = self.num_samples % self.micro_batch
+        return self.num_samples - tail if tail < self.world_size else self.num_samples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps from the start of an epoch to its end; the last may be smaller."""
+        return -(-self.num_kept // (self.micro_batch * self.accumulation_steps))
+
+    def steps(self, epoch: int, start_sample: int = 0) -> Iterator[list[MicroBatchPlan]]:
+        """The micro-batches of each step.
+
+        Args:
+            epoch: from 0.
+            start_sample: samples of the epoch already trained on, over all ranks; any number, so that a run may resume
+                with another batch size or world size.
+        """
+        order = shuffled(self.num_samples, self.seed, epoch)[start_sample : self.num_kept]
+        if len(order) % self.micro_batch < self.world_size:  # a tail of another length than an epoch from its start has
+            order = order[: len(order) - len(order) % self.micro_batch]
+        for step in order.split(self.micro_batch * self.accumulation_steps):
+            if len(step):  # split of an empty tensor gives one empty part
+                yield self._dealt(epoch, step)
+
+    def first(self) -> MicroBatchPlan:
+        """The first micro-batch of an epoch that is not shuffled: as large as a run's, at no cost for any data set."""
+        step = torch.arange(min(self.micro_batch * self.accumulation_steps, self.num_kept))
+        return self._dealt(0, step)[0]
+
+    def _dealt(self, epoch: int, step: Tensor) -> list[MicroBatchPlan]:
+        if self.is_exact:
+            return self._together(epoch, step)
+        return [self._plan(epoch, part) for part in step.split(self.micro_batch)]
+
+    def _together(self, epoch: int, step: Tensor) -> list[MicroBatchPlan]:
+        """A step dealt to ranks as a whole; fewer micro-batches where there are not enough samples for one each."""
+        shares = [step[rank_slice(len(step), rank, self.world_size)] for rank in range(self.world_size)]
+        count = max(1, min(self.accumulation_steps, *map(len, shares)))
+        parts = [[share[rank_slice(len(share), index, count)] for share in shares] for index in range(count)]
+        return [MicroBatchPlan(epoch, tuple(part[self.rank].tolist()), sum(map(len, part))) for part in parts]
+
+    def _plan(self, epoch: int, part: Tensor) -> MicroBatchPlan:
+        own = part[rank_slice(len(part), self.rank, self.world_size)]
+        return MicroBatchPlan(epoch, tuple(own.tolist()), len(part))
+
+
+def sequential(num_samples: int, micro_batch: int, rank: int, world_size: int) -> Iterator[MicroBatchPlan]:
+    """Every sample once, in order, the same number of micro-batches on every rank: for evaluation.
+
+    Where the last micro-batch has fewer samples than there are ranks, a rank left without takes the last sample again:
+    every rank must run the model equally often, and results are placed by sample id, so the copy changes nothing.
+    """
+    for part in torch.arange(num_samples).split(micro_batch):
+        own = part[rank_slice(len(part), rank, world_size)].tolist()
+        yield MicroBatchPlan(0, tuple(own or [int(part[-1])]), len(part))
+
+
+class EvalImages:
+    """The images of a source under the evaluation transforms.
+
+    Attributes:
+        source: the images and their labels.
+        transform: Resize, CenterCrop, ToTensor, Normalize or what TEST.TRANSFORMS say; one crop.
+    """
+
+    def __init__(self, source: Source, transform: Pipeline, stream: BatchStream):
+        self.source = source
+        self.transform = transform
+        self._stream = stream
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """This rank's share of every image once.
+
+        Every rank gets the same number of batches, so a sharded model can be called on each. Put results in their
+        place by ``sample_ids``: a rank left without a sample in the last batch gets a copy of the last one.
+
+        Args:
+            batch_size: images per batch over all ranks.
+            rank, world_size: which share.
+        Raises:
+            DataError: an image cannot be used, or the transforms make several crops.
+        """
+        for batch in self._stream.load(sequential(len(self.source), batch_size, rank, world_size)):
+            if sum(batch.num_crops) != 1:
+                raise DataError(
+                    f"config.DATA.TEST.TRANSFORMS make {sum(batch.num_crops)} crops of an image; evaluation needs one. "
+                    "Leave them empty to resize and crop as TRAIN's largest crops are."
+                )
+            yield batch
+
+
+def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImages, EvalImages | None]:
+    """Images of TRAIN (a kNN's index) and of TEST (its queries), both under the evaluation transforms.
+
+    TEST is None where config.DATA.TEST names no source. A class has the same number in both.
+
+    Raises:
+        ConfigError, DataError: as ``build_loader``; also a class of TEST that TRAIN does not have.
+    """
+    train, test = build_eval_sources(data_cfg, seed)
+    return eval_images(train, data_cfg, seed), None if test is None else eval_images(test, data_cfg, seed)
+
+
+def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
+    """Find out before training what would be wrong with the images that are evaluated on after it.
+
+    Cost: indexing the sources; no image is read.
+
+    Raises:
+        ConfigError, DataError: as ``build_eval_images``; also transforms that cannot follow one another.
+    """
+    for images in build_eval_images(data_cfg, seed):
+        if images is not None:
+            images.transform(Image.new("RGB", (1024, 1024)))  # large enough for any crop
+
+
+def eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:
+    """The images of ``source`` under the evaluation transforms of ``data_cfg``.
+
+    Raises:
+        ConfigError: a transform is unknown, or its arguments do not fit.
+    """
+    pipeline = build_eval_pipeline(data_cfg)
+    dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
+    return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))

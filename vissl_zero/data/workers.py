@@ -23,9 +23,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vissl_zero.data.batch import Batch
-from vissl_zero.data.dataset import Loaded, MicroBatchDataset
-from vissl_zero.data.order import MicroBatchPlan
+from vissl_zero.data.dataset import Batch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
-from vissl_zero.data.seeding import seed_sample
 from vissl_zero.engine.hook import Run
-from vissl_zero.engine.schedule import Frozen, Schedules
+from vissl_zero.engine.step_settings import Frozen, Schedules
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of

@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.machine_profile import Machine, read_profile
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.data.batch import Batch
-from vissl_zero.data.eval_images import require_evaluation
-from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.data.dataset import Batch
+from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
-from vissl_zero.engine.schedule import Frozen, Schedules
+from vissl_zero.engine.step_settings import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised.method import require_classes

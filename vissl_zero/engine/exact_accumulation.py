@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.engine.hook import Run
 from vissl_zero.methods.method import join_rows
 from vissl_zero.models.keyed_random import set_random_key

@@ -18,7 +18,7 @@ from vissl_zero.sharding.strategy import Bytes, Sharded
 
 if TYPE_CHECKING:
     from vissl_zero.config.resolved import ResolvedRun
-    from vissl_zero.data.batch import Batch
+    from vissl_zero.data.dataset import Batch
     from vissl_zero.data.loader import Loader
     from vissl_zero.methods.method import Method
     from vissl_zero.methods.online_probe import OnlineProbe

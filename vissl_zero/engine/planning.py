@@ -2,25 +2,31 @@
 
 ``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
 as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
+
+Forecast against measured memory of all runs under a folder.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import Composed
-from vissl_zero.config.fit_log import SHARE_LEFT, Choice, most_bytes, outcomes
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, SHARE_LEFT, STARTED, Choice, most_bytes, outcomes
 from vissl_zero.config.host import RESERVE, free_memory
 from vissl_zero.config.machine_profile import Machine
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
-from vissl_zero.engine.dry_run import described_machine, set_stage
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.config.saved import load_resolved
+from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.sharding.calibration import cache_file, calibrate
 from vissl_zero.sharding.candidates import Budget, Candidate, after_failures, because, nothing_fits, rank_candidates
 from vissl_zero.sharding.step_time import machine_for
@@ -225,3 +231,64 @@ def _nothing_fits(planned: Planned) -> Problem:
         disk=" or name a disk (nvme_path)",
         others="" if planned.plan.sharding.precision.autocast else halves,
     )
+
+
+@dataclass(frozen=True)
+class Past:
+    """A plan that was run.
+
+    Attributes:
+        folder: of the run.
+        plan: for people.
+        forecast_bytes: peak of a rank; None: not known.
+        measured_bytes: of rank 0: what the process grew by over what it held before the model was built (CPU), or what
+            torch had allocated at most (GPU); None: the run has not come to its end, or ran out of memory.
+        outcome: "done", "out of memory" or "not done".
+    """
+
+    folder: Path
+    plan: str
+    forecast_bytes: int | None
+    measured_bytes: int | None
+    outcome: str
+
+    @property
+    def error(self) -> float | None:
+        """Forecast over measured, less 1."""
+        if self.forecast_bytes is None or not self.measured_bytes:
+            return None
+        return self.forecast_bytes / self.measured_bytes - 1
+
+
+def history(folder: Path) -> Iterator[Past]:
+    """All runs under ``folder``. Where ``fit`` did not choose, the forecast is made now, in a second or two."""
+    for path in sorted(folder.rglob("config.resolved.yaml")):
+        rows, place = outcomes(path.parent), path.parent
+        for row in rows:
+            if row.outcome == OUT_OF_MEMORY:
+                yield Past(place, row.plan, row.forecast_bytes, None, OUT_OF_MEMORY)
+        measured = _measured(place)
+        chosen = next((row for row in reversed(rows) if row.outcome == STARTED), None)
+        if chosen is None:
+            plan, forecast = _forecast(path)
+        else:
+            plan, forecast = chosen.plan, chosen.forecast_bytes
+        if not rows or rows[-1].outcome != OUT_OF_MEMORY:
+            yield Past(place, plan, forecast, measured, "not done" if measured is None else "done")
+
+
+def _measured(folder: Path) -> int | None:
+    """Of the run's rank 0."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = int(json.loads((folder / "summary.json").read_text())["memory_before_bytes"])
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return max(int(json.loads(line)["bytes"]["peak"]) for line in lines) - before
+    return None
+
+
+def _forecast(path: Path) -> tuple[str, int | None]:
+    try:
+        forecast = dry_run(load_resolved(path)).forecast
+    except VisslZeroError:
+        return "?", None
+    return f"level {forecast.wrap_plan.level}", None if forecast.step is None else forecast.step.peak_bytes

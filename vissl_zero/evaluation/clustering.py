@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, all_reduce_sum, rank, world_size
-from vissl_zero.data.eval_images import eval_images
-from vissl_zero.data.order import rank_slice
+from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError

@@ -1,57 +1,34 @@
 """k-nearest-neighbour classification of features: how good a trunk is, without training anything on top of it.
 
 Source: the weighted vote of https://arxiv.org/abs/1805.01978, as DINO and VISSL use it.
+
+kNN evaluation of a run: before the first step, every k epochs if asked, and at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, rank, world_size
-from vissl_zero.data.order import rank_slice
-from vissl_zero.evaluation.features import Features
-
-_CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64
-# Between equally near neighbours the first in the index is chosen, also when the features of all images are the same (a
-# collapsed model): similarities are lowered by this much of the largest one per place. For a million images that is
-# less than float32 can tell apart.
-_TIE_BREAK = 2.0**-48
-
-
-def nearest(
-    queries: Tensor, index: Tensor, num_neighbours: int, is_cosine: bool = True, excluded: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
-
-    Args:
-        queries: (Q, F) features.
-        index: (N, F) features.
-        num_neighbours: k; fewer are returned if the index has fewer.
-        is_cosine: compare directions; else dot products.
-        excluded: (Q,) for each query the one place of the index that does not count (the query itself), or None.
-    Returns:
-        similarities (Q, k) float64 and places in the index (Q, k) int64. Not a collective.
-    """
-    if is_cosine:
-        queries, index = F.normalize(queries, dim=1), F.normalize(index, dim=1)
-    num_neighbours = min(num_neighbours, len(index) - (excluded is not None))
-    places = torch.arange(len(index), device=index.device, dtype=torch.float64)
-    chunk = max(1, _CHUNK_ELEMENTS // max(1, len(index)))
-    found = []
-    for start in range(0, len(queries), chunk):
-        similarities = (queries[start : start + chunk] @ index.T).double()
-        keys = similarities - similarities.abs().amax(dim=1, keepdim=True) * _TIE_BREAK * places
-        if excluded is not None:
-            keys.scatter_(1, excluded[start : start + chunk, None], -torch.inf)
-        chosen = keys.topk(num_neighbours, dim=1).indices
-        found.append((similarities.gather(1, chosen), chosen))
-    if not found:
-        return places.new_zeros(0, num_neighbours), places.new_zeros(0, num_neighbours, dtype=torch.int64)
-    return torch.cat([s for s, _ in found]), torch.cat([p for _, p in found])
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.data.loader import eval_images, rank_slice
+from vissl_zero.data.source import Source, Subset, build_eval_sources
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.evaluation.features import (
+    Features,
+    extract_features,
+    layers_of,
+    lidar,
+    nearest,
+    rankme,
+    view_features,
+)
+from vissl_zero.evaluation.pictures import Neighbours, PatchPictures, find_neighbours, middles, patch_pictures
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
@@ -115,3 +92,187 @@ def knn_top1s(
         predicted = all_gather_rows(vote(similarities[:, :k], index.labels[places[:, :k]], sigma, num_classes))
         shares.append(float((predicted == queries.labels).double().mean()))
     return shares
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Features of one moment of training.
+
+    Attributes:
+        index: of TRAIN's images.
+        queries: of TEST's images, or of some of TRAIN's.
+        excluded: for each query its own place in the index, if it is one of TRAIN's.
+    """
+
+    index: Features
+    queries: Features
+    excluded: Tensor | None
+
+
+class KnnHook(Hook):
+    """Classifies TEST's images by their neighbours among TRAIN's, in the trunk's features and in raw pixels.
+
+    Without TEST, images of TRAIN are classified by the others. Adds ``knn_top1_before``, ``knn_top1_after`` and
+    ``knn_top1_raw_pixels`` (0 to 1; None without labels) to the run's results, and, with
+    NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, ``knn_top1_latest`` while it trains and ``knn_top1_by_step`` ([step, top-1] each)
+    at the end. Neighbours are found without labels too.
+
+    ``rankme_before`` and ``rankme_after`` are RankMe of the features of TRAIN's images; ``lidar`` is LiDAR of views
+    that training makes, at the end (LIDAR_IMAGES); ``knn_top1_by_vote`` is top-1 at the end by "k=20 T=0.07"
+    (ALSO_TOPK, ALSO_SIGMA). Of several inner layers (EXTRACT_TRUNK_FEATURES_ONLY with a map) the best counts;
+    ``knn_top1_by_layer`` has them all.
+
+    Attributes:
+        curve: (optimizer steps done, top-1) of every measurement.
+        neighbours_before, neighbours_after: images to look at; None until measured, and with USE_KNN off.
+        pictures: of the same images' patches at the end, where the trunk is a vision transformer.
+    """
+
+    def __init__(self, plan: ResolvedRun):
+        self._options = plan.config["NEAREST_NEIGHBOR"]
+        self._index_source: Source | None = None
+        self._query_source: Source | None = None
+        self._own_places: list[int] | None = None
+        self.curve: list[tuple[int, float]] = []
+        self.neighbours_before: Neighbours | None = None
+        self.neighbours_after: Neighbours | None = None
+        self.pictures: list[PatchPictures] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curve so far."""
+        return {"curve": [list(point) for point in self.curve]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.curve = [(int(step), float(top1)) for step, top1 in state["curve"]]
+
+    def on_start(self, run: Run) -> None:
+        if not self._options["USE_KNN"]:
+            return
+        self._open_sources(run)
+        if run.is_resumed:
+            return
+        measured = self._measure(run, with_pixels=True)
+        run.results["knn_top1_before"] = self._record(run, measured)
+        run.results["knn_top1_after"] = None
+        pixels = Measured(measured.index.of_pixels(), measured.queries.of_pixels(), measured.excluded)
+        run.results["knn_top1_raw_pixels"] = self._top1(pixels)
+        run.results["rankme_before"] = rankme(measured.index.rows)
+        self.neighbours_before = self._neighbours(measured)
+
+    def on_epoch_end(self, run: Run) -> None:
+        every = self._options["EVERY_NUM_EPOCHS"]
+        is_frozen = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]
+        is_due = (
+            every > 0 and not is_frozen and (run.epoch + 1) % every == 0 and run.step < run.num_steps
+        )  # on_end measures the last
+        if self._index_source is not None and is_due:
+            run.results["knn_top1_latest"] = self._record(run, self._measure(run))
+
+    def on_end(self, run: Run) -> None:
+        if self._index_source is None:
+            return
+        if run.num_steps == 0 or run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]:
+            # The features are what they were: no need to measure again.
+            run.results["knn_top1_after"] = run.results["knn_top1_before"]
+            self.neighbours_after = self.neighbours_before
+            if "rankme_before" in run.results:
+                run.results["rankme_after"] = run.results["rankme_before"]
+            if self._has_more:
+                self._look_closer(run, self._measure(run))
+            self._take_pictures(run)
+            return
+        measured = self._measure(run)
+        run.results["knn_top1_after"] = self._record(run, measured)
+        run.results["rankme_after"] = rankme(measured.index.rows)
+        self._look_closer(run, measured)
+        self.neighbours_after = self._neighbours(measured)
+        self._take_pictures(run)
+        if run.results.pop("knn_top1_latest", None) is not None:
+            run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._options["ALSO_TOPK"] or self._options["ALSO_SIGMA"] or self._options["LIDAR_IMAGES"])
+
+    def _look_closer(self, run: Run, measured: Measured) -> None:
+        """Optional figures of the end of a run. Collective."""
+        options = self._options
+        votes = [
+            (k, sigma)
+            for k in dict.fromkeys([options["TOPK"], *options["ALSO_TOPK"]])
+            for sigma in dict.fromkeys([options["SIGMA"], *options["ALSO_SIGMA"]])
+        ]
+        if len(votes) > 1:
+            shares = knn_top1s(measured.queries, measured.index, votes, options["L2_NORM_FEATS"], measured.excluded)
+            if shares is not None:
+                named = zip(votes, shares, strict=True)
+                run.results["knn_top1_by_vote"] = {f"k={k} T={sigma:g}": share for (k, sigma), share in named}
+        if options["LIDAR_IMAGES"]:
+            assert self._index_source is not None
+            images = thinned(self._index_source, options["LIDAR_IMAGES"])
+            run.results["lidar"] = lidar(view_features(run, images, options["LIDAR_VIEWS"]))
+
+    def _take_pictures(self, run: Run) -> None:
+        """Of the images whose neighbours are shown. Collective."""
+        if self.neighbours_after is not None:
+            shown = self.neighbours_after
+            self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
+
+    def _open_sources(self, run: Run) -> None:
+        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        max_train, max_test = self._options["MAX_TRAIN_IMAGES"], self._options["MAX_TEST_IMAGES"]
+        self._index_source = thinned(train, max_train)
+        if test is not None:
+            self._query_source = thinned(test, max_test)
+        else:
+            self._own_places = middles(len(self._index_source), max_test)
+            self._query_source = Subset(self._index_source, tuple(self._own_places))
+
+    def _measure(self, run: Run, with_pixels: bool = False) -> Measured:
+        """Features as they are now. Collective."""
+        assert self._index_source is not None
+        assert self._query_source is not None
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
+        data_cfg, seed = run.plan.config["DATA"], run.plan.seed
+        # Images are opened each time, so that loader workers live only as long as the evaluation.
+        index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
+        if self._own_places is not None:
+            own = torch.tensor(self._own_places, device=index.rows.device)
+            return self._of_best_layer(run, Measured(index, index.at(own), own))
+        queries = extract_features(run, eval_images(self._query_source, data_cfg, seed), with_pixels)
+        return self._of_best_layer(run, Measured(index, queries, None))
+
+    def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
+        """What is measured of inner layers, of the best of them alone."""
+        by_layer = {
+            name: Measured(measured.index.of_columns(own), measured.queries.of_columns(own), measured.excluded)
+            for name, own in layers_of(run).items()
+        }
+        if not by_layer:
+            return measured
+        shares = {name: self._top1(own) for name, own in by_layer.items()}
+        run.results["knn_top1_by_layer"] = shares
+        return by_layer[max(shares, key=lambda name: shares[name] or 0.0)]
+
+    def _record(self, run: Run, measured: Measured) -> float | None:
+        top1 = self._top1(measured)
+        if top1 is not None:
+            self.curve.append((run.step, top1))
+        return top1
+
+    def _top1(self, measured: Measured) -> float | None:
+        k, sigma, is_cosine = (self._options[key] for key in ("TOPK", "SIGMA", "L2_NORM_FEATS"))
+        return knn_top1(measured.queries, measured.index, k, sigma, is_cosine, measured.excluded)
+
+    def _neighbours(self, measured: Measured) -> Neighbours:
+        assert self._index_source is not None
+        assert self._query_source is not None
+        is_cosine = self._options["L2_NORM_FEATS"]
+        return find_neighbours(
+            self._query_source, self._index_source, measured.queries, measured.index, is_cosine, measured.excluded
+        )
+
+
+def thinned(source: Source, max_images: int) -> Source:
+    """At most ``max_images`` of a source, evenly spread over it."""
+    return source if len(source) <= max_images else Subset(source, tuple(middles(len(source), max_images)))

@@ -3,6 +3,8 @@
 Source: VISSL's ``vissl/utils/svm_utils`` (svm_trainer.py, svm_low_shot_trainer.py, evaluate.py) at 09270ed2, after
 https://arxiv.org/abs/1905.01235: weights of 2 for images of the class and 1 for others, costs chosen by cross
 validation, average precision. Ranks share the classifiers among themselves.
+
+SVMs on the features of a run: ``train_svm`` and ``train_svm_low_shot``.
 """
 
 from __future__ import annotations
@@ -10,12 +12,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import rich
+import torch
+from safetensors.torch import save_file
 
 from vissl_zero.collectives import all_gather_objects, rank, world_size
+from vissl_zero.data.loader import eval_images, require_evaluation
+from vissl_zero.data.source import Source, build_eval_sources, label_matrix
+from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
+from vissl_zero.evaluation.features import extract_features, layers_of
+from vissl_zero.registry import HOOKS
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -189,3 +200,182 @@ def low_shot(
                 found.append(average_precision_of(svm, test, labels[:, column]))
             means.append(float(np.nanmean(found)))
     return means
+
+
+FOLDER = "svm"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images of a split and their labels (N, C), 1, 0 or -1."""
+
+    source: Source
+    matrix: np.ndarray
+
+
+class SvmHook(Hook):
+    """Extracts the features of TRAIN and TEST at the end of a run, layer by layer, and hands them on."""
+
+    def __init__(self) -> None:
+        self._train: Labelled | None = None
+        self._test: Labelled | None = None
+
+    def on_start(self, run: Run) -> None:
+        require_evaluation(run.plan.config["DATA"], run.plan.seed)
+        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        if test is None:
+            raise DataError("SVMs are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS=<folder>.")
+        self._train = _labelled(train, "TRAIN", 0, run)
+        self._test = _labelled(test, "TEST", self._train.matrix.shape[1], run)
+        if self._test.matrix.shape[1] != self._train.matrix.shape[1]:
+            raise DataError(
+                f"TRAIN has labels of {self._train.matrix.shape[1]} classes, TEST of {self._test.matrix.shape[1]}. "
+                "Correct config.DATA.TEST.LABEL_PATHS."
+            )
+        self.check(run, self._train.matrix)
+
+    def on_end(self, run: Run) -> None:
+        assert self._train is not None and self._test is not None
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
+        data, seed = run.plan.config["DATA"], run.plan.seed
+        train = extract_features(run, eval_images(self._train.source, data, seed))
+        test = extract_features(run, eval_images(self._test.source, data, seed))
+        prepare = normalized if run.plan.config["SVM"]["normalize"] else np.asarray
+        is_head = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
+        for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
+            rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
+            line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
+            if run.is_main:
+                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def check(self, run: Run, matrix: np.ndarray) -> None:
+        """Refuse labels (N, C) of TRAIN that nothing can be learnt from. Raises DataError."""
+
+    def measure(
+        self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
+    ) -> str:
+        """Train and test on features of a layer (N, F), (M, F) with labels (N, C), (M, C); a line on the outcome.
+
+        Collective. Adds to the run's results.
+        """
+        raise NotImplementedError
+
+
+@HOOKS.register("train_svm")
+class TrainSvm(SvmHook):
+    """One SVM per class, its cost chosen by cross validation on TRAIN; mean average precision on TEST.
+
+    Adds to the results, by layer, ``svm_map_by_layer``, and ``svm_top1_by_layer`` where each image has one class (0 to
+    1). Classes without an image in TEST are left out of the mean. ``svm/<layer>`` in the run folder has VISSL's
+    ``test_ap.npy`` (C, 1), ``crossval_ap.npy`` (C, costs) and ``chosen_cost.npy`` (C,), and
+    ``classifiers.safetensors`` with ``weight`` (C, F) and ``bias`` (C,).
+    """
+
+    def check(self, run: Run, matrix: np.ndarray) -> None:
+        folds = run.plan.config["SVM"]["cross_val_folds"]
+        for column in range(matrix.shape[1]):
+            with_it = int((matrix[:, column] == 1).sum())
+            if min(with_it, len(matrix) - with_it) < folds:
+                raise DataError(
+                    f"SVM: TRAIN has {with_it} images of class {column} and {len(matrix) - with_it} others; "
+                    f"cross validation needs {folds} of each. Lower config.SVM.cross_val_folds (2 at least), or leave "
+                    "the class out by config.SVM.cls_list."
+                )
+
+    def measure(
+        self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
+    ) -> str:
+        options, seed = run.plan.config["SVM"], run.plan.seed
+        columns = range(labels.shape[1])
+        svms = shared(columns, lambda column: train_class(train, labels[:, column], options, seed))
+        aps = [
+            average_precision_of(svm, test, test_labels[:, column]) for svm, column in zip(svms, columns, strict=True)
+        ]
+        mean = float(np.nanmean(aps))
+        run.results.setdefault("svm_map_by_layer", {})[name] = mean
+        said = f"SVM on {name}: mean average precision {mean:.1%}"
+        if (test_labels.sum(axis=1) == 1).all() and (test_labels >= 0).all() and len(svms) > 1:
+            scores = np.stack([test @ svm.weight + svm.bias for svm in svms], axis=1)
+            top1 = float((scores.argmax(axis=1) == test_labels.argmax(axis=1)).mean())
+            run.results.setdefault("svm_top1_by_layer", {})[name] = top1
+            said += f", top-1 {top1:.1%}"
+        if num_open := sum(not svm.is_converged for svm in svms):
+            said += f"; {num_open} of {len(svms)} solvers stopped at SVM.max_iter"
+        if run.is_main:
+            _save(run.folder / FOLDER / name, svms, aps)
+        return said
+
+
+@HOOKS.register("train_svm_low_shot")
+class TrainSvmLowShot(SvmHook):
+    """SVMs on k images of each class, drawn several times; mean average precision on all of TEST.
+
+    Adds ``svm_low_shot_by_layer`` to the results: for each layer and ``k=<k>`` the mean, min, max and std (0 to 1) over
+    the draws, at the cost with the highest mean. ``svm/<layer>`` in the run folder has VISSL's
+    ``test_ap_<mean|min|max|std>.npy`` (k values, costs).
+    """
+
+    def check(self, run: Run, matrix: np.ndarray) -> None:
+        for few in run.plan.config["SVM"]["low_shot"]["k_values"]:
+            self._draw(run, matrix, 0, few)
+
+    def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
+        name = run.plan.config["SVM"]["low_shot"]["dataset_name"]
+        if name != "voc" and not ((matrix >= 0).all() and (matrix.sum(axis=1) <= 1).all()):
+            must = "SVM.low_shot.dataset_name: places205 needs one class for each image, and TRAIN's have several."
+            raise DataError(f"{must} Write voc.")
+        return draw(matrix, k, name, np.random.default_rng([run.plan.seed, sample, k]))
+
+    def measure(
+        self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
+    ) -> str:
+        options, seed = run.plan.config["SVM"], run.plan.seed
+        k_values, samples = options["low_shot"]["k_values"], options["low_shot"]["sample_inds"]
+        jobs = [(k, sample) for k in k_values for sample in samples]
+
+        def work(job: tuple[int, int]) -> list[float]:
+            few = self._draw(run, labels, job[1], job[0])
+            return low_shot(train, few, test, test_labels, options, seed)
+
+        found = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
+        stats: dict[str, np.ndarray] = {
+            "mean": found.mean(axis=1), "min": found.min(axis=1), "max": found.max(axis=1), "std": found.std(axis=1)
+        }  # fmt: skip
+        best = stats["mean"].argmax(axis=1)
+        rows: dict[str, Any] = {
+            f"k={k}": {stat: float(values[index, best[index]]) for stat, values in stats.items()}
+            for index, k in enumerate(k_values)
+        }
+        run.results.setdefault("svm_low_shot_by_layer", {})[name] = rows
+        if run.is_main:
+            folder = run.folder / FOLDER / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for stat, values in stats.items():
+                np.save(folder / f"test_ap_{stat}.npy", values)
+        said = ", ".join(f"{k} {row['mean']:.1%} ({row['min']:.1%} to {row['max']:.1%})" for k, row in rows.items())
+        return f"SVM on {name}, mean average precision: {said}"
+
+
+def _labelled(source: Source, split: str, num_classes: int, run: Run) -> Labelled:
+    matrix = label_matrix(source, num_classes)
+    if matrix is None or not matrix.shape[1]:
+        raise DataError(
+            f"SVMs need labels, and {split}'s images have none. Put each class in a folder of its own, or write "
+            f"config.DATA.{split}.LABEL_SOURCES=[disk_filelist] and LABEL_PATHS."
+        )
+    chosen = run.plan.config["SVM"]["cls_list"]
+    if wrong := [number for number in chosen if number >= matrix.shape[1]]:
+        raise DataError(f"SVM.cls_list: must name classes below {matrix.shape[1]}, not {wrong[0]}. Correct the list.")
+    return Labelled(source, matrix[:, chosen] if chosen else matrix)
+
+
+def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "test_ap.npy", np.array(aps)[:, None])
+    np.save(folder / "crossval_ap.npy", np.array([svm.average_precisions for svm in svms]))
+    np.save(folder / "chosen_cost.npy", np.array([svm.cost for svm in svms]))
+    tensors = {
+        "weight": torch.from_numpy(np.stack([svm.weight for svm in svms])),
+        "bias": torch.tensor([svm.bias for svm in svms], dtype=torch.float64),
+    }
+    save_file(tensors, folder / "classifiers.safetensors")

@@ -16,9 +16,8 @@ from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.evaluation.accuracy import AccuracyHook
-from vissl_zero.evaluation.knn_hook import KnnHook
-from vissl_zero.evaluation.online_probe_hook import OnlineProbeHook
+from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
+from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display

@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import DataError

@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vissl_zero.engine.forecast_history import Past
-from vissl_zero.engine.planning import Planned, overrides_of
+from vissl_zero.engine.planning import Past, Planned, overrides_of
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.sharding.candidates import Candidate, because
 from vissl_zero.sharding.memory_model import KINDS

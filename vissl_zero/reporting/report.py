@@ -18,8 +18,8 @@ from rich.console import Console
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.evaluation.knn_hook import KnnHook
-from vissl_zero.evaluation.neighbours import Neighbours
+from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.evaluation.pictures import Neighbours
 from vissl_zero.reporting.panels import (
     crops_height,
     draw_crops,

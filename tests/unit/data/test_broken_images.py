@@ -17,7 +17,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
 from vissl_zero.data.labels import relabel
 from vissl_zero.data.loader import Loader, build_loader
-from vissl_zero.data.sources.disk_filelist import read_list
+from vissl_zero.data.sources.disk import read_list
 from vissl_zero.errors import DataError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.data.conftest import MULTI_CROP, MakeData
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.errors import DataError
 
 

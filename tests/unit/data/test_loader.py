@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.data.conftest import MakeData
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.errors import DataError
 

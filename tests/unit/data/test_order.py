@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.data.order import EpochOrder, rank_slice, sequential
+from vissl_zero.data.loader import EpochOrder, rank_slice, sequential
 
 
 def orders(world_size: int, **keys: int | bool) -> list[EpochOrder]:

@@ -21,9 +21,8 @@ from vissl_zero.checkpoint import find_checkpoints
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.divergence import DivergedError
 from vissl_zero.engine.hook import Hook, Records, Run, Step, StepRecord
-from vissl_zero.engine.loop import train
+from vissl_zero.engine.loop import DivergedError, train
 from vissl_zero.errors import ConfigError
 
 

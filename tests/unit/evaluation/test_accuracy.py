@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train

@@ -10,9 +10,9 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
-from vissl_zero.evaluation import knn
-from vissl_zero.evaluation.features import Features
-from vissl_zero.evaluation.knn import knn_top1, nearest, vote
+from vissl_zero.evaluation import features
+from vissl_zero.evaluation.features import Features, nearest
+from vissl_zero.evaluation.knn import knn_top1, vote
 
 
 def drawn(rows, seed, width=6):
@@ -30,7 +30,7 @@ def slow_nearest(query, index, num_neighbours, is_cosine):
 @pytest.mark.parametrize("is_cosine", [True, False])
 @pytest.mark.parametrize("chunk_elements", [1, 40, 2**22])
 def test_nearest_in_chunks_of_any_size(is_cosine, chunk_elements, monkeypatch):
-    monkeypatch.setattr(knn, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(features, "_CHUNK_ELEMENTS", chunk_elements)
     queries, index = drawn(9, 0), drawn(15, 1)
     similarities, places = nearest(queries, index, 4, is_cosine)
     assert places.tolist() == [slow_nearest(query, index, 4, is_cosine) for query in queries]

@@ -11,8 +11,8 @@ from vissl_zero.data.source import Subset
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.evaluation.accuracy import AccuracyHook
-from vissl_zero.evaluation.knn_hook import KnnHook, thinned
-from vissl_zero.evaluation.neighbours import middles
+from vissl_zero.evaluation.knn import KnnHook, thinned
+from vissl_zero.evaluation.pictures import middles
 
 
 def trained(config, **changes):

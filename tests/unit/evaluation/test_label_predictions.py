@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
-from vissl_zero.evaluation.label_predictions import ExtractLabelPredictions
+from vissl_zero.evaluation.feature_files import ExtractLabelPredictions
 
 
 def test_predictions_are_the_head_s_in_the_order_of_the_images(tmp_path):

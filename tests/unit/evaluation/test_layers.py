@@ -14,7 +14,7 @@ from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
-from vissl_zero.evaluation.knn_hook import KnnHook
+from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer

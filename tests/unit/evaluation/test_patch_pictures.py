@@ -9,7 +9,7 @@ import torch
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.data.source import build_eval_sources
 from vissl_zero.engine.build import build_run
-from vissl_zero.evaluation.patch_pictures import patch_pictures, principal_components
+from vissl_zero.evaluation.pictures import patch_pictures, principal_components
 
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.evaluation.example_run import make_config
 from tests.unit.evaluation.test_knn_hook import trained
-from vissl_zero.evaluation.spread import lidar, rankme
+from vissl_zero.evaluation.features import lidar, rankme
 
 
 def test_rankme_is_the_papers_formula():

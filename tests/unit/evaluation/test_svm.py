@@ -15,8 +15,16 @@ from vissl_zero.data.source import build_eval_sources, label_matrix
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.svm import average_precision, average_precision_of, draw, low_shot, normalized, train_class
-from vissl_zero.evaluation.svm_hook import TrainSvm, TrainSvmLowShot
+from vissl_zero.evaluation.svm import (
+    TrainSvm,
+    TrainSvmLowShot,
+    average_precision,
+    average_precision_of,
+    draw,
+    low_shot,
+    normalized,
+    train_class,
+)
 
 LAYER = "conv1 AdaptiveAvgPool2d[[2, 2]]"
 OPTIONS: dict[str, Any] = {

@@ -15,7 +15,7 @@ import vissl_zero
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.config.resolve import save_resolved
-from vissl_zero.data.eval_images import build_eval_images
+from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossBatch:
-    """A ``vissl_zero.methods.criterion.Batch`` without images."""
+    """A ``vissl_zero.methods.method.Batch`` without images."""
 
     num_crops: list[int]
     sample_ids: Tensor

@@ -9,7 +9,7 @@ from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
 from vissl_zero.config.rules import problems
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
 from vissl_zero.methods.simclr.method import SimCLR

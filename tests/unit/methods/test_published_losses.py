@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
 from vissl_zero.methods.byol.method import byol_loss
 from vissl_zero.methods.data2vec.method import mean_of_blocks

@@ -9,7 +9,7 @@ import torch
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.jigsaw.method import (
     Jigsaw,

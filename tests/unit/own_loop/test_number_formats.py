@@ -8,7 +8,7 @@ from torch import nn
 
 from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import ConfigError
-from vissl_zero.own_loop.number_formats import choose_precision
+from vissl_zero.own_loop.initialize import choose_precision
 from vissl_zero.own_loop.settings import read_settings
 
 TYPED = {"type": "ZeroRedundancyOptimizer_Level_3"}

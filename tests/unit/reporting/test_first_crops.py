@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vissl_zero.data.batch import Batch
+from vissl_zero.data.dataset import Batch
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.reporting.panels import crop_samples
 

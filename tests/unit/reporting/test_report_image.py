@@ -13,8 +13,8 @@ from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
-from vissl_zero.evaluation.knn_hook import KnnHook
-from vissl_zero.evaluation.neighbours import Neighbours
+from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.evaluation.pictures import Neighbours
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.report import ReportImage, gather_content, headlines, neighbour_rows
 
