@@ -65,7 +65,7 @@ class _Own:
         keys: of the recipe.
     """
 
-    epochs: int = 6
+    epochs: int = 4
     views: int = 2
     least_area: float = 0.3
     colour: float = 0.5
@@ -73,15 +73,22 @@ class _Own:
 
 
 _OWN = {
-    "simclr": _Own(epochs=12),
     "byol": _Own(epochs=12),
-    "npid": _Own(epochs=12, views=1),
-    "rotnet": _Own(views=1),
-    "jigsaw": _Own(least_area=0.6),
+    "data2vec": _Own(epochs=8, colour=0.0),
+    "dino": _Own(epochs=6),
+    "dinov2": _Own(epochs=6),
+    "ibot": _Own(epochs=6),
+    "ijepa": _Own(epochs=8, colour=0.0),
+    "jigsaw": _Own(epochs=6, least_area=0.6),
     "mae": _Own(epochs=24, colour=0.0),
-    "simmim": _Own(colour=0.0),
-    "ijepa": _Own(colour=0.0),
-    "data2vec": _Own(colour=0.0),
+    "msn": _Own(epochs=6),
+    "npid": _Own(epochs=12, views=1),
+    "pirl": _Own(epochs=6),
+    "rotnet": _Own(views=1),
+    "simclr": _Own(epochs=12),
+    "simmim": _Own(epochs=8, colour=0.0),
+    "simsiam": _Own(epochs=6),
+    "swav": _Own(epochs=6),
 }
 
 

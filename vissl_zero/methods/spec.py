@@ -197,15 +197,16 @@ def _reached(method: str) -> str:
 
 def cifar_table() -> str:
     """What was reached on CIFAR-10's images, a row for each run, in Markdown."""
-    lines = ["| method | seed | kNN top-1: untrained -> trained (raw pixels) | linear top-1, the same | min, date |"]
-    lines.append(f"|{' --- |' * 5}")
+    reached = "kNN top-1: untrained -> trained (raw pixels) | linear top-1, the same"
+    lines = [f"| method | seed | {reached} | epochs | minutes of one core | date |", f"|{' --- |' * 7}"]
     for name, figures in json.loads(FIGURES.read_text()).items():
         for seed, run in figures.get("cifar10", {}).items():
             kinds = (
                 f"{run[f'untrained_{kind}']} -> {run[f'trained_{kind}']} % ({run[f'raw_pixels_{kind}']} %)"
                 for kind in ("knn", "linear")
             )
-            lines.append(f"| `{name}` | {seed} | {' | '.join(kinds)} | {run['minutes']}, {run['date']} |")
+            times = f"{run['epochs']} | {run['minutes']} | {run['date']}"
+            lines.append(f"| `{name}` | {seed} | {' | '.join(kinds)} | {times} |")
     return "\n".join(lines)
 
 
