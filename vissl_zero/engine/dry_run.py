@@ -256,11 +256,11 @@ def described_machine(plan: ResolvedRun) -> Machine | None:
 
 
 def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The DATA block, with images made up where the run's are not on this machine, and a sentence that says so."""
+    """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
     data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
     train, test = data["TRAIN"], data["TEST"]
-    lacking = [path for split in (train, test) for path in split["DATA_PATHS"] if not Path(path).exists()]
-    if not lacking:
+    named = [path for split in (train, test) for path in split["DATA_PATHS"]]
+    if not named or any(Path(path).exists() for path in named):  # what is missing beside others is a mistake
         return data, ()
     num_images = train["DATA_LIMIT"] if train["DATA_LIMIT"] > 0 else _ASSUMED_IMAGES
     made_up = {"DATA_SOURCES": ["synthetic"], "DATA_PATHS": [], "LABEL_SOURCES": [], "LABEL_PATHS": []}
@@ -268,7 +268,7 @@ def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
     test |= {"DATA_SOURCES": [], "DATA_PATHS": []}
     return data, (
         f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT sets "
-        f"another number): {', '.join(map(str, lacking))} is not on this machine.",
+        f"another number): {', '.join(map(str, named))} is not on this machine.",
     )
 
 

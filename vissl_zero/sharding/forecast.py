@@ -210,7 +210,8 @@ class Forecaster:
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            return f"a step on tensors without values failed, and so may the run: {cause}"
         finally:
             for module in modules:
                 share_among(module, None)

@@ -135,6 +135,28 @@ def test_image_size_without_a_sized_transform_is_refused() -> None:
     assert "config.DATA.IMG_SIZE: must be left out: no transform" in refusal(DIGITS, *words)
 
 
+SMALL_PHOTOS = ["config.DATA.TRAIN.DATA_SOURCES=[synthetic]", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=4"]
+
+
+@pytest.mark.parametrize("trunk", [[], ["config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224"]])
+def test_small_crops_of_a_transformer_become_whole_patches(trunk: list[str]) -> None:
+    words = [*SMALL_PHOTOS, *trunk, "config.DATA.TRAIN.DATA_LIMIT=100", "config.DATA.IMG_SIZE=64"]
+    data = plan("pretrain/dino/vit_small", *words).config["DATA"]
+    assert [entry["size_crops"] for entry in data["TRAIN"]["TRANSFORMS"] if "size_crops" in entry] == [[64, 32]]
+
+
+def test_crops_that_are_no_whole_patches_are_refused() -> None:
+    text = refusal("pretrain/dino/vit_small", *SMALL_PHOTOS, "config.DATA.IMG_SIZE=70")
+    assert (
+        "config.DATA.IMG_SIZE: must be a multiple of the trunk's patches of 16 pixels (got 70). Write 64 or 80." in text
+    )
+    crops = "{name: ImgPilToMultiCrop, total_num_crops: 2, size_crops: [96, 50], num_crops: [1, 1], "
+    crops += "crop_scales: [[0.5, 1], [0.5, 1]]}"
+    words = f"config.DATA.TRAIN.TRANSFORMS=[{crops}, {{name: ToTensor}}]"
+    text = refusal("pretrain/dino/vit_small", *SMALL_PHOTOS, words)
+    assert "config.DATA.TRAIN.TRANSFORMS: must be a multiple" in text and "crops of 50 pixels" in text
+
+
 def test_list_positions_in_brackets() -> None:
     key = "config.OPTIMIZER.param_schedulers.lr.schedulers[1].end_value"
     assert plan(QUICKSTART, f"{key}=0.5").optimizer.lr["schedulers"][1]["end_value"] == 0.5

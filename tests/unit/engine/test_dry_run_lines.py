@@ -54,6 +54,18 @@ def test_a_machine_with_gpus_and_images_that_are_elsewhere():
     assert dry_run(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120
 
 
+def test_a_path_that_is_mistyped_is_no_other_machine(tmp_path):
+    for folder in ("train", "val"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (32, 32)).save(tmp_path / folder / "image.png")
+    paths = {"TRAIN": tmp_path / "train", "TEST": tmp_path / "vall"}
+    words = [f"config.DATA.{split}.DATA_PATHS=[{path}]" for split, path in paths.items()]
+    with pytest.raises(ConfigError, match=r"'vall' in it does not\. Did you mean 'val'"):
+        planned("quickstart/swav_digits", *words)
+    with pytest.raises(ConfigError, match="Did you mean 'train'"):
+        planned("quickstart/swav_digits", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path / 'trian'}]")
+
+
 def test_a_run_of_the_same_recipe_is_refused():
     composed = compose("quickstart/swav_digits", ["config.MACHINE.DEVICE=gpu", "config.DATA.TRAIN.DATA_PATHS=[/none]"])
     with pytest.raises(ConfigError, match=r"MACHINE.DEVICE: cannot be used here"):

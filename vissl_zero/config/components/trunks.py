@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -355,6 +356,18 @@ def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
             found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
     return found
+
+
+def patch_side(trunk: Any) -> int:
+    """Side in pixels that a trunk's crops are multiples of: that of a vision transformer's patches; 1 for the others.
+
+    Args:
+        trunk: the block MODEL.TRUNK. A transformer of timm's names its patches.
+    """
+    if trunk.NAME in ("vision_transformer", "convit"):
+        return max(1, trunk.VISION_TRANSFORMERS.PATCH_SIZE)
+    named = re.match(r"timm/(?:vit|deit)\w*_patch(\d+)_", f"{trunk.NAME}_")
+    return int(named[1]) if named else 1
 
 
 def size_problems(key: str, config: Any) -> list[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vissl_zero.config.blocks.data import Data
+from vissl_zero.config.components.trunks import patch_side
 from vissl_zero.config.run import RunConfig
 
 BUILT_IN = ("digits", "synthetic")
@@ -37,28 +38,40 @@ def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
 
 
 def with_image_size(cfg: RunConfig) -> RunConfig:
-    """``cfg``, or a copy whose transforms make crops of DATA.IMG_SIZE: all of their sizes times one factor."""
+    """``cfg``, or a copy whose transforms make crops of DATA.IMG_SIZE: all of their sizes times one factor.
+
+    A vision transformer's smaller crops become whole patches: 224 and 96 pixels at IMG_SIZE=64 are 64 and 32.
+    """
     size, train, test = cfg.DATA.IMG_SIZE, cfg.DATA.TRAIN, cfg.DATA.TEST
     largest = largest_crop(train.TRANSFORMS)
     if size is None or not largest or not 1 <= size <= 65536:
         return cfg
-    factor = size / largest
+    factor, side = size / largest, patch_side(cfg.MODEL.TRUNK)
+    side = side if size % side == 0 else 1  # else a rule refuses the size
     data = replace(
         cfg.DATA,
-        TRAIN=replace(train, TRANSFORMS=_scaled(train.TRANSFORMS, factor)),
-        TEST=replace(test, TRANSFORMS=_scaled(test.TRANSFORMS, factor)),
+        TRAIN=replace(train, TRANSFORMS=_scaled(train.TRANSFORMS, factor, side)),
+        TEST=replace(test, TRANSFORMS=_scaled(test.TRANSFORMS, factor, side)),
     )
     return replace(cfg, DATA=data)
 
 
 def largest_crop(transforms: Sequence[Any]) -> int | None:
     """Longest side in pixels that the last sized transform makes; None where nothing sets a size."""
-    for entry in reversed(transforms):
-        for key in _size_keys(entry):
-            sides = [side for side in _as_list(entry.get(key)) if isinstance(side, int) and side > 0]
-            if sides:
-                return max(sides)
-    return None
+    return max(crop_sides(transforms), default=None)
+
+
+def crop_sides(transforms: Sequence[Any]) -> list[int]:
+    """Sides in pixels that the last sized transform makes; none where nothing sets a size."""
+    entry, keys = _last_sized(transforms)
+    values = [side for key in keys for value in _as_list(entry[key]) for side in _as_list(value)]
+    return [side for side in values if isinstance(side, int) and side > 0]
+
+
+def _last_sized(transforms: Sequence[Any]) -> tuple[Any, Sequence[str]]:
+    """The transform that sets the size of what the trunk sees, and the keys that do."""
+    sized = ((entry, [key for key in _size_keys(entry) if entry.get(key)]) for entry in reversed(transforms))
+    return next(((entry, keys) for entry, keys in sized if keys), ({}, ()))
 
 
 def _size_keys(entry: Any) -> Sequence[str]:
@@ -73,15 +86,16 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _scaled(transforms: Sequence[Any], factor: float) -> list[Any]:
-    scaled = []
+def _scaled(transforms: Sequence[Any], factor: float, side: int) -> list[Any]:
+    last, scaled = _last_sized(transforms)[0], []
     for entry in transforms:
-        sizes = {key: _times(entry[key], factor) for key in _size_keys(entry) if key in entry}
+        whole = side if entry is last else 1  # what is cut afterwards need not be whole patches
+        sizes = {key: _times(entry[key], factor, whole) for key in _size_keys(entry) if key in entry}
         scaled.append({**entry, **sizes} if sizes else entry)
     return scaled
 
 
-def _times(value: Any, factor: float) -> Any:
+def _times(value: Any, factor: float, whole: int) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_times(side, factor) for side in value]
-    return max(1, round(value * factor)) if isinstance(value, int) else value
+        return [_times(side, factor, whole) for side in value]
+    return max(1, round(value * factor / whole)) * whole if isinstance(value, int) else value

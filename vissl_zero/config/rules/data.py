@@ -14,7 +14,8 @@ from pathlib import Path
 from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
 from vissl_zero.config.catalogue import missing
-from vissl_zero.config.derive.data import largest_crop
+from vissl_zero.config.components.trunks import patch_side
+from vissl_zero.config.derive.data import crop_sides, largest_crop
 from vissl_zero.config.derive.placement import micro_batch, ranks
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
@@ -77,6 +78,25 @@ def image_size(cfg: RunConfig, host: Host) -> list[Problem]:
         must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
         return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Add {{name: Resize, size: [{size}, {size}]}}.")]
     return []
+
+
+def whole_patches(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A vision transformer cuts its crops into patches, with nothing left over."""
+    side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
+    must = f"must be a multiple of the trunk's patches of {side} pixels"
+    if size is not None and size % side:
+        return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Write {_multiples(size, side)}.")]
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        for crop in sorted({crop for crop in crop_sides(split.TRANSFORMS) if crop % side}):
+            fix = f"Write {_multiples(crop, side)}."
+            found.append(Problem(f"config.DATA.{name}.TRANSFORMS", f"crops of {crop} pixels", must, fix))
+    return found
+
+
+def _multiples(size: int, side: int) -> str:
+    below = size // side * side
+    return f"{below} or {below + side}" if below else str(side)
 
 
 def transforms(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -175,8 +195,14 @@ _MAX_DEPTH = 32
 
 
 def paths(cfg: RunConfig, host: Host) -> list[Problem]:
-    """A disk_folder has folders that exist and hold images; a dry run may be of a machine that has them."""
+    """A disk_folder has folders that exist and hold images.
+
+    A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
+    resembles a folder beside it, is a mistake.
+    """
     found: list[Problem] = []
+    named = [path for split in splits(cfg).values() for path in split.DATA_PATHS]
+    is_elsewhere = cfg.DRY_RUN and not any(is_there(path) or _resembles(Path(path)) for path in named)
     for name, split in splits(cfg).items():
         key = f"config.DATA.{name}.DATA_PATHS"
         if split.DATA_SOURCES != ["disk_folder"]:
@@ -185,9 +211,7 @@ def paths(cfg: RunConfig, host: Host) -> list[Problem]:
             fix = f"Write {key}=[/path/to/images]."
             found.append(Problem(key, "[]", "must name a folder with images", fix))
         found += [
-            problem
-            for path in split.DATA_PATHS
-            if not (cfg.DRY_RUN and not is_there(path)) and (problem := _path_problem(key, Path(path)))
+            problem for path in split.DATA_PATHS if not is_elsewhere and (problem := _path_problem(key, Path(path)))
         ]
     return found
 
@@ -214,13 +238,27 @@ def _path_problem(key: str, path: Path) -> Problem | None:
 
 
 def _nearest(path: Path) -> str:
-    existing = next((parent for parent in path.absolute().parents if is_folder(parent)), Path("/"))
-    missing = path.absolute().relative_to(existing).parts[0]
+    existing, missing = _missing_part(path)
+    return f"{existing} exists, {missing!r} in it does not.{_hint(existing, missing)}"
+
+
+def _resembles(path: Path) -> bool:
+    """Whether the folder of ``path`` exists and holds a name like its own."""
+    existing, missing = _missing_part(path)
+    return existing / missing == path.absolute() and bool(_hint(existing, missing))
+
+
+def _hint(folder: Path, name: str) -> str:
     try:
-        hint = did_you_mean(missing, sorted(entry.name for entry in existing.iterdir()))
+        return did_you_mean(name, sorted(entry.name for entry in folder.iterdir()))
     except OSError:
-        hint = ""
-    return f"{existing} exists, {missing!r} in it does not.{hint}"
+        return ""
+
+
+def _missing_part(path: Path) -> tuple[Path, str]:
+    """The last folder of a path that exists, and the name in it that does not."""
+    existing = next((parent for parent in path.absolute().parents if is_folder(parent)), Path("/"))
+    return existing, path.absolute().relative_to(existing).parts[0]
 
 
 def image_files(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[str]:
@@ -315,4 +353,4 @@ _MIXABLE = {
     "simclr_info_nce_loss": "simclr",
     "moco_loss": "moco",
 }
-RULES = (mixing, sources, datasets, same_origin, image_size, labels, transforms, paths, enough)
+RULES = (mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms, paths, enough)
