@@ -37,7 +37,7 @@ from torch import Tensor
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.data.source import SourceRequest, build_eval_sources
-from vissl_zero.data.sources.disk_folder import DiskFolder
+from vissl_zero.data.sources.disk import DiskFolder
 from vissl_zero.evaluation.features import Features, thumbnails
 from vissl_zero.evaluation.knn import knn_top1
 from vissl_zero.evaluation.trunk import LoadedTrunk, load_trunk
