@@ -66,8 +66,11 @@ Look before you train:
 Measure what was trained, under VISSL's names, with any recipe; nothing is trained:
   vissl-zero train_svm config=benchmark/svm config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run>   SVMs on features
   vissl-zero train_svm_low_shot ...                 SVMs on few images
+  vissl-zero low_shot_test ...                      logistic regression on few images
   vissl-zero nearest_neighbor_test ...              kNN
   vissl-zero cluster_features_and_label ...         images labelled by k-means of their features
+  vissl-zero instance_retrieval_test ...            images found by their features
+  vissl-zero extract_cluster ...                    the prototype that each image is nearest to
   vissl-zero extract_features ...                   features to files
   vissl-zero extract_label_predictions ...          what the heads predict, to files
 

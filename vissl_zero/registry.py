@@ -423,6 +423,12 @@ HOOKS = Registry(
             "vissl_zero.evaluation.clustering",
             "Clusters features; images with clusters for labels.",
         ),
+        "low_shot_test": ("vissl_zero.evaluation.low_shot", "Logistic regressions on few images; top-1."),
+        "extract_cluster": ("vissl_zero.evaluation.clustering", "Writes the prototype that each image is nearest to."),
+        "instance_retrieval_test": (
+            "vissl_zero.evaluation.retrieval_hook",
+            "Finds images by their features; mean average precision.",
+        ),
         "train_svm_low_shot": ("vissl_zero.evaluation.svm", "The same on few images, drawn several times."),
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },

@@ -24,8 +24,6 @@ NUM_DRAWN, SEED = 40, 15
 OTHER_PROGRAMS = {
     "EXTRACT_FEATURES": "tools/run_distributed_engines.py, engine extract_features",
     "GEO_LOCALIZATION": "tools/geolocalization_test.py",
-    "LOW_SHOT_BENCHMARK": "tools/train_svm_low_shot.py",
-    "IMG_RETRIEVAL": "tools/instance_retrieval_test.py",
     "RANKING": "tools/rank_features.py",
 }
 # What VISSL's key is about, where training does read it: display, speed, memory or a file, and no number of the run.

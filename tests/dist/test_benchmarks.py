@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import state_of, write_checkpoint
+from tests.unit.evaluation.example_retrieval import make_revisited, retrieval_config
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
 from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.data.loader import build_eval_images
@@ -25,6 +26,7 @@ from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.clustering import kmeans, nearest_centroids
 from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
 from vissl_zero.evaluation.features import extract_features
+from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
 from vissl_zero.evaluation.svm import TrainSvm
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
@@ -141,6 +143,23 @@ def test_clusters_are_the_same_on_three_ranks():
     for centroids, found in run_on_ranks(3, _centroids):
         torch.testing.assert_close(centroids, wanted, rtol=0, atol=1e-12)
         assert torch.equal(found, labels) and len(labels.unique()) == 4
+
+
+def _found(level: int, world_size: int, root: str, folder: str) -> dict[str, float]:
+    names = {"EVAL_DATASET_NAME": "roxford5k", "TRAIN_DATASET_NAME": "rparis6k", "FEATS_PROCESSING_TYPE": "rmac"}
+    plan = make_plan(retrieval_config(Path(root), **names), folder, level=level, world_size=world_size)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    train(run, schedules, frozen, [InstanceRetrieval()])
+    return run.results["instance_retrieval"]["mAP"]
+
+
+def test_images_are_found_alike_at_level_3_on_three_ranks(tmp_path):
+    for name in ("roxford5k", "rparis6k"):
+        make_revisited(tmp_path, name)
+    # VISSL's own figures, as in tests/unit/evaluation/test_retrieval.py
+    wanted = {"e": 0.39268353174603177, "m": 0.4910683066933067, "h": 0.36880411255411255}
+    for found in run_on_ranks(3, _found, 3, 3, str(tmp_path), str(tmp_path / "run")):  # 28 images: two ranks get copies
+        assert found == pytest.approx(wanted, abs=1e-12)
 
 
 def test_features_that_are_not_whole_are_refused(alone, tmp_path):

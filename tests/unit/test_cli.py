@@ -50,7 +50,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["list", "trunks", "more"], "vissl-zero list: takes no 'more'."),
         (
             ["doktor"],
-            "cluster_features_and_label. Did you mean 'doctor'?",
+            "instance_retrieval_test. Did you mean 'doctor'?",
         ),
         (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is not a vissl-zero job."),
         (["jobs", "list", "more"], "takes no 'more'. Leave it out."),

@@ -138,7 +138,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 _NUMBERS = re.compile(r"[<>=|]?(\?|b1|[iu][1248]|f[248])")
 _MAX_PICKLE_BYTES = 2**25  # VISSL's own are below 2**22; the tensors' data are not part of it
 _MAX_TUPLE = 2**20  # elements of a tuple, those of the tuples in it included: hashing one takes that long
-_REFUSED_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "FRAME")
+_REFUSED_BY_ALL = ("INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID")
+_REFUSED_OPCODES = (*_REFUSED_BY_ALL, "STACK_GLOBAL", "FRAME")  # torch.save never writes these
 _TORCH_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_sparse_tensor")
 _NAMES = {
     *(f"torch._utils.{name}" for name in (*_TORCH_FUNCTIONS, "_rebuild_parameter")),
@@ -272,7 +273,36 @@ def _inspect(path: Path) -> bool:
     return True
 
 
-def _inspect_pickle(file: IO[bytes], path: Path) -> None:
+class _Builder(pickle.Unpickler):
+    """Builds nothing but containers, numbers, texts and what stands for NumPy's arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        stand_in = next((found for found, of in _STAND_INS if of == f"{module}.{name}"), None)
+        if stand_in is None and f"{module}.{name}" == "_codecs.encode":
+            return lambda text, _: text.encode("latin1")  # how Python 3 writes bytes for Python 2
+        if stand_in is None:
+            raise CheckpointError(f"it holds more than data ({module}.{name}), which loading it would run")
+        return stand_in
+
+
+def read_pickle(path: Path) -> Any:
+    """What a plain pickle holds: containers, numbers, texts; arrays of NumPy as ``NumpyArray``.
+
+    Raises:
+        OSError: it is not there.
+        CheckpointError: it is damaged, or asks for something to be run.
+    """
+    with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
+        try:
+            _inspect_pickle(file, path, refused=_REFUSED_BY_ALL)
+            file.seek(0)
+            return _Builder(file, encoding="latin1").load()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            raise CheckpointError(f"{path} is refused: it is no plain pickle ({reason}). Nothing was run.") from error
+
+
+def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUSED_OPCODES) -> None:
     """One pickle. ``stack`` and ``memo`` hold the number of elements of each object, nested tuples counted out."""
     stack: list[int | None] = []  # None: a mark
     memo: dict[Any, int | None] = {}
@@ -281,7 +311,7 @@ def _inspect_pickle(file: IO[bytes], path: Path) -> None:
         if (position or 0) - start > _MAX_PICKLE_BYTES:
             raise ValueError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes")
         name = opcode.name
-        if name in _REFUSED_OPCODES:
+        if name in refused:
             raise pickle.UnpicklingError(name)
         if name == "GLOBAL" and (asked := str(argument).replace(" ", ".", 1)) not in _KNOWN:
             raise CheckpointError(
@@ -290,6 +320,8 @@ def _inspect_pickle(file: IO[bytes], path: Path) -> None:
             )
         if name in ("BINPUT", "LONG_BINPUT", "PUT"):
             memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             stack.append(memo[argument])
         else:

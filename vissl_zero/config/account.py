@@ -23,7 +23,7 @@ from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.explain import EXPLAINABLE, every_mistake, explain
 from vissl_zero.config.host import Host
 from vissl_zero.config.internal_paths import public_equivalent
-from vissl_zero.config.programs import PROGRAMS, TRAIN
+from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
@@ -156,6 +156,12 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         if "disk_filelist" in split.LABEL_SOURCES or "everstore" in split.LABEL_SOURCES:
             split.LABEL_PATHS = split.LABEL_PATHS or [f"{path}_labels.npy" for path in split.DATA_PATHS]
     use_catalogue(run.DATA, None)
+    images = run.IMG_RETRIEVAL.DATASET_PATH
+    if run.PROGRAM == RETRIEVAL and not is_there(Path(images).expanduser()):
+        fix = "Write config.IMG_RETRIEVAL.DATASET_PATH=<folder>."
+        must = "must name the folder that holds the data sets"
+        account.yours.append(Problem("config.IMG_RETRIEVAL.DATASET_PATH", images, must, fix))
+        run.IMG_RETRIEVAL.DATASET_PATH = images or "/path/to/images"
     _weights(run.MODEL.WEIGHTS_INIT, "MODEL", account, stack)
     teacher = run.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
     if not teacher.PARAMS_FILE and takes_other_model(run):

@@ -11,6 +11,12 @@ PROGRAMS: dict[str, str | None] = {
     "train_svm_low_shot": "train_svm_low_shot",
     "nearest_neighbor_test": None,
     "cluster_features_and_label": "cluster_features_and_label",
+    "extract_cluster": "extract_cluster",
+    "low_shot_test": "low_shot_test",
+    "instance_retrieval_test": "instance_retrieval_test",
 }
 SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
-PREDICTIONS = "extract_label_predictions"  # of the heads, where others are of features
+RETRIEVAL = "instance_retrieval_test"  # of images that IMG_RETRIEVAL names, where others are of DATA's
+LOW_SHOT = "low_shot_test"
+# Of the heads, where others are of features.
+PREDICTIONS, ASSIGNMENTS = "extract_label_predictions", "extract_cluster"

@@ -16,11 +16,18 @@ from typing import Any
 import yaml
 
 from vissl_zero.atomic import read_regular
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 
 _COMPLETE = {"trunk", "data", "optimizer"}
 # Blocks that one of VISSL's programs alone reads.
-_PROGRAM_BLOCKS = {"SVM.low_shot": "train_svm_low_shot", "SVM": "train_svm", "CLUSTERFIT": "cluster_features_and_label"}
+_PROGRAM_BLOCKS = {
+    "SVM.low_shot": "train_svm_low_shot",
+    "SVM": "train_svm",
+    "CLUSTERFIT": "cluster_features_and_label",
+    "IMG_RETRIEVAL": "instance_retrieval_test",
+    "LOW_SHOT_BENCHMARK": "low_shot_test",
+}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_BYTES = 2**22  # the longest of VISSL's recipes has 20 KiB
 _MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000
@@ -173,9 +180,13 @@ def _blocks(file: Path) -> set[str]:
     found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
     found |= {"optimizer"} if config.get("OPTIMIZER") else set()
     # Recipes of VISSL's programs train nothing, so that they name neither.
-    is_of_program = _block(config, "NEAREST_NEIGHBOR") or _program(tree)
-    if _block(data, "TRAIN").get("DATA_SOURCES") and is_of_program and "trunk" in found:
-        found |= {"optimizer", "loss"}
+    engine = tree.get("engine_name") if isinstance(tree, dict) else None
+    is_of_program = (
+        _block(config, "NEAREST_NEIGHBOR") or _program(tree) or (isinstance(engine, str) and engine in PROGRAMS)
+    )
+    names_images = _block(data, "TRAIN").get("DATA_SOURCES") or _block(config, "IMG_RETRIEVAL")
+    if names_images and is_of_program and "trunk" in found:
+        found |= {"data", "optimizer", "loss"}
     return found | ({"loss"} if _block(config, "LOSS").get("name") else set())
 
 

@@ -10,7 +10,7 @@ from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Traine
 from vissl_zero.config.blocks.model import Distillation, Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor, OnlineProbe
-from vissl_zero.config.blocks.programs import ClusterFit, Svm
+from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -30,7 +30,7 @@ class RunConfig:
     PROGRAM: str = "train"
     """What to do, as engine_name beside config says: train, or a program of VISSL, which trains nothing:
     extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test, cluster_features_and_label,
-    extract_label_predictions."""
+    instance_retrieval_test, low_shot_test, extract_cluster, extract_label_predictions."""
     DRY_RUN: bool = False
     """Check everything and print the plan of the run; train nothing. Also written --dry-run."""
     TEST_ONLY: bool = False
@@ -59,6 +59,10 @@ class RunConfig:
     """Support vector machines on features."""
     CLUSTERFIT: ClusterFit = field(default_factory=ClusterFit)
     """Clusters of features as labels."""
+    IMG_RETRIEVAL: ImageRetrieval = field(default_factory=ImageRetrieval)
+    """Images found by their features."""
+    LOW_SHOT_BENCHMARK: LowShotBenchmark = field(default_factory=LowShotBenchmark)
+    """Classifiers on few images."""
     ONLINE_PROBE: OnlineProbe = field(default_factory=OnlineProbe)
     """A linear probe that is trained beside the model."""
     CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)

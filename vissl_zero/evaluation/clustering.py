@@ -1,11 +1,12 @@
 """Images labelled by k-means of their features: VISSL's ``cluster_features_and_label``, the first half of ClusterFit.
 
+And the nearest prototype of a trained head: VISSL's engine ``extract_cluster``.
+
 Source: https://arxiv.org/abs/1912.03330; VISSL's ``tools/cluster_features_and_label.py`` at 09270ed2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +20,18 @@ from vissl_zero.collectives import all_gather_rows, all_reduce_sum, rank, world_
 from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import extract_features, layers_of
+from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches
+from vissl_zero.evaluation.whitening import Whitening
 from vissl_zero.registry import HOOKS
 
+ASSIGNMENTS = "cluster_assignments"  # folder in the run folder
 _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
 
 
 def unit_rows(rows: Tensor) -> Tensor:
     """Rows divided by their L2 norm, to which VISSL adds 1e-5."""
     return rows / (rows.norm(dim=1, keepdim=True) + 1e-5)
-
-
-@dataclass(frozen=True)
-class Whitening:
-    """Principal components of unit variance.
-
-    Attributes:
-        mean: (F,).
-        components: (F, D).
-    """
-
-    mean: Tensor
-    components: Tensor
-
-    @classmethod
-    def of(cls, rows: Tensor, num_components: int) -> Whitening:
-        """Of rows (N, F), in float64; as in VISSL by the sum of squares, not their mean."""
-        mean = rows.double().mean(dim=0)
-        centred = rows.double() - mean
-        variances, vectors = torch.linalg.eigh(centred.T @ centred)
-        variances = variances.clamp(min=float(variances.max()) * 1e-5)
-        largest = variances.argsort(descending=True)[:num_components]
-        return cls(mean, vectors[:, largest] / variances[largest].sqrt())
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return ((rows.double() - self.mean) @ self.components).to(rows.dtype)
 
 
 def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,3 +155,48 @@ class ClusterFeatures(Hook):
             tensors = {"hard_labels": labels, "distances": distances, "centroids": centroids}
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{prefix}.safetensors")
         return [str(file) for file in files]
+
+
+@HOOKS.register("extract_cluster")
+class ExtractClusters(Hook):
+    """Writes the best-scoring prototype of a SwAV head for every image of TRAIN and TEST at the end of a run.
+
+    ``cluster_assignments/<split>_images.npy`` and ``..._labels.npy`` in the run folder, in the order of the images,
+    which ``disk_filelist`` reads: the lists that VISSL's ``cluster_assignments_to_dataset.py`` makes. Of several
+    layers of prototypes the first counts. Adds ``clusters`` to the results: split -> the two lists.
+    """
+
+    def on_end(self, run: Run) -> None:
+        data = run.plan.config["DATA"]
+        train, test = build_eval_sources(data, run.plan.seed)
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; scores must not
+        splits = {"TRAIN": train, "TEST": test}
+        if data["TRAIN"] == data["TEST"]:  # TEST's images stood for TRAIN's
+            del splits["TRAIN"]
+        for split, source in splits.items():
+            if source is not None:
+                self._assign(run, split, source)
+
+    def _assign(self, run: Run, split: str, source: Source) -> None:
+        """Collective."""
+        ids, labels, num_clusters = [], [], 0
+        images = eval_images(source, run.plan.config["DATA"], run.plan.seed)
+        with run.sharded.evaluated(), evaluating(run.sharded.model):
+            for batch, num_own in own_batches(run, images):
+                scores = getattr(run.sharded.model(batch.images)[0], "scores", None)
+                if not scores:
+                    must, fix = "must begin with a swav_head that has prototypes", "Name such a head and its weights."
+                    raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", "another head", must, fix)])
+                ids.append(batch.sample_ids[:num_own])
+                labels.append(scores[0][:num_own].argmax(dim=1))
+                num_clusters = scores[0].shape[1]
+        found = all_gather_rows(torch.cat(labels))[all_gather_rows(torch.cat(ids)).argsort()].cpu()
+        folder = run.folder / ASSIGNMENTS
+        files = [folder / f"{split.lower()}_{kind}.npy" for kind in ("images", "labels")]
+        run.results.setdefault("clusters", {})[split] = [str(file) for file in files]
+        if run.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            np.save(files[0], np.array([source.name(index) for index in range(len(source))]))
+            np.save(files[1], found.numpy())
+            line = f"{split}: {len(found):,} images in {len(found.unique()):,} of {num_clusters:,} clusters: {files[0]}"
+            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

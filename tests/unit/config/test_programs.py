@@ -63,7 +63,9 @@ def test_an_svm_recipe_does_not_measure_knn_by_itself():
         *words, "config.CLUSTERFIT.NUM_ITER=9"
     )
     low_shot = "config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA=1"
-    assert "config.LOW_SHOT_BENCHMARK: is read by a program of VISSL that is not here" in _refused(*words, low_shot)
+    assert "config.LOW_SHOT_BENCHMARK: is read by low_shot_test" in _refused(*words, low_shot)
+    places = "config.GEO_LOCALIZATION.TRAIN_LABEL_MAPPING=a.json"
+    assert "config.GEO_LOCALIZATION: is read by a program of VISSL that is not here" in _refused(*words, places)
     assert any("config.SVM.max_iter has no effect" in note for note in _plan("config.SVM.max_iter=100").notes)
 
 
@@ -79,6 +81,40 @@ def test_what_an_svm_cannot_do_is_refused():
     assert "LAYER_NAME: must name the layer: res3, res5avg (got 'res4')" in _refused(*clusters)
     assert "SVM_FEATURES_PATH" in _refused(*svm, "config.SVM_FEATURES_PATH=/features")
     assert "config.PROGRAM: must be train or" in _refused("config.PROGRAM=train_smv")
+
+
+def test_what_low_shot_cannot_do_is_refused() -> None:
+    key, low_shot = "config.LOW_SHOT_BENCHMARK", "engine_name=low_shot_test"
+    assert "METHOD: must be logistic_regression" in _refused(low_shot, f"{key}.METHOD=svm")
+    for wrong in ("0", "[]", "[0.1,many]"):
+        assert "LAMBDA: must be a number above 0" in _refused(low_shot, f"{key}.LOGISTIC_REGRESSION.LAMBDA={wrong}")
+    assert "SEEDS: must list a seed" in _refused(low_shot, f"{key}.LOGISTIC_REGRESSION.SEEDS=[]")
+    assert "classifiers are tested on them" in _refused(low_shot, "config.DATA.TEST.DATA_SOURCES=[]")
+    assert _plan(low_shot, f"{key}.LOGISTIC_REGRESSION.LAMBDA=[1,0.1]").config["TEST_ONLY"]
+    assert "must name weights" in _refused("engine_name=extract_cluster")
+
+
+def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
+    key, retrieval = "config.IMG_RETRIEVAL", "engine_name=instance_retrieval_test"
+    there = f"{key}.DATASET_PATH={tmp_path}"
+    assert f"{key}.DATASET_PATH: must name the folder that holds Paris" in _refused(retrieval)
+    assert "that of INSTRE is not" in _refused(retrieval, there, f"{key}.EVAL_DATASET_NAME=instre")
+    rmac = [retrieval, there, f"{key}.FEATS_PROCESSING_TYPE=rmac"]
+    assert "TRAIN_PCA_WHITENING: must be true with rmac" in _refused(*rmac, f"{key}.TRAIN_PCA_WHITENING=false")
+    assert "IMG_SCALINGS: must have one factor with rmac" in _refused(*rmac, f"{key}.IMG_SCALINGS=[1,0.5]")
+    assert "IMG_SCALINGS: must list a factor" in _refused(retrieval, there, f"{key}.IMG_SCALINGS=[]")
+    crop = [retrieval, there, f"{key}.CENTER_CROP=true"]
+    assert "CROP_QUERY_ROI: must be false" in _refused(*crop, f"{key}.CROP_QUERY_ROI=true")
+    assert "RESIZE_IMG: must be a side in pixels" in _refused(*crop, f"{key}.RESIZE_IMG=-1")
+    assert "WHITEN_IMG_LIST: must name a list" in _refused(retrieval, there, f"{key}.TRAIN_DATASET_NAME=whitening")
+    plan = _plan(*rmac, LAYERS, f"{key}.GEM_POOL_POWER=3", f"{key}.USE_FEATURE_EXTRACTION_ENGINE=true")
+    settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+    assert [entry[0] for entry in settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]] == ["res3"]  # VISSL takes the first
+    assert settings["SHOULD_FLATTEN_FEATS"] is False  # maps are pooled image by image
+    assert any("GEM_POOL_POWER has no effect: FEATS_PROCESSING_TYPE is not gem" in note for note in plan.notes)
+    assert any("USE_FEATURE_EXTRACTION_ENGINE" in note for note in plan.notes)
+    words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{key}.N_PCA=9"]
+    assert "config.IMG_RETRIEVAL: is read by instance_retrieval_test" in _refused(*words)
 
 
 def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What VISSL's programs read beside the features: ``SVM``, ``CLUSTERFIT``."""
+"""What VISSL's programs read: ``SVM``, ``CLUSTERFIT``, ``IMG_RETRIEVAL``, ``LOW_SHOT_BENCHMARK``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -99,3 +100,73 @@ class ClusterFit:
     """Which images those are."""
     FEATURES: ClusterFeatures = field(default_factory=ClusterFeatures)
     """What is clustered."""
+
+
+@with_vissl_keys("IMG_RETRIEVAL")
+@dataclass
+class ImageRetrieval:
+    """``IMG_RETRIEVAL``: images found by their features (instance_retrieval_test)."""
+
+    DATASET_PATH: str = ""
+    """Folder that holds the folders of both data sets."""
+    EVAL_DATASET_NAME: str = "Paris"
+    """What is searched: roxford5k, rparis6k, copydays, or a folder as Oxford and Paris are."""
+    TRAIN_DATASET_NAME: str = "Oxford"
+    """Whose images the whitening is of: one of these, whitening, or a folder of .jpg files."""
+    WHITEN_IMG_LIST: str = ""
+    """Text file of the data set called whitening: a path below its folder in each line."""
+    USE_DISTRACTORS: bool = False
+    """Of copydays: search database_and_distractors, not database."""
+    DEBUG_MODE: bool = False
+    """10 images to whiten by, 10 queries, 50 images to search, where the next three keys say -1."""
+    NUM_TRAINING_SAMPLES: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
+    """Images to whiten by, the first ones; -1: all."""
+    NUM_QUERY_SAMPLES: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
+    """Queries, the first ones; -1: all."""
+    NUM_DATABASE_SAMPLES: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")
+    """Images to search, the first ones; -1: all."""
+    RESIZE_IMG: int = number(1024, least=1, also=(-1,), fix="Write -1 for images as they are.")
+    """Longer side of images in pixels; with CENTER_CROP the side of the square; -1: as they are."""
+    CENTER_CROP: bool = False
+    """See the middle square of an image alone."""
+    CROP_QUERY_ROI: bool = False
+    """See the object's box alone in each query."""
+    IMG_SCALINGS: list[float] = number([1.0], above=0)
+    """Factors of the images' size; vectors are means over them."""
+    FEATS_PROCESSING_TYPE: str = choice("", "rmac", "gem", "")
+    """How maps are pooled: rmac (maxima of regions), gem (generalised mean), or not at all (empty)."""
+    SPATIAL_LEVELS: int = number(3, least=1)
+    """Levels of rmac's regions."""
+    GEM_POOL_POWER: float = number(4.0, above=0)
+    """Power of gem; 1: the mean."""
+    NORMALIZE_FEATURES: bool = True
+    """Vectors of unit length."""
+    TRAIN_PCA_WHITENING: bool = True
+    """Whiten the vectors; rmac needs it."""
+    N_PCA: int = number(512, least=1, also=(-1,), fix="Write -1 for all components.")
+    """Whitened principal components; -1: all."""
+    SIMILARITY_MEASURE: str = choice("cosine_similarity", "cosine_similarity", "l2")
+    """What images are ranked by."""
+    SAVE_RETRIEVAL_RANKINGS_SCORES: bool = True
+    """Write rankings and similarities."""
+
+
+@dataclass
+class LogisticRegression:
+    """``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION``."""
+
+    LAMBDA: Any = 0.025
+    """L2 penalty times the number of images; or a list of them, of which the best counts."""
+    SEEDS: list[int] = number([0], least=0)
+    """Seeds of DATA.TRAIN.DATA_LIMIT_SAMPLING; each draws images of its own."""
+
+
+@with_vissl_keys("LOW_SHOT_BENCHMARK")
+@dataclass
+class LowShotBenchmark:
+    """``LOW_SHOT_BENCHMARK``: classifiers on few images (low_shot_test)."""
+
+    METHOD: str = choice("logistic_regression", "logistic_regression", also=("svm",))
+    """The classifier."""
+    LOGISTIC_REGRESSION: LogisticRegression = field(default_factory=LogisticRegression)
+    """Penalties and draws."""

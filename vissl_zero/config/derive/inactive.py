@@ -12,12 +12,12 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.blocks.programs import ClusterFit, Svm
+from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
-from vissl_zero.config.programs import CLUSTERING, SVM_PROGRAMS
+from vissl_zero.config.programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import are_tapped, features_are_tapped
 
@@ -141,6 +141,36 @@ _CONDITIONS: tuple[Inactive, ...] = (
         tuple(f"CLUSTERFIT.{item.name}" for item in fields(ClusterFit)),
         lambda cfg: cfg.PROGRAM != CLUSTERING,
         f"engine_name is not {CLUSTERING}",
+    ),
+    Inactive(
+        tuple(f"LOW_SHOT_BENCHMARK.{item.name}" for item in fields(LowShotBenchmark)),
+        lambda cfg: cfg.PROGRAM != LOW_SHOT,
+        f"engine_name is not {LOW_SHOT}",
+    ),
+    Inactive(
+        tuple(f"IMG_RETRIEVAL.{item.name}" for item in fields(ImageRetrieval)),
+        lambda cfg: cfg.PROGRAM != RETRIEVAL,
+        f"engine_name is not {RETRIEVAL}",
+    ),
+    Inactive(
+        ("IMG_RETRIEVAL.SPATIAL_LEVELS",),
+        lambda cfg: cfg.IMG_RETRIEVAL.FEATS_PROCESSING_TYPE != "rmac",
+        "FEATS_PROCESSING_TYPE is not rmac",
+    ),
+    Inactive(
+        ("IMG_RETRIEVAL.GEM_POOL_POWER",),
+        lambda cfg: cfg.IMG_RETRIEVAL.FEATS_PROCESSING_TYPE != "gem",
+        "FEATS_PROCESSING_TYPE is not gem",
+    ),
+    Inactive(
+        ("IMG_RETRIEVAL.TRAIN_DATASET_NAME", "IMG_RETRIEVAL.N_PCA", "IMG_RETRIEVAL.NUM_TRAINING_SAMPLES"),
+        lambda cfg: not cfg.IMG_RETRIEVAL.TRAIN_PCA_WHITENING,
+        "TRAIN_PCA_WHITENING is off",
+    ),
+    Inactive(
+        ("IMG_RETRIEVAL.WHITEN_IMG_LIST",),
+        lambda cfg: cfg.IMG_RETRIEVAL.TRAIN_DATASET_NAME != "whitening",
+        "TRAIN_DATASET_NAME is not whitening",
     ),
     Inactive(("CLUSTERFIT.DATA_LIMIT_SAMPLING.SEED",), lambda cfg: cfg.CLUSTERFIT.DATA_LIMIT == -1, "DATA_LIMIT is -1"),
     Inactive(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
-from vissl_zero.config.programs import CLUSTERING, PREDICTIONS, TRAIN
+from vissl_zero.config.programs import ASSIGNMENTS, CLUSTERING, LOW_SHOT, PREDICTIONS, RETRIEVAL, TRAIN
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 
@@ -27,7 +28,7 @@ def begin_program(run: RunConfig, name: str) -> None:
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
     run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
-    if name == PREDICTIONS:
+    if name in (PREDICTIONS, ASSIGNMENTS):
         run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # no loss counts
         if settings.FREEZE_TRUNK_AND_HEAD:  # the same here, and it lets the heads see layers
             settings.FREEZE_TRUNK_ONLY, settings.FREEZE_TRUNK_AND_HEAD = True, False
@@ -35,6 +36,16 @@ def begin_program(run: RunConfig, name: str) -> None:
     settings.EVAL_MODE_ON = True
     if not settings.FREEZE_TRUNK_AND_HEAD:
         settings.EXTRACT_TRUNK_FEATURES_ONLY = True
+    if name == RETRIEVAL:
+        settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP[:1]  # VISSL takes the first
+        # What builds the run's loader, which nothing reads.
+        options, side = run.IMG_RETRIEVAL, max(run.IMG_RETRIEVAL.RESIZE_IMG, 32)
+        run.DATA.TRAIN.DATA_SOURCES = ["disk_folder"]
+        run.DATA.TRAIN.DATA_PATHS = [str(Path(options.DATASET_PATH).expanduser() / options.EVAL_DATASET_NAME)]
+        run.DATA.TRAIN.TRANSFORMS = [
+            {"name": "Resize", "size": side}, {"name": "CenterCrop", "size": side}, {"name": "ToTensor"}
+        ]  # fmt: skip
+        run.DATA.TEST.DATA_SOURCES = []
 
 
 def only_measures(cfg: RunConfig) -> bool:
@@ -73,7 +84,7 @@ def without_training(cfg: RunConfig) -> RunConfig:
             LINEAR_EVAL_FEAT_POOL_OPS_MAP=[] if is_plain else entries,
             FREEZE_TRUNK_ONLY=True,
             FREEZE_TRUNK_AND_HEAD=False,
-            SHOULD_FLATTEN_FEATS=True,  # rows to compare
+            SHOULD_FLATTEN_FEATS=cfg.PROGRAM != RETRIEVAL,  # rows to compare, unless maps are pooled later
         )
     neighbours, unset = cfg.NEAREST_NEIGHBOR, NearestNeighbor()
     all_images: dict[str, Any] = {
@@ -94,8 +105,8 @@ def without_training(cfg: RunConfig) -> RunConfig:
 _BLOCKS = {
     "SVM": "train_svm",
     "CLUSTERFIT": CLUSTERING,
-    "LOW_SHOT_BENCHMARK": "",
-    "IMG_RETRIEVAL": "",
+    "LOW_SHOT_BENCHMARK": LOW_SHOT,
+    "IMG_RETRIEVAL": RETRIEVAL,
     "GEO_LOCALIZATION": "",
 }
 

@@ -19,6 +19,7 @@ from vissl_zero.config.derive.data import crop_sides, largest_crop
 from vissl_zero.config.derive.placement import micro_batch, ranks
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
+from vissl_zero.config.programs import RETRIEVAL
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
@@ -205,7 +206,7 @@ def paths(cfg: RunConfig, host: Host) -> list[Problem]:
     is_elsewhere = cfg.DRY_RUN and not any(is_there(path) or _resembles(Path(path)) for path in named)
     for name, split in splits(cfg).items():
         key = f"config.DATA.{name}.DATA_PATHS"
-        if split.DATA_SOURCES != ["disk_folder"]:
+        if split.DATA_SOURCES != ["disk_folder"] or cfg.PROGRAM == RETRIEVAL:  # it has a key of its own
             continue
         if not split.DATA_PATHS:
             fix = f"Write {key}=[/path/to/images]."

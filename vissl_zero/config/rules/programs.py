@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from vissl_zero.atomic import is_folder
 from vissl_zero.config.host import Host
-from vissl_zero.config.programs import CLUSTERING, PREDICTIONS, PROGRAMS, SVM_PROGRAMS, TRAIN
+from vissl_zero.config.programs import (
+    ASSIGNMENTS,
+    CLUSTERING,
+    LOW_SHOT,
+    PREDICTIONS,
+    PROGRAMS,
+    RETRIEVAL,
+    SVM_PROGRAMS,
+    TRAIN,
+)
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.taps import layer_names
@@ -58,10 +70,64 @@ def clusters(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem("config.CLUSTERFIT.FEATURES.LAYER_NAME", repr(name), must, "Correct it, or the map of layers.")]
 
 
+def low_shot(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Penalties are numbers above 0; there are images to test on."""
+    if cfg.PROGRAM != LOW_SHOT:
+        return []
+    options, key, found = cfg.LOW_SHOT_BENCHMARK, "config.LOW_SHOT_BENCHMARK", []
+    if options.METHOD == "svm":
+        fix = "Give the recipe to vissl-zero train_svm; METHOD is logistic_regression."
+        found.append(Problem(f"{key}.METHOD", "'svm'", "must be logistic_regression: SVMs are a program here", fix))
+    values, key = options.LOGISTIC_REGRESSION.LAMBDA, f"{key}.LOGISTIC_REGRESSION"
+    listed = values if isinstance(values, list) else [values]
+    if not listed or not all(type(value) in (int, float) and value > 0 for value in listed):
+        must = "must be a number above 0, or a list of such"
+        found.append(Problem(f"{key}.LAMBDA", repr(values), must, f"Write {key}.LAMBDA=[1.0,0.1]."))
+    if not options.LOGISTIC_REGRESSION.SEEDS:
+        found.append(Problem(f"{key}.SEEDS", "[]", "must list a seed", f"Write {key}.SEEDS=[0]."))
+    if not cfg.DATA.TEST.DATA_SOURCES:
+        must, fix = "must name images: classifiers are tested on them", "Write config.DATA.TEST.DATA_PATHS=<folder>."
+        found.append(Problem("config.DATA.TEST.DATA_SOURCES", "[]", must, fix))
+    return found
+
+
+def retrieval(cfg: RunConfig, host: Host) -> list[Problem]:
+    """There are images to search; pooling, whitening and scales go together."""
+    if cfg.PROGRAM != RETRIEVAL:
+        return []
+    options, found = cfg.IMG_RETRIEVAL, []
+    path, key = options.DATASET_PATH, "config.IMG_RETRIEVAL"
+    if not path or not (cfg.DRY_RUN or is_folder(Path(path).expanduser())):
+        must = f"must name the folder that holds {options.EVAL_DATASET_NAME}"
+        found.append(Problem(f"{key}.DATASET_PATH", repr(path), must, f"Write {key}.DATASET_PATH=<folder>."))
+    if options.EVAL_DATASET_NAME == "instre":
+        must = "must be a data set whose format is read here, and that of INSTRE is not"
+        fix = "Write roxford5k, rparis6k or copydays, or put its lists into the form of Oxford's."
+        found.append(Problem(f"{key}.EVAL_DATASET_NAME", "'instre'", must, fix))
+    if not options.IMG_SCALINGS:
+        found.append(Problem(f"{key}.IMG_SCALINGS", "[]", "must list a factor", f"Write {key}.IMG_SCALINGS=[1]."))
+    if options.FEATS_PROCESSING_TYPE == "rmac" and not options.TRAIN_PCA_WHITENING:
+        must, fix = "must be true with rmac, which whitens regions", f"Write {key}.TRAIN_PCA_WHITENING=true, or gem."
+        found.append(Problem(f"{key}.TRAIN_PCA_WHITENING", "false", must, fix))
+    if options.FEATS_PROCESSING_TYPE == "rmac" and len(options.IMG_SCALINGS) > 1:
+        must, fix = "must have one factor with rmac", f"Write {key}.IMG_SCALINGS=[1], or gem."
+        found.append(Problem(f"{key}.IMG_SCALINGS", str(options.IMG_SCALINGS), must, fix))
+    if options.CENTER_CROP and options.RESIZE_IMG < 1:
+        must, fix = "must be a side in pixels with CENTER_CROP", f"Write {key}.RESIZE_IMG=224."
+        found.append(Problem(f"{key}.RESIZE_IMG", str(options.RESIZE_IMG), must, fix))
+    if options.CENTER_CROP and options.CROP_QUERY_ROI:
+        must, fix = "must be false with CENTER_CROP, which the boxes do not fit", f"Write {key}.CROP_QUERY_ROI=false."
+        found.append(Problem(f"{key}.CROP_QUERY_ROI", "true", must, fix))
+    if options.TRAIN_PCA_WHITENING and options.TRAIN_DATASET_NAME == "whitening" and not options.WHITEN_IMG_LIST:
+        must, fix = "must name a list of images", f"Write {key}.WHITEN_IMG_LIST=<file>."
+        found.append(Problem(f"{key}.WHITEN_IMG_LIST", "''", must, fix))
+    return found
+
+
 def predictions(cfg: RunConfig, host: Host) -> list[Problem]:
     """Heads that predict have weights."""
     settings, weights = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
-    if cfg.PROGRAM != PREDICTIONS:
+    if cfg.PROGRAM not in (PREDICTIONS, ASSIGNMENTS):
         return []
     if not weights:
         must, fix = "must name weights: new heads predict nothing", "Write a run folder, a checkpoint or a file."
@@ -72,4 +138,4 @@ def predictions(cfg: RunConfig, host: Host) -> list[Problem]:
     return []
 
 
-RULES = (program, svm, clusters, predictions)
+RULES = (program, svm, clusters, low_shot, retrieval, predictions)
