@@ -28,6 +28,12 @@ OTHER_PROGRAMS = {
 }
 # What VISSL's key is about, where training does read it: display, speed, memory or a file, and no number of the run.
 NO_NUMBER = {
+    "USE_FEATURE_EXTRACTION_ENGINE": "which of VISSL's programs computes the features",
+    "FEATURE_EXTRACTION_DIR": "where features lie that the run computes itself",
+    "LOW_SHOT_BENCHMARK.FEATURES.PATH": "where features lie that the run computes itself",
+    "CLUSTERFIT.FEATURES.PATH": "where features lie that the run computes itself",
+    "SAVE_FEATURES": "where features lie",
+    "EVAL_BINARY_PATH": "a program whose rule is followed here",
     "COPY_DESTINATION_DIR": "where images lie",
     "COPY_TO_LOCAL_DISK": "where images lie",
     "MMAP_MODE": "how images are read",
