@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,8 @@ class LowShot(Hook):
         penalties = penalties_of(options["LAMBDA"])
         for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
             jobs = [(train, penalty) for train in found for penalty in penalties]
-            reached = shared(jobs, lambda job, columns=columns: _measured(*job, test, columns))  # type: ignore[misc]
-            seeds = {}
+            reached = shared(jobs, partial(_measured, test, columns))
+            seeds: dict[str, Any] = {}
             for index, seed in enumerate(options["SEEDS"]):
                 own = reached[index * len(penalties) :][: len(penalties)]
                 by_penalty = {str(penalty): list(pair) for penalty, pair in zip(penalties, own, strict=True)}
@@ -104,7 +105,8 @@ def penalties_of(value: Any) -> Sequence[float]:
     return [float(one) for one in (value if isinstance(value, list) else [value])]
 
 
-def _measured(train: Features, penalty: float, test: Features, columns: slice) -> tuple[float, float]:
+def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:
+    train, penalty = job
     assert train.labels is not None and test.labels is not None
     rows = [found.rows[:, columns].cpu().numpy() for found in (train, test)]
     return logistic_top1(rows[0], train.labels.cpu().numpy(), rows[1], test.labels.cpu().numpy(), penalty)

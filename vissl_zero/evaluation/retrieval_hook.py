@@ -84,7 +84,7 @@ class InstanceRetrieval(Hook):
         else:
             similarity = (queries @ images.T).cpu().numpy()
         measured = {name: scores(similarity, wanted) for name, wanted in self._found.wanted.items()}
-        results = {
+        results: dict[str, Any] = {
             "mAP": {name: mean for name, (mean, _) in measured.items()},
             "mp@k": {"k": list(AT), **{name: at for name, (_, at) in measured.items()}},
         }

@@ -121,10 +121,10 @@ def _revisited(folder: Path, name: str) -> RetrievalSet:
     for figure, kinds in wanted.items():
         ignored = [kind for kind in ("junk", "easy", "hard") if kind not in kinds]
         figures[figure] = [
-            Wanted(number, *(np.concatenate([of[kind] for kind in part]) for part in (kinds, ignored)))
+            Wanted(number, np.concatenate([of[k] for k in kinds]), np.concatenate([of[k] for k in ignored]))
             for number, of in enumerate(truth)
         ]
-    return RetrievalSet(name, images, queries, boxes, figures)  # type: ignore[arg-type]
+    return RetrievalSet(name, images, queries, boxes, figures)
 
 
 def _numbers(values: Any, kind: type = int) -> np.ndarray:
@@ -141,7 +141,9 @@ def _oxford(folder: Path, name: str) -> RetrievalSet:
         raise DataError(f"{folder} is no data set as Oxford and Paris are: it must hold the folders lab and jpg.")
     stems = sorted(file.stem for file in jpg.iterdir() if file.stem not in _CORRUPT)
     number = {stem: index for index, stem in enumerate(stems)}
-    queries, boxes, wanted = [], [], []
+    queries: list[Path] = []
+    boxes: list[Box] = []
+    wanted: list[Wanted] = []
     for file in sorted(labels.glob("*_query.txt")):
         stem, *box = (_lines(file) or [""])[0].split()
         stem = stem.removeprefix("oxc1_")
@@ -158,10 +160,10 @@ def _oxford(folder: Path, name: str) -> RetrievalSet:
         ]
         wanted.append(Wanted(len(queries), here[0], here[1], len(good)))
         queries.append(jpg / f"{stem}.jpg")
-        boxes.append(tuple(map(float, box)))
+        boxes.append((float(box[0]), float(box[1]), float(box[2]), float(box[3])))
     if not queries:
         raise DataError(f"{labels} holds no <query>_query.txt.")
-    return RetrievalSet(name, [jpg / f"{stem}.jpg" for stem in stems], queries, boxes, {"all": wanted})  # type: ignore[arg-type]
+    return RetrievalSet(name, [jpg / f"{stem}.jpg" for stem in stems], queries, boxes, {"all": wanted})
 
 
 def _copydays(folder: Path, with_distractors: bool) -> RetrievalSet:
