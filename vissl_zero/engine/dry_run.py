@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.machine_profile import Machine, read_profile
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
 from vissl_zero.data.dataset import Batch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -27,6 +27,7 @@ from vissl_zero.engine.step_settings import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised.method import require_classes
+from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer
@@ -52,6 +53,8 @@ class DryRun:
         crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
+        built_whole: why every rank builds the model whole before it is sharded; empty if it does not.
+        start_bytes: memory of a rank that this takes.
     """
 
     plan: ResolvedRun
@@ -66,6 +69,8 @@ class DryRun:
     lr_first: float
     lr_peak: float
     lr_last: float
+    built_whole: str = ""
+    start_bytes: int = 0
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -230,7 +235,18 @@ def dry_run(plan: ResolvedRun) -> DryRun:
         lr_first=rates[0],
         lr_peak=max(rates),
         lr_last=schedules.lr(max(end - 1, 0)),
+        **_start(stage, found.wrap_plan.num_ranks),
     )
+
+
+def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
+    """``built_whole`` and ``start_bytes`` of a ``DryRun``."""
+    plan = stage.plan
+    # Level 0, and what keeps parameters, holds the whole model all the time.
+    if plan.sharding.level == 0 or keeps_parameters_whole(plan.sharding, num_ranks, plan.world_size, plan.device):
+        return {}
+    reason = why_whole(stage.model)
+    return {"built_whole": reason, "start_bytes": whole_start_bytes(stage.model)} if reason else {}
 
 
 @contextmanager

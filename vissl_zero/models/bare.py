@@ -53,19 +53,43 @@ def lost_operations() -> Iterator[list[str]]:
         yield watch.seen
 
 
-def _why_whole(model: Model) -> str:
-    """Why ``model`` cannot be filled part by part; empty if it can."""
+def why_whole(model: nn.Module) -> str:
+    """Why the parts of ``model`` are such that it cannot be filled part by part; empty if they are not.
+
+    A constructor may be a reason too, which shows only when it runs.
+    """
     params = list(model.named_parameters(remove_duplicate=False))
     if len({param for _, param in params}) < len(params):
         return "parameters are tied"
-    parts = outermost_units(model)
+    filler = next(_fillers_of_others(model), None)
+    return f"{type(filler).__name__} gives several units their first weights at once" if filler is not None else ""
+
+
+def whole_start_bytes(model: nn.Module) -> int:
+    """Memory that ``model`` takes at the start where it is built whole, in float32.
+
+    A trunk that draws all of its weights at once makes them in a model beside it.
+    """
+    drawn = next(_fillers_of_others(model), None)
+    counted = [*model.parameters(), *(drawn.parameters() if drawn is not None else ())]
+    return 4 * sum(param.numel() for param in counted)
+
+
+def _why_whole(model: Model) -> str:
+    """``why_whole``, and what the constructor of ``model`` has left without memory."""
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta and not has_rule(module, key):
                 return f"{name}.{key} is computed from weights"
+    return why_whole(model)
+
+
+def _fillers_of_others(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules around units that fill these."""
+    parts = outermost_units(model)
+    for name, module in model.named_modules():
         if any(part.startswith(f"{name}." if name else "") for part in parts) and _fills_others(module):
-            return f"{type(module).__name__} gives several units their first weights at once"
-    return ""
+            yield module
 
 
 def _fills_others(module: nn.Module) -> bool:

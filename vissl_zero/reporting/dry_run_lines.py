@@ -49,7 +49,8 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 def verdict(run: DryRun) -> tuple[bool, list[str]]:
     """Whether the run fits where it computes, and what to say about it."""
     available, what = room(run.plan)
-    need = int(run.tiers["device"] + _OF_PROCESS)
+    at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
+    need = int(max(run.tiers["device"], at_start) + _OF_PROCESS)
     figures = f"{bytes_text(need)} with the process itself, of {bytes_text(available)} ({what})"
     if run.forecast.unknown:
         return True, [f"unknown: activations were not counted; {figures}"]
@@ -89,6 +90,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         "lr": f"{run.lr_first:.4g} at the first step, {run.lr_peak:.4g} at most, {run.lr_last:.4g} at the last "
         "(after scaling)",
         **{PLACES[run.plan.device][name]: f"{bytes_text(held)} a rank at most" for name, held in run.tiers.items()},
+        **({"start": f"{bytes_text(run.start_bytes)} a rank: {_whole(run)}"} if run.start_bytes else {}),
         "memory by kind": "a rank, after the backward pass",
         **{f"  {name}": text for name, text in _memory(run)},
         "writes to": plan.run_dir,
@@ -102,6 +104,10 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
     first, *rest = verdict(run)[1]
     yield f"{'verdict':20}{first}"
     yield from rest
+
+
+def _whole(run: DryRun) -> str:
+    return f"the model is built whole ({run.built_whole}) in the host's memory, and then sharded"
 
 
 def _has_events(plan: ResolvedRun) -> bool:

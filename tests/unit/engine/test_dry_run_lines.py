@@ -116,3 +116,23 @@ def test_a_folder_with_a_run_in_it(tmp_path):
     Path(tmp_path / "metrics.jsonl").touch()
     with pytest.raises(LaunchError, match="already holds a run"):
         said(planned(recipe, "config.CHECKPOINT.AUTO_RESUME=false", folder=tmp_path))
+
+
+@pytest.mark.parametrize(("trunk", "reason"), [("timm/resnet10t", "TimmTrunk gives several units"), ("regnet", "")])
+def test_what_is_built_whole_at_the_start_is_said_and_counted(trunk: str, reason: str):
+    words = ["config.ZERO.LEVEL=3", f"config.MODEL.TRUNK.NAME={trunk}"]
+    run = dry_run(planned("digits/supervised", *words))
+    assert reason in run.built_whole and bool(run.built_whole) == bool(reason)
+    _, text = said(planned("digits/supervised", *words))
+    assert ("start  " in text) == bool(reason)
+    assert run.start_bytes == (4 * (2 * run.num_params - 10 * 513) if reason else 0)  # the head is drawn in place
+    assert not dry_run(planned("digits/supervised", words[1], "config.ZERO.LEVEL=0")).built_whole
+
+
+def test_a_start_that_takes_more_than_a_step_decides_the_verdict():
+    words = ["config.ZERO.LEVEL=3", "config.MODEL.TRUNK.NAME=timm/resnet50", "config.DISTRIBUTED.NUM_PROC_PER_NODE=16"]
+    run = dry_run(planned("digits/supervised", *words, "config.MACHINE.MEMORY_GIB=1000"))
+    assert run.start_bytes > run.tiers["device"]
+    per_rank = (run.start_bytes + run.tiers["device"]) / 2 + 2**29
+    memory = f"config.MACHINE.MEMORY_GIB={16 * per_rank / 2**30}"
+    assert not verdict(dry_run(planned("digits/supervised", *words, memory)))[0]
