@@ -11,6 +11,9 @@ sleep, in an order that changes from round to round, so that whatever the machin
 of two times of one round; its median and quartiles over the rounds are printed. Time, memory and traffic are of one
 run, with the same allocator settings for all: those that the package's launcher gives to CPU ranks of the level.
 
+Processor time is that of all ranks together. On a machine that others use too it says more than wall time does, which
+then says who waited; of a step that waits for a disk it says less.
+
 Bytes moved are those that cross the loopback interface while a step runs, and what vissl_zero passes through shared
 memory; peak memory is the resident memory of a rank above what it was after imports.
 """
@@ -121,12 +124,13 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
         for _ in range(num_warm):
             step()
         dist.barrier()
-        exchanged, started = system.exchanged_bytes(), time.perf_counter()
+        exchanged, started, worked = system.exchanged_bytes(), time.perf_counter(), time.process_time()
         for _ in range(request["steps"]):
             step()
         seconds = (time.perf_counter() - started) / request["steps"]
         answer = {
             "seconds": seconds,
+            "processor_seconds": (time.process_time() - worked) / request["steps"],
             "peak_bytes": _status_bytes("VmHWM:") - imported_bytes,
             "exchanged_bytes": (system.exchanged_bytes() - exchanged) / request["steps"],
             "num_steps": num_warm + request["steps"],
@@ -153,6 +157,7 @@ class Contestant:
     processes: list[subprocess.Popen[str]]
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
     peak_bytes: float = 0.0
 
@@ -171,6 +176,7 @@ class Contestant:
             process.stdin.flush()  # type: ignore[union-attr]
         answers = self.answers()
         self.seconds.append(max(answer["seconds"] for answer in answers))
+        self.processor_seconds.append(sum(answer["processor_seconds"] for answer in answers))
         network = (_loopback_bytes() - before) / answers[0]["num_steps"] / len(self.processes)
         self.wire_bytes.append(network + answers[0]["exchanged_bytes"])
         self.peak_bytes = max(answer["peak_bytes"] for answer in answers)
@@ -250,30 +256,36 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def ratios(own: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratios of each round."""
+    return quartiles([one / other for one, other in zip(own, others, strict=True)])
+
+
 def rows(level: str, contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
     """One row a system, over DDP's of the same rounds; ours also over its peers."""
     base = next(c for c in contestants if c.name == BASELINE)
     found = []
     for contestant in contestants:
-        ratios = [own / other for own, other in zip(contestant.seconds, base.seconds, strict=True)]
-        over = {}
+        over, over_processor = {}, {}
         if contestant.name.startswith("vissl_zero"):
             for peer in contestants:
                 is_plainer = contestant.name.startswith(f"{peer.name},")
                 if is_plainer or not peer.name.startswith("vissl_zero"):
-                    pairs = zip(contestant.seconds, peer.seconds, strict=True)
-                    over[peer.name] = quartiles([own / other for own, other in pairs])
+                    over[peer.name] = ratios(contestant.seconds, peer.seconds)
+                    over_processor[peer.name] = ratios(contestant.processor_seconds, peer.processor_seconds)
         found.append(
             {
                 "level": level,
                 "system": contestant.name,
                 "ms": statistics.median(contestant.seconds) * 1e3,
-                "time": quartiles(ratios),
+                "time": ratios(contestant.seconds, base.seconds),
+                "processor_time": ratios(contestant.processor_seconds, base.processor_seconds),
                 "bytes": statistics.median(contestant.wire_bytes) / statistics.median(base.wire_bytes),
                 "state": contestant.facts["state_bytes"] / 4 / contestant.facts["num_params"],
                 "peak": contestant.peak_bytes / base.peak_bytes,
                 "peak_mb": contestant.peak_bytes / 1e6,
                 "over": over,
+                "over_processor": over_processor,
             }
         )
     return found
@@ -295,7 +307,11 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines.append("")
     for row in found:
         for peer, (low, middle, high) in row["over"].items():
-            lines.append(f"- {row['system']} over {peer}: {middle:.2f} ({low:.2f} to {high:.2f})")
+            line = f"- {row['system']} over {peer}: {middle:.2f} ({low:.2f} to {high:.2f})"
+            if "over_processor" in row:  # results of older runs lack it
+                low, middle, high = row["over_processor"][peer]
+                line += f"; processor time {middle:.2f} ({low:.2f} to {high:.2f})"
+            lines.append(line)
     return "\n".join(lines)
 
 
