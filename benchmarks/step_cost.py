@@ -2,7 +2,7 @@
 
     python benchmarks/step_cost.py --model mlp --optimizer sgd --ranks 2 --levels 1 2 3
     python benchmarks/step_cost.py --levels offload --optimizer adamw --nvme <folder>
-    python benchmarks/step_cost.py --levels muon --optimizer adamw
+    python benchmarks/step_cost.py --levels muon --optimizer adamw --steps 1 --minutes 8
     python benchmarks/step_cost.py --levels compile --model vit --optimizer adamw
     python benchmarks/step_cost.py --quick
 
@@ -235,7 +235,11 @@ def compete(names: Sequence[str], level: str, options: argparse.Namespace) -> li
             for contestant in contestants:
                 contestant.facts = contestant.answers()[0]
                 print(f"  {contestant.name} is ready", file=sys.stderr)
+            started = time.monotonic()
             for number in range(options.rounds):
+                if number and options.minutes and time.monotonic() - started > 60 * options.minutes:
+                    print(f"  stopped after {number} of {options.rounds} rounds", file=sys.stderr)
+                    break
                 for contestant in contestants[number % len(names) :] + contestants[: number % len(names)]:
                     contestant.run(options.steps)
                 shown = ", ".join(f"{c.name} {c.seconds[-1] * 1e3:.0f}" for c in contestants)
@@ -350,6 +354,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", default=["0", "1", "2", "3"], choices=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="of each system in each round")
+    parser.add_argument("--minutes", type=float, help="begin no round of a group after so many")
     parser.add_argument("--malloc", default="launcher", choices=["launcher", *ALLOCATORS])
     parser.add_argument("--nvme", help="folder on a local disk, for offload; a temporary one")
     parser.add_argument("--only", nargs="+", help="systems to run beside DDP")
