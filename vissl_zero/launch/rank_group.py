@@ -56,7 +56,11 @@ class RankGroup:
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
         # torch creates its compiler's folder on import, and leaves it in /tmp unless given another.
         shared |= {"TORCHINDUCTOR_CACHE_DIR": str(private / "inductor")} | environment
+        # A rank leaves without Python's own cleaning up, the janitor cleans up after it, and Python's tracker of
+        # semaphores would print a page about both.
+        warnings = [os.environ.get("PYTHONWARNINGS", ""), "ignore::UserWarning:multiprocessing.resource_tracker"]
         shared |= {
+            "PYTHONWARNINGS": ",".join(filter(None, warnings)),
             "WORLD_SIZE": str(num_procs),
             "LOCAL_WORLD_SIZE": str(num_procs),
             FAILURE_FOLDER_VARIABLE: str(private),
