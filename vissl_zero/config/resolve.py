@@ -75,7 +75,7 @@ def resolve(
         raise ConfigError([*found, *broken])
     place, step = placement(cfg, host), global_batch(cfg, host)
     sharding, sharding_notes = sharding_plan(cfg, place)
-    optimizer, optimizer_notes = optimizer_plan(cfg, step)
+    optimizer, optimizer_notes = optimizer_plan(cfg, step, place.num_nodes)
     notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
     if only_measures(cfg) and cfg.PROGRAM == TRAIN:
         notes = (*notes, "Nothing is trained: FEATURE_EVAL_SETTINGS freezes trunk and head; LOSS does not count.")
@@ -85,7 +85,7 @@ def resolve(
     def derived(changed: RunConfig) -> dict[str, Any]:
         return {
             "sharding": asdict(sharding_plan(changed, place)[0]),
-            "optimizer": asdict(optimizer_plan(changed, step)[0]),
+            "optimizer": asdict(optimizer_plan(changed, step, place.num_nodes)[0]),
         }
 
     return ResolvedRun(

@@ -64,7 +64,7 @@ def with_optimizer(block: dict[str, Any], **others: Any) -> RunConfig:
 
 
 def plan_of(block: dict[str, Any], global_batch: int = 256, **others: Any):
-    return optimizer_plan(with_optimizer(block, **others), global_batch)
+    return optimizer_plan(with_optimizer(block, **others), global_batch, 1)
 
 
 def test_every_row_of_the_table_is_tested():
@@ -78,7 +78,7 @@ def test_form(row):
     block, others, base, expected_level = FORMS[row]
     cfg = with_optimizer(block, **others)
     assert problems(cfg, CPU_HOST) == []
-    assert optimizer_plan(cfg, 256)[0].name == base
+    assert optimizer_plan(cfg, 256, 1)[0].name == base
     assert level(cfg) == (expected_level, ())
 
 

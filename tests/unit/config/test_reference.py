@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vissl_zero.config.reference import keys_of, reference
+from vissl_zero.config.reference import keys_of, reference, with_differences
 from vissl_zero.config.run import RunConfig
 from vissl_zero.methods.spec import with_table
 
@@ -30,3 +30,9 @@ def test_every_key_has_a_sentence():
 def test_the_table_of_methods_is_up_to_date():
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     assert page == with_table(page), "run: python -m vissl_zero.methods.spec"
+
+
+def test_the_table_of_differences_from_vissl_is_up_to_date():
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+    assert page == with_differences(page), "run: python -m vissl_zero.config.reference"
+    assert "| `MODEL.TRUNK.NAME` | `resnet` | Convolutions begin as torchvision's" in page

@@ -27,7 +27,7 @@ DINO = {"OPTIMIZER__param_group_constructor": "dino"}
 )
 def test_groups_without_heads_have_one_rate_and_one_decay(keys, grouping):
     cfg = config(**keys, **HEAD)
-    plan, _ = optimizer_plan(cfg, 256)
+    plan, _ = optimizer_plan(cfg, 256, 1)
     assert plan.grouping == grouping
     has_heads = grouping == "default"
     assert (plan.head_weight_decay == 0.5) == has_heads and (plan.lr_head != plan.lr) == has_heads
@@ -41,9 +41,9 @@ def test_a_sweep_of_rates_needs_groups_of_heads():
 
 
 def test_lars_takes_vissl_s_flat_key():
-    plan, notes = optimizer_plan(config(OPTIMIZER__name="lars", OPTIMIZER__exclude_bias_and_norm=True), 256)
+    plan, notes = optimizer_plan(config(OPTIMIZER__name="lars", OPTIMIZER__exclude_bias_and_norm=True), 256, 1)
     assert plan.options["exclude_bias_and_norm"] is True
-    _, notes = optimizer_plan(config(OPTIMIZER__name="sgd", OPTIMIZER__exclude_bias_and_norm=True), 256)
+    _, notes = optimizer_plan(config(OPTIMIZER__name="sgd", OPTIMIZER__exclude_bias_and_norm=True), 256, 1)
     assert "config.OPTIMIZER: exclude_bias_and_norm has no effect on sgd." in notes
 
 
@@ -64,7 +64,7 @@ def test_heads_of_a_linear_evaluation_have_rates_and_decays_of_their_own():
         "OPTIMIZER__linear_eval_heads": [{"lr": 0.5, "weight_decay": 0.25, "regularize_bn": True}, {"lr": 2.0}],
         "OPTIMIZER__weight_decay": 0.1,
     }
-    plan, _ = optimizer_plan(config(**keys), 256)
+    plan, _ = optimizer_plan(config(**keys), 256, 1)
     groups = {group.name: group for group in param_groups(model, plan)}
     assert len(groups["head_0"].params) == 4 and groups["head_1_no_decay"].params == (
         "heads.1.0.weight",
@@ -79,5 +79,5 @@ def test_heads_of_a_linear_evaluation_have_rates_and_decays_of_their_own():
 
 
 def test_vissl_s_names_of_a_transformer_s_tokens_do_not_decay():
-    plan, _ = optimizer_plan(config(OPTIMIZER__non_regularized_parameters=["pos_embedding", "class_token"]), 256)
+    plan, _ = optimizer_plan(config(OPTIMIZER__non_regularized_parameters=["pos_embedding", "class_token"]), 256, 1)
     assert plan.non_regularized == ("pos_embedding", "pos_embed", "class_token", "cls_token")

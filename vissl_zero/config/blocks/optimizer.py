@@ -14,13 +14,15 @@ class AutoLrScaling:
     """``auto_lr_scaling``: learning rates from the batch size, https://arxiv.org/abs/1706.02677."""
 
     auto_scale: bool = False
-    """Scale the schedule so that its peak is base_value at base_lr_batch_size."""
+    """Scale the schedule so that its rate is base_value at base_lr_batch_size."""
     base_value: float = number(0.1, above=0)
     """Learning rate at ``base_lr_batch_size``."""
     base_lr_batch_size: int = number(256, least=1)
     """Source images per optimizer step over all processes that ``base_value`` is meant for."""
     scaling_type: str = choice("linear", "linear", "sqrt")
     """linear (with the batch) or sqrt (with its root)."""
+    keep_shape: bool = False
+    """One factor for the whole schedule, warm-up included; false: as VISSL scales, see docs/optimizer_forms.md."""
 
 
 @dataclass

@@ -120,18 +120,19 @@ def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
     ) if given else ()
 
 
-def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
+def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
     """The optimizer of a run, and what to say about it.
 
     Args:
         cfg: a configuration that passed the rules.
         global_batch: source images per optimizer step, for automatic scaling of the learning rate.
+        num_nodes: machines, among which that batch is shared.
     """
     block = cfg.OPTIMIZER
     options, option_notes = optimizer_options(block)
     larc, larc_notes = _larc(block)
     decay, head = weight_decay(block), block.head_optimizer_params
-    schedules = resolved_schedules(block, global_batch)
+    schedules = resolved_schedules(block, global_batch, num_nodes)
     plan = OptimizerPlan(
         name=base_name(block),
         options=options,
@@ -151,7 +152,22 @@ def optimizer_plan(cfg: RunConfig, global_batch: int) -> tuple[OptimizerPlan, tu
         param_rules=tuple(param_rules(block)),
         head_rules=tuple(head_rules(block)),
     )
-    return plan, (*option_notes, *larc_notes)
+    return plan, (*option_notes, *larc_notes, *_warm_up_notes(block, schedules))
+
+
+def _warm_up_notes(block: Optimizer, schedules: Schedules) -> list[str]:
+    """What VISSL's scaling left out of a schedule."""
+    return [
+        f"config.OPTIMIZER.param_schedulers.{name}: on one machine the warm-up is left out, as in VISSL, because it "
+        "would begin at the scaled rate; auto_lr_scaling.keep_shape=true keeps it."
+        for name, schedule in (("lr", schedules.lr), ("lr_head", schedules.lr_head))
+        if len(schedule.get("schedulers", ())) < len(_parts(getattr(block.param_schedulers, name)))
+        and (name == "lr" or block.head_optimizer_params.use_different_lr)
+    ]
+
+
+def _parts(scheduler: Scheduler) -> list[Any]:
+    return scheduler.schedulers if scheduler.name == "composite" else []
 
 
 def _own_names(parts: Sequence[str]) -> list[str]:
@@ -191,34 +207,70 @@ class Schedules:
     weight_decay_head: dict[str, Any] | None
 
 
-def resolved_schedules(block: Optimizer, global_batch: int) -> Schedules:
+def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> Schedules:
     """All schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
-    lr = scaled(schedulers.lr, global_batch) if block.lr is None else with_peak(schedulers.lr, block.lr)
+    has_own_lr = head.use_different_lr and not one_rate(block)
+    lr = scaled(schedulers.lr, global_batch, num_nodes) if block.lr is None else with_peak(schedulers.lr, block.lr)
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
     decay_head = None if head.use_different_wd and not one_rate(block) else decay
     if schedulers.weight_decay_head.name and not one_rate(block):
         decay_head = plain(schedulers.weight_decay_head)
     return Schedules(
         lr=lr,
-        lr_head=scaled(schedulers.lr_head, global_batch) if head.use_different_lr and not one_rate(block) else lr,
+        lr_head=scaled(schedulers.lr_head, global_batch, num_nodes) if has_own_lr else lr,
         weight_decay=decay,
         weight_decay_head=decay_head,
     )
 
 
-def scaled(scheduler: Scheduler, global_batch: int) -> dict[str, Any]:
-    """A schedule, all of it multiplied by one factor if auto_scale, so that its shape (warm-up included) stays.
+def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[str, Any]:
+    """A schedule with its rates scaled by the batch, if auto_scale: https://arxiv.org/abs/1706.02677.
 
-    The peak becomes ``base_value * global_batch / base_lr_batch_size``, or the root of that ratio:
-    https://arxiv.org/abs/1706.02677.
+    The rate becomes ``base_value * global_batch / base_lr_batch_size``, or the root of that ratio. With ``keep_shape``
+    all of the schedule is multiplied by one factor, so that its peak is that rate; else it is as in VISSL
+    (``get_scaled_lr_scheduler`` of vissl/utils/hydra_config.py at 09270ed2).
     """
     schedule, auto = plain(scheduler), scheduler.auto_lr_scaling
     if not auto.auto_scale:
         return schedule
     ratio = global_batch / auto.base_lr_batch_size
     wanted = auto.base_value * (sqrt(ratio) if auto.scaling_type == "sqrt" else ratio)
-    return _multiplied(schedule, wanted / peak(schedule))
+    if auto.keep_shape:
+        return _multiplied(schedule, wanted / peak(schedule))
+    return _as_in_vissl(schedule, wanted, auto.base_value * ratio / num_nodes, num_nodes)
+
+
+def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float, num_nodes: int) -> dict[str, Any]:
+    """Every part begins at ``wanted``; a line ends there and begins, as a warm-up, at the rate of one machine's batch.
+
+    On one machine a line that would not fall is left out.
+    """
+    name = schedule["name"]
+    if name == "linear":
+        return {**schedule, "end_value": wanted}
+    if name != "composite":
+        first = schedule.get("start_value") or next(iter(schedule.get("values", ())), 0.0) or peak(schedule)
+        return _multiplied(schedule, wanted / (first or 1.0))
+    parts = [_as_in_vissl(part, wanted, of_one_machine, num_nodes) for part in schedule["schedulers"]]
+    parts = [{**part, "start_value": of_one_machine} if part["name"] == "linear" else part for part in parts]
+    lines = [index for index, part in enumerate(parts) if part["name"] == "linear"]
+    if not lines or num_nodes > 1 or of_one_machine > wanted or len(parts) == 1:
+        return {**schedule, "schedulers": parts}
+    return _without_part({**schedule, "schedulers": parts}, lines[-1])
+
+
+def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
+    """A composite without one of its parts; the other parts take over its share."""
+    parts, lengths, scaling = (
+        [value for at, value in enumerate(schedule.get(key) or []) if at != index]
+        for key in ("schedulers", "lengths", "interval_scaling")
+    )
+    if len(parts) == 1:
+        interval = {"update_interval": schedule["update_interval"]} if "update_interval" in schedule else {}
+        return {**interval, **parts[0]}
+    shares = [length / sum(lengths) for length in lengths]
+    return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
 
 
 def with_peak(scheduler: Scheduler, value: float) -> dict[str, Any]:
