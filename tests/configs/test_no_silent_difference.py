@@ -47,7 +47,7 @@ NO_NUMBER = {
     "TEACHER_MODEL.FSDP_CONFIG": "how the frozen teacher is wrapped",
     "TEACHER_MODEL.ACTIVATION_CHECKPOINTING": "recomputation, and the teacher has no backward pass",
     "TEACHER_MODEL.SINGLE_PASS_EVERY_CROP": "a teacher in evaluation mode sees each crop by itself",
-    "BROADCAST_BUFFERS": "buffers of the other ranks, which VISSL neither evaluates nor saves",
+    "BROADCAST_BUFFERS": "buffers of the other ranks, which VISSL does not save; explain says what it evaluates",
     "num_train_samples": "a size that the data says",
     "num_crops": "a number that the transforms say",
     "DROP_LAST": "a size that the data says",

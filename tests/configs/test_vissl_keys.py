@@ -71,7 +71,7 @@ def test_keys_without_effect_are_accepted_in_a_file_and_listed_once(composed):
     assert problems(cfg, CPU_HOST) == []
     assert no_effect(cfg) == [
         "Keys without effect here: VERBOSE, HOOKS.PERF_STATS.MONITOR_PERF_STATS, HOOKS.LOG_GPU_STATS, "
-        "DATA.TRAIN.COPY_TO_LOCAL_DISK, METERS.name, METERS.accuracy_list_meter.num_meters, "
+        "DATA.TRAIN.COPY_TO_LOCAL_DISK, METERS.accuracy_list_meter.num_meters, "
         "LOSS.swav_loss.output_dir, LOSS.msn_distillation_loss, "
         "SLURM (USE_SLURM is off)."
     ]

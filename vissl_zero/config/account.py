@@ -27,7 +27,7 @@ from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run import Root, RunConfig
+from vissl_zero.config.run import RunConfig, schema
 from vissl_zero.config.vissl import DIFFERENCES, vissl_keys
 from vissl_zero.errors import ConfigError, Problem
 
@@ -122,7 +122,6 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account) -> Composed:
     """The tree as dataclasses, without the keys and values that are none: those go into ``account.refused``."""
-    root = OmegaConf.structured(Root)
     if tree.get("engine_name", TRAIN) not in (TRAIN, *PROGRAMS):
         account.refused.append(unknown_engine(tree.engine_name))
         tree.engine_name = TRAIN
@@ -132,7 +131,7 @@ def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account
     if isinstance(tree.get("config"), DictConfig):
         OmegaConf.set_struct(tree, False)
     try:
-        return typed(OmegaConf.merge(root, tree), recipe, words)  # type: ignore[arg-type]
+        return typed(OmegaConf.merge(schema(), tree), recipe, words)  # type: ignore[arg-type]
     except EXPLAINABLE as error:
         raise explain(error) from error
 

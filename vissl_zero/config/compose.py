@@ -22,7 +22,7 @@ from vissl_zero.config.derive.measuring import begin_program
 from vissl_zero.config.explain import EXPLAINABLE, added_keys, every_mistake, explain
 from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipes import recipe_folders, register_search_path
-from vissl_zero.config.run import Root, RunConfig
+from vissl_zero.config.run import RunConfig, schema
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
@@ -38,7 +38,7 @@ new_folders: set[Path] = set()
 @cache  # building the schema's node takes a fifth of a second
 def register() -> None:
     """Register the schema, the search path and the resolvers. Repeating it does nothing."""
-    ConfigStore.instance().store(name="root_schema", node=Root, provider="vissl_zero")
+    ConfigStore.instance().store(name="root_schema", node=schema(), provider="vissl_zero")
     register_search_path()
     # Cached, because the name holds the time: every reader must get the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
@@ -250,13 +250,14 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
         words.append(f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]")
     GlobalHydra.instance().clear()
     store = ConfigStore.instance()
+    typed_node = store.repo["root_schema.yaml"]
     store.store(name="root_schema", node={"VERSION": 1, "node_id": 0, "engine_name": "train"}, provider="vissl_zero")
     try:
         with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
             return hydra.compose("defaults", words)
     finally:
         # The store is the process's: whoever composes next needs the types again.
-        store.store(name="root_schema", node=Root, provider="vissl_zero")
+        store.repo["root_schema.yaml"] = typed_node
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:

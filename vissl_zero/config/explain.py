@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,7 +21,7 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.recipes import list_recipes, recipe_names
-from vissl_zero.config.run import Root
+from vissl_zero.config.run import schema
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
@@ -213,7 +214,7 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
         prefix: of that path, for messages.
         tree: where to look; by default the whole typed tree.
     """
-    root = OmegaConf.structured(Root) if tree is None else tree
+    root = schema() if tree is None else tree
     node, parts, depth = root, key.split("."), 0
     while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
         node = node._get_node(parts[depth])
@@ -247,8 +248,8 @@ def _everyday(word: str) -> str:
 def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
     """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
     problems: list[Problem] = []
-    schema = OmegaConf.get_type(cfg)
-    names = {f.name for f in fields(schema)} if is_dataclass(schema) else None
+    kind = OmegaConf.get_type(cfg)
+    names = {f.name for f in fields(kind)} if is_dataclass(kind) else None
     for name in map(str, cfg):
         child = cfg._get_node(name)
         if names is not None and name not in names:
@@ -269,7 +270,7 @@ def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
     """Every key and value of an untyped tree that the typed one refuses."""
-    node = OmegaConf.structured(Root) if typed is None else typed
+    node = copy.deepcopy(schema()) if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
     for name in map(str, given):
         child, below = given._get_node(name), node._get_node(name) if name in node else None

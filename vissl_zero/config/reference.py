@@ -1,4 +1,5 @@
-"""Write ``docs/keys.md``, a table of every typed key: ``python -m vissl_zero.config.reference``."""
+"""Write ``docs/keys.md``, a table of every typed key, and the table in ``docs/configuration.md`` of what VISSL means
+otherwise: ``python -m vissl_zero.config.reference``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.vissl import DIFFERENCES
 
 _HEADER = """\
 # Every key
@@ -37,6 +39,19 @@ def reference() -> str:
     for kind in ("head", "base optimizer"):
         tables += [_table(f"{kind} `{name}`", schema()) for name, schema in builtin_keys(kind).items()]
     return "\n".join([_HEADER, *tables])
+
+
+_BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
+
+
+def with_differences(page: str) -> str:
+    """``docs/configuration.md`` with its table of keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
+    before, _, rest = page.partition(_BEGIN)
+    rows = ["| key | at | here, and in VISSL |", "| --- | --- | --- |"]
+    for entry in DIFFERENCES:
+        values = ", ".join(f"`{_YAML.get(v, v) if isinstance(v, bool) else v}`" for v in entry.get("values", ()))
+        rows.append(f"| `{entry['key']}` | {values or 'any value'} | {entry['why']} |")
+    return "".join([before, _BEGIN, "\n".join(rows), "\n", _END, rest.partition(_END)[2]])
 
 
 def _blocks(block: Any, path: str) -> Iterator[str]:
@@ -97,3 +112,5 @@ def _text(statement: ast.stmt | None) -> str:
 
 if __name__ == "__main__":
     Path("docs/keys.md").write_text(reference())
+    configuration = Path("docs/configuration.md")
+    configuration.write_text(with_differences(configuration.read_text()))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
 from vissl_zero.config.blocks.model import Distillation, Model, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.blocks.output import Checkpoint, Hooks, NearestNeighbor, OnlineProbe
+from vissl_zero.config.blocks.output import Checkpoint, Hooks, Meters, NearestNeighbor, OnlineProbe
 from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
@@ -37,6 +40,9 @@ class RunConfig:
     """Only measure; train nothing."""
     TEST_EVERY_NUM_EPOCH: int = number(1, least=0)
     """Epochs between measurements of top-1 on TEST while a supervised run trains; 0: only at the end."""
+    TEST_MODEL: bool = True
+    """Measure top-1 on TEST of a run that predicts classes, and extract TEST's features; false: use TRAIN alone for
+    both. kNN follows NEAREST_NEIGHBOR."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
     MODEL: Model = field(default_factory=Model)
@@ -53,6 +59,8 @@ class RunConfig:
     """The training loop."""
     HOOKS: Hooks = field(default_factory=Hooks)
     """What is done beside training."""
+    METERS: Meters = field(default_factory=Meters)
+    """What is measured on TEST beside top-1 and top-5."""
     NEAREST_NEIGHBOR: NearestNeighbor = field(default_factory=NearestNeighbor)
     """kNN evaluation."""
     SVM: Svm = field(default_factory=Svm)
@@ -87,3 +95,10 @@ class Root:
     """What to do: train, or one of VISSL's programs (config.PROGRAM)."""
     config: RunConfig = field(default_factory=RunConfig)
     """The run."""
+
+
+@cache  # a third of a second, five times a copy
+def schema() -> DictConfig:
+    """``Root`` as OmegaConf's typed tree; who writes into it must copy it."""
+    tree: DictConfig = OmegaConf.structured(Root)
+    return tree

@@ -5,14 +5,15 @@ The online probe's accuracy: on what the model trains on, and on images it was n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.config.taps import layer_names
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
@@ -29,10 +30,12 @@ class Accuracy:
     Attributes:
         top1: whose largest logit is their label's.
         top5: whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
+        by_k: k -> whose label is among the k largest logits, of other k.
     """
 
     top1: float
     top5: float | None
+    by_k: Mapping[int, float] = field(default_factory=dict)
 
 
 class AccuracyHook(Hook):
@@ -41,8 +44,9 @@ class AccuracyHook(Hook):
     Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
     ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). Of several heads the best
     counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``, an evaluation of several layers
-    ``top1_by_layer``, ``top5_by_layer`` and ``best_layer``. Nothing is added for other methods, or where
-    nothing was trained and the heads are as new.
+    ``top1_by_layer``, ``top5_by_layer`` and ``best_layer``; METERS adds ``top<k>``, ``precision_at_<k>`` and
+    ``recall_at_<k>`` of that head. Nothing is added for other methods, without TEST_MODEL, or where nothing was trained
+    and the heads are as new.
     """
 
     def __init__(self) -> None:
@@ -75,6 +79,8 @@ class AccuracyHook(Hook):
         run.results["top1"] = None if found is None else found.top1
         if found is not None and found.top5 is not None:
             run.results["top5"] = found.top5
+        if found is not None:
+            run.results |= further_figures(run.plan.config["METERS"], found)
 
     def _measure(self, run: Run) -> Accuracy | None:
         """Accuracy of the best head as it is now, which joins the curve. Collective."""
@@ -101,13 +107,36 @@ class AccuracyHook(Hook):
 
 
 def _ignored_label(run: Run) -> int | None:
-    """``Method.ignored_label`` of a run whose accuracy means something."""
-    return None if run.num_steps == 0 and _heads_are_new(run) else run.method.ignored_label
+    """``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
+    is_measured = run.plan.config["TEST_MODEL"] and (run.num_steps > 0 or not _heads_are_new(run))
+    return run.method.ignored_label if is_measured else None
 
 
 def _heads_are_new(run: Run) -> bool:
     settings = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
     return bool(settings["EVAL_MODE_ON"] and not settings["EVAL_TRUNK_AND_HEAD"])
+
+
+def _numbers(meters: Mapping[str, Any], meter: str) -> list[int]:
+    """``topk_values`` of a meter that METERS names."""
+    return list(meters[meter]["topk_values"]) if meter in (meters["name"], *meters["names"]) else []
+
+
+def further_figures(meters: Mapping[str, Any], found: Accuracy) -> dict[str, float]:
+    """What METERS names beyond top-1 and top-5, by its name among the results.
+
+    Args:
+        meters: the resolved block.
+        found: accuracy at every number that the block names.
+    """
+    shares = {1: found.top1, TOP_K: found.top5, **found.by_k}
+    figures = {}
+    for meter, prefix in METERS.items():
+        for k in _numbers(meters, meter):
+            share = shares.get(k)
+            if share is not None and f"{prefix}{k}" not in ("top1", "top5"):
+                figures[f"{prefix}{k}"] = share / k if prefix == "precision_at_" else share
+    return figures
 
 
 def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accuracy]:
@@ -120,8 +149,23 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     Returns:
         Equal on every rank; empty if no image has a label.
     """
-    num_heads = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"])
-    return accuracies_of(run, images, run.sharded.model, num_heads, lambda labels: labels != ignored_label)
+    num_heads, meters = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"]), run.plan.config["METERS"]
+    numbers = sorted({k for meter in METERS for k in _numbers(meters, meter)})
+    labels = (
+        {images.source.label(index) for index in range(len(images.source))} if meters["model_output_mask"] else None
+    )
+
+    def score(crops: list[Tensor]) -> list[Tensor]:
+        outputs: list[Tensor] = run.sharded.model(crops)
+        return outputs if labels is None else [_masked(logits, labels) for logits in outputs]
+
+    return accuracies_of(run, images, score, num_heads, lambda given: given != ignored_label, numbers)
+
+
+def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
+    """Logits (n, C), those of classes that are no label last, as VISSL's ModelOutputMaskHook leaves them."""
+    is_out = torch.tensor([label not in labels for label in range(logits.shape[1])], device=logits.device)
+    return logits.masked_fill(is_out, float("-inf"))
 
 
 def accuracies_of(
@@ -130,6 +174,7 @@ def accuracies_of(
     score: Callable[[list[Tensor]], list[Tensor]],
     num_classifiers: int,
     counts_label: Callable[[Tensor], Tensor],
+    numbers: Sequence[int] = (),
 ) -> list[Accuracy]:
     """Accuracy of classifiers on top of the model, in evaluation mode. Collective.
 
@@ -139,11 +184,14 @@ def accuracies_of(
         score: images of one resolution -> logits (n, C) of each classifier.
         num_classifiers: how many ``score`` gives.
         counts_label: labels (n,) -> which of the images count.
+        numbers: further k for ``Accuracy.by_k``; 1 and ``TOP_K`` are there anyway.
     Returns:
         Equal on every rank; empty if no image counts.
     """
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
-    counts = torch.zeros(2 * num_classifiers + 1, dtype=torch.int64, device=run.device)  # right, in top-k, all
+    ks = (1, TOP_K, *(k for k in numbers if k not in (1, TOP_K)))
+    right = torch.zeros(num_classifiers, len(ks), dtype=torch.int64, device=run.device)
+    num_counted = torch.zeros(1, dtype=torch.int64, device=run.device)
     widths = [0] * num_classifiers
     with run.sharded.evaluated(), evaluating(run.sharded.model):
         for batch, num_own in own_batches(run, images):
@@ -152,20 +200,22 @@ def accuracies_of(
             if batch.targets is not None:
                 labels = batch.targets[:num_own]
                 is_counted = counts_label(labels)
-                top1, topk = [], []
-                for logits in outputs:
+                num_counted += is_counted.sum()
+                for index, logits in enumerate(outputs):
                     rows = logits[:num_own]
-                    top1.append(((rows.argmax(dim=1) == labels) & is_counted).sum())
-                    nearest = rows.topk(min(TOP_K, rows.shape[1]), dim=1).indices
-                    topk.append(((nearest == labels[:, None]).any(dim=1) & is_counted).sum())
-                counts += torch.stack([*top1, *topk, is_counted.sum()])
-    *right, num_counted = all_reduce_sum(counts).tolist()
-    if not num_counted:
+                    is_best = (rows.argmax(dim=1) == labels) & is_counted
+                    nearest = rows.topk(min(max(ks), rows.shape[1]), dim=1).indices == labels[:, None]
+                    further = [(nearest[:, :k].any(dim=1) & is_counted).sum() for k in ks[1:]]
+                    right[index] += torch.stack([is_best.sum(), *further])
+    *counts, num_images = all_reduce_sum(torch.cat([right.flatten(), num_counted])).tolist()
+    if not num_images:
         return []
-    return [
-        Accuracy(top1 / num_counted, topk / num_counted if width > TOP_K else None)
-        for top1, topk, width in zip(right[:num_classifiers], right[num_classifiers:], widths, strict=True)
-    ]
+    found = []
+    for index, width in enumerate(widths):
+        shares = [count / num_images for count in counts[index * len(ks) : (index + 1) * len(ks)]]
+        further = {k: share for k, share in zip(ks[2:], shares[2:], strict=True) if k < width}
+        found.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, further))
+    return found
 
 
 class OnlineProbeHook(Hook):

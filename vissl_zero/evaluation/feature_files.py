@@ -50,7 +50,9 @@ class ExtractFeatures(Hook):
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {
-            split: self._extract(run, split, s) for split, s in (("TRAIN", train), ("TEST", test)) if s is not None
+            split: self._extract(run, split, s)
+            for split, s in (("TRAIN", train), ("TEST", test if run.plan.config["TEST_MODEL"] else None))
+            if s is not None
         }
         run.results["features_extracted"] = counts
         if run.is_main:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
-from vissl_zero.data.loader import build_eval_images
+from vissl_zero.data.loader import build_eval_images, eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
@@ -30,6 +30,75 @@ def test_top1_is_the_share_of_right_answers():
             logits = run.sharded.model.eval()([crop[None].double()])[0]
         right += int(logits.argmax()) == images.source.label(index)
     assert run.results["top1"] == right / NUM_TEST
+
+
+def _answers(run):
+    """Logits and labels of TEST's images, one image at a time."""
+    images = build_eval_images(run.plan.config["DATA"], run.plan.seed)[1]
+    crops = [images.transform(images.source.image(index))[0] for index in range(NUM_TEST)]
+    with torch.no_grad():
+        logits = torch.cat([run.sharded.model.eval()([crop[None].double()])[0] for crop in crops])
+    return logits, torch.tensor([images.source.label(index) for index in range(NUM_TEST)])
+
+
+def test_meters_add_what_they_name():
+    config = make_config()
+    config["METERS"] |= {
+        "name": "accuracy_list_meter",
+        "names": ["precision_at_k_list_meter", "recall_at_k_list_meter"],
+    }
+    config["METERS"]["accuracy_list_meter"]["topk_values"] = [1, 3, 100]
+    config["METERS"]["precision_at_k_list_meter"]["topk_values"] = [2]
+    config["METERS"]["recall_at_k_list_meter"]["topk_values"] = [2, 5]
+    run, _, _ = build_run(make_plan(config), torch.device("cpu"))
+    AccuracyHook().on_end(run)
+    logits, labels = _answers(run)
+    place = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # how many classes come before the label
+    shares = {k: (place < k).double().mean().item() for k in (1, 2, 3, 5)}
+    assert run.results["top1"] == shares[1]
+    figures = {"top3": shares[3], "precision_at_2": shares[2] / 2, "recall_at_2": shares[2], "recall_at_5": shares[5]}
+    assert {name: run.results[name] for name in figures} == figures
+    assert "top100" not in run.results  # there are ten classes
+
+
+def test_a_mask_leaves_out_classes_without_images(monkeypatch):
+    config = make_config()
+    config["METERS"]["model_output_mask"] = True
+    run, _, _ = build_run(make_plan(config), torch.device("cpu"))
+    logits, labels = _answers(run)
+    images = build_eval_images(config["DATA"], run.plan.seed)[1]
+    few = replace_labels(images, {0, 1, 2})
+    is_few = labels < 3
+    masked = logits.clone()
+    masked[:, 3:] = float("-inf")
+    right = ((masked.argmax(dim=1) == labels) & is_few).sum().item()
+    assert top1(run, few, -1) == right / is_few.sum().item()
+    assert right > ((logits.argmax(dim=1) == labels) & is_few).sum().item()
+
+
+def replace_labels(images, kept):
+    """The same images, of which those of other classes have no label."""
+
+    class Few:
+        def __getattr__(self, name):
+            return getattr(images.source, name)
+
+        def __len__(self):
+            return len(images.source)
+
+        def label(self, index):
+            label = images.source.label(index)
+            return label if label in kept else -1
+
+    return eval_images(Few(), make_config()["DATA"], 0)
+
+
+def test_without_test_model_nothing_is_measured():
+    config = make_config()
+    config["TEST_MODEL"] = False
+    run, _, _ = build_run(make_plan(config), torch.device("cpu"))
+    AccuracyHook().on_end(run)
+    assert "top1" not in run.results
 
 
 def top1(run, images, ignored_label):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vissl_zero.config.blocks.data import TEXTS, Texts
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
 
@@ -115,3 +116,58 @@ class NearestNeighbor:
     """Training images whose augmented views give LiDAR at the end; the paper takes 1,000; 0: not measured."""
     LIDAR_VIEWS: int = number(10, least=2, most=10**6)
     """Views of each of them; the paper takes 50."""
+
+
+# Meter -> what its figures' names begin with.
+METERS = {
+    "accuracy_list_meter": "top",
+    "precision_at_k_list_meter": "precision_at_",
+    "recall_at_k_list_meter": "recall_at_",
+}
+
+
+@with_vissl_keys("METERS.accuracy_list_meter")
+@dataclass
+class AccuracyMeter:
+    """``accuracy_list_meter``."""
+
+    topk_values: list[int] = number([1], least=1, most=10**6)
+    """Numbers of best classes; 1 and 5 are measured anyway."""
+
+
+@with_vissl_keys("METERS.precision_at_k_list_meter")
+@dataclass
+class PrecisionMeter:
+    """``precision_at_k_list_meter``."""
+
+    topk_values: list[int] = number([1], least=1, most=10**6)
+    """Numbers of best classes."""
+
+
+@with_vissl_keys("METERS.recall_at_k_list_meter")
+@dataclass
+class RecallMeter:
+    """``recall_at_k_list_meter``."""
+
+    topk_values: list[int] = number([1], least=1, most=10**6)
+    """Numbers of best classes."""
+
+
+@with_vissl_keys("METERS")
+@dataclass
+class Meters:
+    """``METERS``: further figures on TEST of a run that predicts classes; top-1 and top-5 are always measured."""
+
+    name: str | None = ""
+    """One more of ``names``, as earlier recipes of VISSL write it."""
+    names: Texts = field(default_factory=list, metadata=TEXTS)
+    """accuracy_list_meter (top<k>), precision_at_k_list_meter (precision_at_<k>), recall_at_k_list_meter
+    (recall_at_<k>); with one label per image, recall is the share of top-k, precision that share over k."""
+    model_output_mask: bool = False
+    """Only classes that have an image in TEST can be predicted."""
+    accuracy_list_meter: AccuracyMeter = field(default_factory=AccuracyMeter)
+    """Shares of images whose label is among the k best classes."""
+    precision_at_k_list_meter: PrecisionMeter = field(default_factory=PrecisionMeter)
+    """Share of the k best classes that are the label's."""
+    recall_at_k_list_meter: RecallMeter = field(default_factory=RecallMeter)
+    """Share of labels among the k best classes."""

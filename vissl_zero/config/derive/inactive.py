@@ -32,6 +32,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
         f"{_SCHEDULES}.lr.auto_lr_scaling.base_value",
         f"{_SCHEDULES}.lr.auto_lr_scaling.base_lr_batch_size",
         f"{_SCHEDULES}.lr.auto_lr_scaling.scaling_type",
+        f"{_SCHEDULES}.lr.auto_lr_scaling.keep_shape",
     ),
     f"{_SCHEDULES}.weight_decay.name": (f"{_SCHEDULES}.weight_decay",),
     f"{_SCHEDULES}.weight_decay_head.name": (f"{_SCHEDULES}.weight_decay_head",),
@@ -259,9 +260,9 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "construct_single_param_group_only is set",
     ),
     Inactive(
-        ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST"),
+        ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST", "METERS.name", "METERS.names", "METERS.model_output_mask"),
         lambda cfg: (
-            not cfg.DATA.TEST.DATA_SOURCES
+            not (cfg.DATA.TEST.DATA_SOURCES and cfg.TEST_MODEL)
             or (cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES)
         ),
         "no top-1 on TEST is measured",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vissl_zero.config.blocks.machine import Slurm
+from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.host import Host
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.vissl import OTHER_LOSSES, VisslKey, vissl_keys
@@ -15,6 +16,14 @@ from vissl_zero.errors import Problem
 def refused(cfg: RunConfig, host: Host) -> list[Problem]:
     """Keys whose value would change what is trained."""
     return [_problem(key, value) for key, value in _set_keys(cfg) if key.is_refused]
+
+
+def meters(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Figures on TEST that are measured here."""
+    names = [cfg.METERS.name, *cfg.METERS.names] if cfg.METERS.name else cfg.METERS.names
+    must = f"must be {' or '.join(METERS)}: each image has one class here"
+    fix = "Leave it out. For several classes an image, train SVMs (train_svm), which measure average precision."
+    return [Problem("config.METERS.names", str(name), must, fix) for name in names if name not in METERS]
 
 
 def no_effect(cfg: RunConfig) -> list[str]:
@@ -55,4 +64,4 @@ def _value(node: Any, path: str) -> Any:
     return node
 
 
-RULES = (refused,)
+RULES = (refused, meters)
