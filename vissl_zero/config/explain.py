@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, ValueNode
@@ -214,7 +215,7 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
         prefix: of that path, for messages.
         tree: where to look; by default the whole typed tree.
     """
-    root = schema() if tree is None else tree
+    root: Any = schema() if tree is None else tree
     node, parts, depth = root, key.split("."), 0
     while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
         node = node._get_node(parts[depth])

@@ -213,8 +213,8 @@ def accuracies_of(
     found = []
     for index, width in enumerate(widths):
         shares = [count / num_images for count in counts[index * len(ks) : (index + 1) * len(ks)]]
-        further = {k: share for k, share in zip(ks[2:], shares[2:], strict=True) if k < width}
-        found.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, further))
+        by_k = {k: share for k, share in zip(ks[2:], shares[2:], strict=True) if k < width}
+        found.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, by_k))
     return found
 
 
