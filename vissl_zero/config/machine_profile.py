@@ -30,6 +30,7 @@ class Machine:
         host: bytes a second between device and host memory.
         disk: bytes a second of a rank's share of a local disk.
         operation_s: seconds that one operation costs beside what it computes.
+        convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
         memory_gb: GiB where a rank computes; None: not said, and the device here or an assumed one counts.
         source: where the figures are from.
     """
@@ -43,6 +44,7 @@ class Machine:
     host: float
     disk: float
     operation_s: float
+    convolution_share: float = 1.0
     memory_gb: float | None = None
     source: str = ""
 
@@ -94,7 +96,7 @@ def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in given or item.name != "memory_gb":
+        elif item.name in given or item.name not in ("memory_gb", "convolution_share"):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

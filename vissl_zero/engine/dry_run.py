@@ -123,6 +123,11 @@ class Stage:
         is_undone = self.plan.exact_accumulation or not self.method.couples_samples
         return is_undone and not self.forecaster.has_batch_norm
 
+    def forecast(self) -> Forecast:
+        """Of the run as it is."""
+        with self.mode, _default_dtype(getattr(torch, self.plan.sharding.precision.master)):
+            return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
+
     def forecasts(self) -> Found:
         """Forecasts of every way to run this at its micro-batch."""
         plan = self.plan
@@ -214,8 +219,7 @@ def set_stage(plan: ResolvedRun) -> Stage:
 def dry_run(plan: ResolvedRun) -> DryRun:
     """What a run will hold and how long it is; cost and errors as ``set_stage``."""
     stage = set_stage(plan)
-    with stage.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
-        found = stage.forecaster.forecast(plan.sharding, plan.accumulation_steps)
+    found = stage.forecast()
     num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
     schedules = Schedules(plan, stage.groups, per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]

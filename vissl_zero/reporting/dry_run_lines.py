@@ -11,7 +11,7 @@ from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
 from vissl_zero.engine.dry_run import DryRun
-from vissl_zero.reporting.out_of_memory import Switch, switches
+from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 
 # What the tiers of a rank are called, by device.
@@ -57,7 +57,7 @@ def verdict(run: DryRun) -> tuple[bool, list[str]]:
     if need <= available:
         return True, [f"fits: {figures}, {bytes_text(available - need)} to spare"]
     lines = [f"does not fit: {figures}, {bytes_text(need - available)} too much. What would help:"]
-    helps = sorted(switches(run.plan, run.forecast.memory), key=lambda switch: -switch.saved)
+    helps = sorted([*same_numbers(run.plan), *other_numbers(run.plan)], key=lambda switch: -switch.saved)
     if run.plan.sharding.offload_optimizer.device == "none":
         price = "slower: docs/offload.md"
         tier = "cpu" if run.plan.device == "cuda" else "nvme"

@@ -1,28 +1,27 @@
-"""The answer to "out of memory": what the bytes are, and the cheapest switch that would help.
+"""The answer to "out of memory": what the bytes are, and the cheapest change that would help.
 
-Estimates come from the same formulas as the memory tables (ZeRO paper, arXiv 1910.02054): with N ranks per shard group,
-level 1 keeps 1/N of the optimizer state, level 2 of the gradients too, level 3 of the parameters too.
+What a change saves is forecast by the one memory model (``sharding/memory_model.py``), as in ``vissl-zero plan``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from vissl_zero.config.resolved import OptimizerPlan, ResolvedRun
+from vissl_zero.config.resolved import Precision, ResolvedRun
+from vissl_zero.engine.dry_run import dry_run, set_stage
+from vissl_zero.engine.planning import overrides_of
 from vissl_zero.errors import OutOfMemoryError
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
+from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
+from vissl_zero.sharding.forecast import Forecast
 from vissl_zero.sharding.strategy import Bytes
 
-# Share of the activations that goes away, at least. Measured on the CPU with RegNets of 45 k and 3.9 M parameters:
-# recomputing keeps 13 to 17 % (and, for a moment, those of the block being recomputed); autocast saves 29 and 44 %.
-_SAVED_BY_RECOMPUTING = 0.7
-_SAVED_BY_BFLOAT16 = 0.3
-_WORTHWHILE = 0.1  # of all that is held; less than this is not worth a switch
-_STATES_PER_PARAMETER = {"sgd": 1, "lars": 1, "adam": 2, "adamw": 2}
+_WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
+_MOST_OTHERS = 3
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -32,7 +31,7 @@ class Switch:
 
     Attributes:
         override: what to add, as the user types it.
-        saved: estimated bytes per rank.
+        saved: bytes of a rank's peak, by forecast.
         price: what it costs, in words.
     """
 
@@ -52,7 +51,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> OutOfMemoryError:
-    """The error to raise instead: bytes by kind, the cheapest switch that would help, and the others.
+    """The error to raise instead: bytes by kind, the cheapest change that would help, and some others.
+
+    Cost: forecasts of the run's other plans, a few seconds.
 
     Args:
         error: see ``is_out_of_memory``.
@@ -69,23 +70,12 @@ def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> Ou
         )
     held = ", ".join(f"{name} {bytes_text(getattr(ledger, kind))}" for kind, name in shown_kinds(ledger).items())
     lines = [f"Out of memory: {failed} while this rank held {bytes_text(total(ledger))} ({held})."]
-    return OutOfMemoryError("\n".join([*lines, *_advice(list(switches(plan, ledger)), ledger, requested)]))
-
-
-def _advice(known: list[Switch], ledger: Bytes, requested: int | None) -> list[str]:
     need = max(requested or 0, int(_WORTHWHILE * total(ledger)))
-    best = next((switch for switch in known if switch.saved >= need), None)
-    if best is not None:
-        others = [switch for switch in known if switch is not best and switch.saved >= need // 2]
-        return ["The cheapest switch that would help:", f"  {best}", *_listed("Others:", others)]
-    useful = sorted((switch for switch in known if switch.saved > 0), key=lambda switch: -switch.saved)
-    if not useful:
-        return ["No switch would free much here: use a smaller model or batch, or more memory."]
-    return [*_listed("No single switch frees enough; these together free the most:", useful)]
-
-
-def _listed(title: str, found: list[Switch]) -> list[str]:
-    return [title, *(f"  {switch}" for switch in found)] if found else []
+    try:
+        advice = _advice(plan, need)
+    except Exception as again:  # noqa: BLE001 - memory is short, and the first error matters more than what follows
+        advice = [f"What would help was not found out here ({type(again).__name__}); vissl-zero plan shows it."]
+    return OutOfMemoryError("\n".join([*lines, *advice]))
 
 
 def requested_bytes(error: BaseException) -> int | None:
@@ -94,82 +84,84 @@ def requested_bytes(error: BaseException) -> int | None:
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
-def switches(plan: ResolvedRun, ledger: Bytes) -> Iterator[Switch]:
-    """Every switch that would free memory in this run, the cheapest for the user first.
+def _advice(plan: ResolvedRun, need: int) -> list[str]:
+    same = list(same_numbers(plan))
+    enough = [switch for switch in same if switch.saved >= need]
+    if enough:
+        best, *others = enough
+        return ["The cheapest switch that would help:", f"  {best}", *_listed("Others:", others[:_MOST_OTHERS])]
+    others = list(other_numbers(plan))
+    enough = [switch for switch in others if switch.saved >= need]
+    if enough:
+        return ["No switch that keeps every number frees enough; this would:", f"  {enough[0]}"]
+    useful = sorted((switch for switch in (*same, *others) if switch.saved > 0), key=lambda switch: -switch.saved)
+    if not useful:
+        return ["No switch would free much here: use a smaller model or batch, or more memory."]
+    return _listed("No single switch frees enough; these free the most:", useful[:_MOST_OTHERS])
 
-    First those that leave every number as it is (levels, in order of communication; then recomputing), then those that
-    change what is computed.
-    """
-    yield from _levels(plan, ledger)
-    sharding = plan.sharding
-    if not sharding.checkpoint_every and not sharding.stage_checkpoints:
-        yield Switch(
-            "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=True",
-            int(_SAVED_BY_RECOMPUTING * ledger.activations),
-            "same numbers, about a third more time",
-        )
-    if plan.batch_per_rank > 1:
-        yield _smaller_micro_batch(plan, ledger)
-    precision = sharding.precision
+
+def _listed(title: str, found: list[Switch]) -> list[str]:
+    return [title, *(f"  {switch}" for switch in found)] if found else []
+
+
+def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
+    """Every other way to run this that trains the same in less memory, the cheapest first."""
+    stage = set_stage(plan)
+    forecast = stage.forecast()
+    if forecast.step is None:
+        return
+    peak = forecast.step.peak_bytes
+    words = overrides_of(Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, None, None))
+    for candidate in rank_candidates(stage.forecasts(), Budget(peak)):
+        step = candidate.forecast.step
+        if step is not None and step.peak_bytes < peak:
+            changed = " ".join(word for word in overrides_of(candidate) if word not in words)
+            yield Switch(changed, peak - step.peak_bytes, f"same numbers, {_time(candidate.forecast, forecast)}")
+
+
+def _time(then: Forecast, now: Forecast) -> str:
+    if not then.seconds or not now.seconds:
+        return "its time is not known"
+    ratio = then.seconds / now.seconds
+    return "about as fast" if abs(ratio - 1) < 0.05 else f"about {ratio:.2g} times the time of a step"
+
+
+def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
+    """Changes that train something else, the mildest first."""
+    before = _peak(plan)
+    if before is None:
+        return
+    precision = plan.sharding.precision
+    changes = []
     if precision.master == "float64":
-        saved = (total(ledger) - ledger.buffers) // 2
-        yield Switch("config.TRAINER.DTYPE=float32", saved, "float32 rounding")
+        half = replace(precision, master="float32", compute="float32", reduce="float32")
+        changes.append(("config.TRAINER.DTYPE=float32", _with(plan, half), "float32 rounding"))
     elif precision.autocast is None and precision.compute == "float32":
-        yield Switch(
-            "config.MODEL.AMP_PARAMS.USE_AMP=True config.MODEL.AMP_PARAMS.DTYPE=bfloat16",
-            int(_SAVED_BY_BFLOAT16 * ledger.activations),
-            "computes in bfloat16",
-        )
+        words = "config.MODEL.AMP_PARAMS.USE_AMP=True config.MODEL.AMP_PARAMS.DTYPE=bfloat16"
+        changes.append((words, _with(plan, replace(precision, autocast="bfloat16")), "computes in bfloat16"))
+    if plan.batch_per_rank > 1:
+        changes.append(_smaller_micro_batch(plan))
+    for words, changed, price in changes:
+        after = _peak(changed)
+        if after is not None:
+            yield Switch(words, before - after, price)
 
 
-def _smaller_micro_batch(plan: ResolvedRun, ledger: Bytes) -> Switch:
+def _with(plan: ResolvedRun, precision: Precision) -> ResolvedRun:
+    return replace(plan, sharding=replace(plan.sharding, precision=precision))
+
+
+def _smaller_micro_batch(plan: ResolvedRun) -> tuple[str, ResolvedRun, str]:
     half, twice = plan.batch_per_rank // 2, plan.accumulation_steps * 2
     even = plan.batch_per_rank % 2 == 0
     batch = "the same global batch" if even else f"a global batch of {half * twice * plan.world_size}"
-    return Switch(
+    return (
         f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={half} config.ZERO.gradient_accumulation_steps={twice}",
-        ledger.activations * (plan.batch_per_rank - half) // plan.batch_per_rank,
+        replace(plan, batch_per_rank=half, accumulation_steps=twice),
         f"{batch}, but batch norm and assignments see half the images at a time",
     )
 
 
-def _levels(plan: ResolvedRun, ledger: Bytes) -> Iterator[Switch]:
-    whole = whole_state(ledger, plan)
-    now = state_bytes(whole, plan.sharding.level, plan.sharding.shard_group_size)
-    prices = {1: "no more communication", 2: "no more communication", 3: "1.5 times the communication"}
-    for level in range(plan.sharding.level + 1, 4):
-        saved = now - state_bytes(whole, level, plan.sharding.shard_group_size)
-        if saved > 0:
-            yield Switch(f"config.ZERO.LEVEL={level}", saved, f"same numbers, {prices[level]}")
-
-
-def whole_state(ledger: Bytes, plan: ResolvedRun) -> Bytes:
-    """Unsharded parameters, gradients and optimizer state, from what one rank holds of them.
-
-    What the run had not yet allocated when it stopped (gradients before the first backward, optimizer state before the
-    first step) is counted as it would have been.
-    """
-    level, ranks = plan.sharding.level, plan.sharding.shard_group_size
-    params = ledger.params * (ranks if level >= 3 else 1)
-    grads = ledger.grads * (ranks if level >= 2 else 1)
-    optimizer = ledger.optimizer * (ranks if level >= 1 else 1)
-    return Bytes(
-        params=params,
-        grads=grads or params,
-        optimizer=optimizer or params * _states_per_parameter(plan.optimizer),
-    )
-
-
-def _states_per_parameter(optimizer: OptimizerPlan) -> int:
-    if optimizer.name == "sgd" and not optimizer.options.get("momentum"):
-        return 0
-    return _STATES_PER_PARAMETER.get(optimizer.name, 0)
-
-
-def state_bytes(whole: Bytes, level: int, num_ranks: int) -> int:
-    """Bytes of state one rank of ``num_ranks`` holds at a level."""
-
-    def share(num_bytes: int, first_level: int) -> int:
-        return num_bytes // num_ranks if level >= first_level else num_bytes
-
-    return share(whole.params, 3) + share(whole.grads, 2) + share(whole.optimizer, 1)
+def _peak(plan: ResolvedRun) -> int | None:
+    step = dry_run(plan).forecast.step
+    return None if step is None else step.peak_bytes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vissl_zero.models.unit import Unit
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.step_trace import Mark, Moment, Recorder, StepTrace, record_step
+from vissl_zero.sharding.work import Work
 
 _FEWEST = 6  # with fewer, next to nothing is passed over
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -170,11 +171,11 @@ class _Stretch:
 
 class _Completion:
     def __init__(self, recorder: Recorder):
-        self.trace, self.births, self.counts = recorder.trace, recorder.births, recorder.counts
+        self.trace, self.births, self.works = recorder.trace, recorder.births, recorder.works
         self.insertions: dict[int, list[tuple[_Stretch, dict[str, str]]]] = {}  # before this mark
         self.renamed: dict[int, str] = {}
         self.repeated: dict[int, int] = {}  # deltas -> how often more
-        self.sums = [0, 0, 0]
+        self.more = Work()
 
     def fill(self, runs: Sequence[Run]) -> StepTrace:
         for run in runs:
@@ -229,10 +230,8 @@ class _Completion:
         if left:
             raise _UnevenError
         for template in templates:
-            for kind, (before, after) in enumerate(
-                zip(self.counts[template.begin], self.counts[template.end], strict=True)
-            ):
-                self.sums[kind] += number * (after - before)
+            own = self.works[template.end].plus(self.works[template.begin], -1)
+            self.more = self.more.plus(own, number)
 
     def place_of(self, moment: Moment, name: str) -> int:
         """Index of the one mark of this kind."""
@@ -279,14 +278,11 @@ class _Completion:
             marks.append(replace(mark, place=len(deltas), name=self.renamed.get(index, mark.name)))
         marks.pop()  # the end
         loss = next(mark.place for mark in marks if mark.moment == Moment.LOSS)
-        flops, moved, operations = self.sums
         return replace(
             old,
             deltas=deltas,
             marks=marks,
-            flops=old.flops + flops,
-            moved_bytes=old.moved_bytes + moved,
-            num_operations=old.num_operations + operations,
+            work=old.work.plus(self.more),
             kept_bytes=sum(deltas[:loss]),
         )
 

@@ -24,7 +24,14 @@ from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
 from vissl_zero.sharding.equal_units import recorded
 from vissl_zero.sharding.memory import Storages
-from vissl_zero.sharding.memory_model import ModelFacts, StepMemory, UpdateFacts, param_facts, step_memory
+from vissl_zero.sharding.memory_model import (
+    ModelFacts,
+    StepMemory,
+    UpdateFacts,
+    gathered_bytes,
+    param_facts,
+    step_memory,
+)
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
@@ -124,8 +131,8 @@ class Forecaster:
         units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
         facts = self._facts(plan, units, num_ranks, rule)
         trace = self.trace(plan)
-        if keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type):
-            wrap_plan = replace(wrap_plan, whole_bytes=0)
+        if not keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type):
+            wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace):

@@ -20,7 +20,7 @@ from vissl_zero.sharding.cpu_comm.open_communicator import SLOT_BYTES
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
-from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.plan import ROOT, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
 from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
@@ -157,6 +157,46 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
     return found
 
 
+def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
+    """Bytes of each unit while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
+    found: dict[str, int] = {}
+    for param in params.values():
+        if param.shape:
+            # Padding included: torch gathers parts of equal length.
+            found[param.unit] = found.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
+    return found
+
+
+def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
+    """Most bytes of full parameters at any moment of a step, beside the shards, in the format they are computed in.
+
+    At levels 1 and 2 all of them. At level 3 those of a unit and of all units around it: the root is always one. What
+    is fetched ahead on a GPU is counted as communication until it is needed.
+
+    Args:
+        params: facts of a model's parameters.
+        plan: level and number formats.
+        num_ranks: that share one copy of the state.
+    """
+    units = whole_units(params, num_ranks)
+    if plan.level == 0:
+        return 0
+    if plan.level < 3:
+        most = sum(units.values())
+    else:
+        most = max((sum(units[other] for other in units if _is_around(other, unit)) for unit in units), default=0)
+    return int(most * _share_of(plan.precision.compute, plan))
+
+
+def _is_around(outer: str, unit: str) -> bool:
+    return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
+
+
+def _share_of(dtype: str, plan: ShardingPlan) -> float:
+    """Of the bytes in the master format."""
+    return dtype_of(dtype).itemsize / dtype_of(plan.precision.master).itemsize
+
+
 def step_memory(
     trace: StepTrace,
     facts: ModelFacts,
@@ -208,9 +248,9 @@ class _Step:
         for name, param in facts.params.items():
             if param.shape:  # scalars are not cut
                 self.units.setdefault(param.unit, []).append(name)
-        precision = plan.precision
-        self.compute_share = dtype_of(precision.compute).itemsize / dtype_of(precision.master).itemsize
-        self.reduce_share = dtype_of(precision.reduce).itemsize / dtype_of(precision.master).itemsize
+        self.whole = whole_units(facts.params, num_ranks)
+        self.compute_share = _share_of(plan.precision.compute, plan)
+        self.reduce_share = _share_of(plan.precision.reduce, plan)
         self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
         self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
         self.gathered: set[str] = set()
@@ -289,8 +329,7 @@ class _Step:
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
-        # Padding included: torch gathers parts of equal length.
-        return sum(self.facts.params[name].padded(self.num_ranks) * self.num_ranks for name in self.units[unit])
+        return self.whole[unit]
 
     # -- what changes --------------------------------------------------------------------------------------------
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -50,8 +48,8 @@ class WrapPlan:
         compute: dtype that parameters have in forward and backward.
         units: in the order in which they are to be wrapped.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
-        whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards: all of them
-            at levels 1 and 2; at level 3 the unit in use, the one fetched ahead and the root.
+        whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
+            (``memory_model.gathered_bytes``).
     """
 
     level: int
@@ -130,8 +128,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         # then.
         for group in sorted(groups, key=lambda group: max(order[name] for name in group))
     ]
-    whole_bytes = _whole_elements(plan.level, units) * getattr(torch, plan.precision.compute).itemsize
-    return WrapPlan(plan.level, num_ranks, plan.precision.compute, tuple(units), tuple(checkpointed), whole_bytes)
+    return WrapPlan(plan.level, num_ranks, plan.precision.compute, tuple(units), tuple(checkpointed))
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:
@@ -233,14 +230,6 @@ def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
     for name, param in model.named_parameters():
         owned[_owner(name.rpartition(".")[0], kinds)] += param.numel()
     return owned
-
-
-def _whole_elements(level: int, units: Sequence[PlannedUnit]) -> int:
-    if level < 3:
-        return sum(unit.num_params for unit in units) if level else 0
-    # The unit in use, with the one that is fetched ahead; the root is whole throughout.
-    *inner, root = [unit.num_params for unit in units]
-    return root + max((sum(pair) for pair in pairwise([0, *inner])), default=0)
 
 
 def _inner_first(model: nn.Module) -> Iterator[str]:

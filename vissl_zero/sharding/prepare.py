@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +14,7 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.unit import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
+from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.plan import WrapPlan, model_units, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
@@ -29,6 +32,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     """
     _refuse_embeddings(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
+    whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
     _cast_to_master(model, dtype_of(plan.precision.master))
     # Before batch norms and forward methods are replaced, so that a refused model is as it was but for its format.
     require_equal_models(model, device)
@@ -44,7 +48,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         compile_units(model, model_units(model) or [model], plan.compile)
     # Last: it wraps whatever forward is by now, compiled or not.
     run_in_precision(model, plan.precision, device)
-    return wrap_plan
+    return replace(wrap_plan, whole_bytes=whole_bytes)
 
 
 def _cast_to_master(model: nn.Module, master: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.memory_model import ModelFacts
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import StepTrace
+from vissl_zero.sharding.work import Kernel
 
 _HALF = ("float16", "bfloat16")
 _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}
@@ -46,8 +47,9 @@ def step_seconds(
     num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
     is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
     flops = machine.half_flops if is_half else machine.flops
-    compute = max(trace.flops / (flops * num_threads), trace.moved_bytes / machine.memory)
-    compute += trace.num_operations * machine.operation_s
+    rates = {Kernel.CONVOLUTION: flops * num_threads * machine.convolution_share}
+    compute = trace.work.seconds(lambda kernel: rates.get(kernel, flops * num_threads), machine.memory)
+    compute += trace.work.num_operations * machine.operation_s
     share = dtype_of(plan.precision.compute).itemsize / dtype_of(plan.precision.master).itemsize
     params = sum(param.num_bytes for param in facts.params.values())
     grads = sum(param.num_bytes for param in facts.params.values() if param.is_trained)

@@ -24,6 +24,16 @@ from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.sharding.memory import Storages, tensors_of
 from vissl_zero.sharding.plan import ROOT, WrapPlan
+from vissl_zero.sharding.work import Work, WorkCounter, kernel_of
+
+# Torch counts attention of its GPU kernels alone.
+_ATEN = torch.ops.aten
+_COUNTED: dict[Any, Callable[..., Any]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class Moment(IntEnum):
@@ -65,19 +75,15 @@ class StepTrace:
             gradient leaves this account for that of gradients.
         marks: in order.
         input_bytes: of the images, alive throughout.
-        flops: floating-point operations of matrix products and convolutions, those of a recomputation included.
-        moved_bytes: read and written by all operations.
+        work: of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
-        num_operations: that were run.
     """
 
     deltas: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     input_bytes: int = 0
-    flops: int = 0
-    moved_bytes: int = 0
+    work: Work = field(default_factory=Work)
     kept_bytes: int = 0
-    num_operations: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -89,14 +95,15 @@ class Recorder(TorchDispatchMode):
     Attributes:
         trace: what was noted.
         births: for each of its deltas, the index of the one that made the storage.
-        counts: for each of its marks, flops, bytes moved and operations before it.
+        works: for each of its marks, what was done before it.
     """
 
     def __init__(self, constants: Storages):
         super().__init__()
         self.trace = StepTrace()
         self.births: list[int] = []
-        self.counts: list[tuple[int, int, int]] = []
+        self.works: list[Work] = []
+        self._work = WorkCounter()
         self._constants = constants
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
@@ -112,23 +119,25 @@ class Recorder(TorchDispatchMode):
             result: Any = tuple(args[0].new_empty(2, args[0].shape[1]).unbind())
         else:
             result = func(*args, **kwargs)
-        trace = self.trace
-        trace.num_operations += 1
         made = 0
         for tensor in tensors_of(result):
             made += self._note(tensor)
-        if made:
-            trace.moved_bytes += made + sum(t.nbytes for t in tensors_of(args))
-        counted = flop_registry.get(func._overloadpacket)
-        if counted is not None:
-            trace.flops += int(counted(*args, **kwargs, out_val=result))
+        # A view moves nothing.
+        is_moving = made or func._schema.is_mutable
+        counted = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
+        moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
+        self._work.add(kernel_of(func._schema.name, flops), flops, moved)
         return result
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
         """Note a moment."""
-        trace = self.trace
-        trace.marks.append(Mark(len(trace.deltas), moment, name, num_bytes))
-        self.counts.append((trace.flops, trace.moved_bytes, trace.num_operations))
+        self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
+        self.works.append(self._work.so_far())
+
+    def finish(self) -> None:
+        """Nothing more is recorded: sum up."""
+        self.trace.work = self._work.so_far()
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
@@ -212,6 +221,7 @@ def record_step(
             recorder.trace.kept_bytes = recorder.alive_bytes()
             loss.backward()
             del loss, held
+    recorder.finish()
     for param in model.parameters():
         param.grad = None
     _leave_before_entering(recorder.trace.marks)

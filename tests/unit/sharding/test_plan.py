@@ -10,6 +10,7 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model
 from vissl_zero.models.unit import Unit
+from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 
 HALF = Precision(compute="bfloat16")
@@ -107,13 +108,17 @@ def test_a_model_that_is_itself_a_chain_of_blocks_has_them_as_units() -> None:
     assert [unit.modules for unit in plan.units] == [("0",), ("1",), ("2",), ("",)]
 
 
-def test_level_0_has_one_unit_and_whole_bytes_follow_the_level() -> None:
+def test_level_0_has_one_unit_and_what_is_gathered_follows_the_level() -> None:
+    def gathered(plan: ShardingPlan, num_ranks: int = 2) -> int:
+        model = _model()
+        return gathered_bytes(param_facts(model, plan_wrap(model, plan, num_ranks), ()), plan, num_ranks)
+
+    assert [unit.kind for unit in plan_wrap(_model(), ShardingPlan(level=0), 2).units] == ["root"]
     total = sum(param.numel() for param in _model().parameters())
-    plans = [plan_wrap(_model(), ShardingPlan(level=level), 2) for level in range(4)]
-    assert [unit.kind for unit in plans[0].units] == ["root"]
-    assert [plan.whole_bytes for plan in plans[:3]] == [0, 4 * total, 4 * total]
-    assert plans[3].whole_bytes == 4 * (28 + 352)  # the last block and the head
-    assert plan_wrap(_model(), ShardingPlan(level=2, precision=HALF), 2).whole_bytes == 2 * total
+    assert [gathered(ShardingPlan(level=level)) for level in range(3)] == [0, 4 * total, 4 * total]
+    largest = max(unit.num_params for unit in plan_wrap(_model(), ShardingPlan(level=3), 2).units)
+    assert gathered(ShardingPlan(level=3)) == 4 * largest
+    assert gathered(ShardingPlan(level=2, precision=HALF)) == 2 * total
 
 
 def test_checkpointing_takes_every_nth_unit_or_stages() -> None:
