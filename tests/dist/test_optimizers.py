@@ -261,6 +261,43 @@ def test_gradients_on_a_disk_are_adapted_before_full_tensors_are_updated(tmp_pat
     assert distance(in_memory, {name: p.detach() for name, p in net().named_parameters()}) > 1e-4
 
 
+def _eight_bit_state(zero: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """After four steps, the state of the tensors that this rank updates."""
+    model = net()
+    model, optimizer = vissl_zero.initialize(model, optimizer_of("adamw_8bit", model), zero)
+    size = BATCH // torch.distributed.get_world_size()
+    part = slice(torch.distributed.get_rank() * size, (torch.distributed.get_rank() + 1) * size)
+    for step in range(4):
+        optimizer.backward(loss_of(model, step, part))
+        optimizer.step()
+        optimizer.zero_grad()
+    base = optimizer._sharded.optimizer
+    found = {name: dict(base.state[shard.local]) for name, shard in base.owned.items()}
+    optimizer.close()
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world_size", "level"), [(2, 1), (3, 2), (3, 3), (4, 3)])
+def test_state_of_eight_bits_is_the_same_bit_for_bit(world_size: int, level: int, tmp_path: Path) -> None:
+    _, expected = train_plainly("adamw_8bit", 4)
+    numbers = [number for group in expected["param_groups"] for number in group["params"]]
+    model = net()
+    order = [param for group in optimizer_of("adamw_8bit", model).param_groups for param in group["params"]]
+    names = {param: name for name, param in model.named_parameters()}
+    zero = {"level": level, **(on_disk(tmp_path, "optimizer") if world_size == 4 else {})}
+    states = [state for rank in run_on_ranks(world_size, _eight_bit_state, zero) for state in rank.items()]
+    assert len(states) == len(order) and len(dict(states)) == len(order)
+    num_coded = 0
+    for number, param in zip(numbers, order, strict=True):
+        for key, value in expected["state"][number].items():
+            got = dict(states)[names[param]][key]
+            if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.float32):
+                num_coded += value.numel() * (value.dtype == torch.uint8)
+                assert torch.equal(value, got), (names[param], key)
+    assert num_coded == 2 * 2 * 20 * 20  # two moments of two matrices
+
+
 def _sent(level: int) -> float:
     """What a rank sends for full tensors in a step, over what it sends in an all-reduce of all gradients."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).double()
