@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vissl_zero.checkpoint.foreign_loss import LossState, loss_state
 from vissl_zero.checkpoint.foreign_optimizer import OptimizerState, optimizer_state
 from vissl_zero.checkpoint.fsdp_shards import full_tensors
 from vissl_zero.checkpoint.reader import Checkpoint
@@ -41,6 +42,7 @@ class Foreign:
         no_tensors: names of entries of the state dict that are not plain tensors.
         iteration, epoch: of the run that wrote it; 0 where it does not say.
         optimizer: its state, by names as in ``entries``; of checkpoints of training only.
+        loss: state of the loss, the teacher among it.
     """
 
     layout: str
@@ -50,6 +52,7 @@ class Foreign:
     iteration: int = 0
     epoch: int = 0
     optimizer: OptimizerState = field(default_factory=OptimizerState)
+    loss: LossState = field(default_factory=LossState)
 
 
 def read_foreign(path: Path, key: str = "") -> Foreign:
@@ -111,6 +114,7 @@ def _consolidated(content: Mapping[str, Any], path: Path) -> Foreign:
     for prefix, head in _heads(model.get("heads", {})):
         _add(found, head, prefix)
     found.optimizer = optimizer_state(content["classy_state_dict"], found.entries)
+    found.loss = loss_state([content])
     return _not_empty(found, path)
 
 
@@ -123,6 +127,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     base = [_mapping(shard, _MODEL[:2], path) for shard in shards]
     models, metas = ([_mapping(entry, (part,), path) for entry in base] for part in ("model", "meta"))
     found = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
+    found.loss = loss_state(shards)
     found.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
     _add_entries(found, _whole(models, metas, "trunk"), "trunk.")
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})

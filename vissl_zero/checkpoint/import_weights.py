@@ -12,13 +12,15 @@ import torch
 from vissl_zero.checkpoint.export import SAFETENSORS, write_aside
 from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.foreign_layouts import Foreign
+from vissl_zero.checkpoint.foreign_loss import as_ours, method_of
 from vissl_zero.checkpoint.foreign_optimizer import OptimizerState
-from vissl_zero.checkpoint.manifest import Manifest
-from vissl_zero.checkpoint.matching import COUNTERS, Match
+from vissl_zero.checkpoint.manifest import IMPORTED, Manifest
+from vissl_zero.checkpoint.matching import COUNTERS, Match, match
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS
 from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
+from vissl_zero.models.model import build_model
 from vissl_zero.sharding.state import OPTIMIZER, Part
 from vissl_zero.version import __version__
 
@@ -53,7 +55,9 @@ def write_imported(
     if find_checkpoints(target):
         raise CheckpointError(f"{target} has checkpoints, and nothing is overwritten. Name another folder.")
     state, about = _optimizer_state(found, foreign.optimizer, config or {})
-    return _write_checkpoint(found, state, foreign, target, config or {}), about
+    of_loss, more = _loss_parts(found, foreign, config or {})
+    said = " ".join(filter(None, [about, *more]))
+    return _write_checkpoint(found, state, of_loss, foreign, target, config or {}), said
 
 
 def _write_file(path: Path, found: Match, metadata: Mapping[str, str]) -> None:
@@ -81,10 +85,48 @@ def _optimizer_state(
     return state, f"Optimizer state is imported: {', '.join(kinds)} of {len(state)} parameters." if state else ""
 
 
+def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
+    """What the loss and the teacher of a recipe hold, and sentences on it; nothing without a recipe."""
+    tree = config.get("config", {})
+    if "LOSS" not in tree:
+        return [], []
+    method = method_of(tree["LOSS"], foreign.loss)
+    if method is None:
+        return [], ["The file has no memory of images: it starts anew."]
+    tensors, said = as_ours(method, tree["LOSS"], foreign.loss)
+    parts = [_part_of(Entry.of(f"criterion/{name}", value.contiguous())) for name, value in tensors.items()]
+    if not method.has_teacher or tree.get("DISTILLATION") is not None:
+        return parts, said
+    with torch.device("meta"):
+        teacher = method.make_teacher(build_model(tree["MODEL"]))
+    shapes = {name: tuple(value.shape) for name, value in teacher.state_dict().items()}
+    own, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", found.entries), shapes)
+    if own.lacks("trunk") or own.lacks("heads"):
+        own = students
+        said.append("The file has no teacher that fits: the teacher starts as a copy of the model.")
+    else:
+        said.append(f"The teacher is imported: {len(own.entries)} tensors.")
+    taken = {entry.key for entry in own.entries}
+    # Older files lack batch norm's counters.
+    for entry in [*own.entries, *(entry for entry in students.entries if entry.key not in taken)]:
+        place = "buffer/teacher:" if entry.key.endswith(_BUFFER_ENDINGS) else "teacher/"
+        parts.append(_part_of(Entry(place + entry.key, entry.dtype, entry.shape, entry.read)))
+    return parts, said
+
+
+def _part_of(entry: Entry) -> Part:
+    return Part(entry.key, torch.Size(entry.shape), 0, entry.num_elements, entry.dtype, entry.read)
+
+
 def _write_checkpoint(
-    found: Match, state: Mapping[str, Mapping[str, Any]], foreign: Foreign, target: Path, config: Mapping[str, Any]
+    found: Match,
+    state: Mapping[str, Mapping[str, Any]],
+    of_loss: list[Part],
+    foreign: Foreign,
+    target: Path,
+    config: Mapping[str, Any],
 ) -> Path:
-    parts, numbers = [], {}
+    parts, numbers = [*of_loss], {}
     for entry in found.entries:
         prefix = BUFFERS if entry.key.endswith(_BUFFER_ENDINGS) else PARAMETERS
         shape = torch.Size(entry.shape)
@@ -103,7 +145,7 @@ def _write_checkpoint(
         level=0,
         engine="torch",
         global_batch=int(config.get("global_batch", 0)),
-        recipe=f"imported: {foreign.layout}",
+        recipe=f"{IMPORTED}{foreign.layout}",
         vissl_zero=__version__,
         torch=str(torch.__version__),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

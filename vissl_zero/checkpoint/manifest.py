@@ -20,6 +20,7 @@ from vissl_zero.errors import CheckpointError
 FORMAT = "vissl_zero checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+IMPORTED = "imported: "  # begins the recipe of a checkpoint that was made of other people's weights
 _RANK_FILE = re.compile(r"rank\d{5,7}")
 _MAX_JSON_BYTES = 2**28
 _MAX_DEPTH = 100

@@ -10,6 +10,7 @@ import torch
 
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.checkpoint.shard_file import Entry
+from vissl_zero.checkpoint.transformer_layouts import as_token
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import to_our_names
 
@@ -76,7 +77,8 @@ def match(
         skip: names that contain one of these are left out, as VISSL's SKIP_LAYERS.
     """
     found = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
-    renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in foreign.entries}
+    entries = [as_token(entry) for entry in foreign.entries]
+    renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in entries}
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
     ours = to_our_names((name for name in renamed if name not in direct), shapes or ())
     found.unknown += [renamed[name].key for name in ours.unknown]

@@ -14,7 +14,7 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.checkpoint.comparison import describe, differences, require_resumable
 from vissl_zero.checkpoint.folder import find_checkpoints, remove_leftovers
-from vissl_zero.checkpoint.manifest import LaterFormatError, stem_of
+from vissl_zero.checkpoint.manifest import IMPORTED, LaterFormatError, stem_of
 from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from vissl_zero.checkpoint.replicated import stored_name
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state
@@ -185,11 +185,18 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
         CheckpointError: it is of another model or loss.
     """
     manifest = checkpoint.manifest
-    run.sharded.restore(StoredState(checkpoint, with_optimizer))
+    # What was imported may lack the teacher and the loss's state: they are then as a new run has them.
+    lacks = {
+        prefix
+        for prefix in ("teacher/", "criterion/")
+        if manifest.recipe.startswith(IMPORTED) and not any(name.startswith(prefix) for name in checkpoint.tensors)
+    }
+    run.sharded.restore(StoredState(checkpoint, with_optimizer), with_teacher="teacher/" not in lacks)
     if with_optimizer:
         restore_counters(run.sharded.optimizer, checkpoint.manifest.groups)
-    restore_buffers(run.sharded, checkpoint)
-    _restore_criterion(run, checkpoint)
+    restore_buffers(run.sharded, checkpoint, with_teacher="teacher/" not in lacks)
+    if "criterion/" not in lacks:
+        _restore_criterion(run, checkpoint)
     run.step = run.first_step = manifest.step
     run.epoch, run.epoch_samples, run.position = manifest.epoch, manifest.epoch_samples, manifest.position
     run.results.update(manifest.results)
@@ -204,13 +211,13 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
 
 
 @torch.no_grad()
-def restore_buffers(sharded: Sharded, checkpoint: Checkpoint) -> None:
+def restore_buffers(sharded: Sharded, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
     """Running statistics and the like; on the number of ranks that wrote them, each rank its own.
 
     Raises:
         CheckpointError: the model has others.
     """
-    buffers = sharded.buffers()
+    buffers = {n: b for n, b in sharded.buffers().items() if with_teacher or not n.startswith("teacher:")}
     _require_same_names("buffers", buffers, checkpoint, "buffer/")
     for name, buffer in buffers.items():
         stored = stored_name(checkpoint.tensors, "buffer", name, checkpoint.manifest.world_size)

@@ -228,3 +228,10 @@ def _reading(compute: Callable[..., Tensor], *entries: Entry) -> Callable[[], Te
 
 def _last(entry: Entry) -> str:
     return entry.key.rpartition(".")[2]
+
+
+def as_token(entry: Entry) -> Entry:
+    """VISSL's vector of masked patches, (1, D), as the token (1, 1, D) that it is here; any other entry as it is."""
+    if not entry.key.endswith("patch_masking.masked_embed") or len(entry.shape) != 2:
+        return entry
+    return Entry(entry.key, entry.dtype, (1, *entry.shape), lambda: entry.read()[None])

@@ -38,6 +38,7 @@ _TO_OURS: _Rules = (
     (r"((?:embedding|norm|pooling|blocks\.\d+)\.unit\..+)", r"\1"),
     (r"(cls_token|reg_token|pos_embed|mask_token|patch_embed\..+|norm_pre\..+)", r"embedding.unit.\1"),
     (r"register_tokens", r"embedding.unit.reg_token"),
+    (r"patch_masking\.masked_embed", r"embedding.unit.mask_token"),  # VISSL's iBOT
     (r"(blocks\.\d+)\.(.+)", r"\1.unit.\2"),
     (r"norm\.(weight|bias)", r"norm.unit.\1"),
     (r"((?:fc_norm|attn_pool)\..+)", r"pooling.unit.\1"),

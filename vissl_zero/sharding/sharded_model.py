@@ -430,7 +430,7 @@ class ShardedModel(Sharded):
             found |= {f"teacher:{name}": tensor for name, tensor in alike}
         return found
 
-    def restore(self, saved: SavedState) -> None:
+    def restore(self, saved: SavedState, with_teacher: bool = True) -> None:
         """See ``Sharded``."""
         self._wait_for_readers()
         self._before_shards_change()
@@ -438,7 +438,8 @@ class ShardedModel(Sharded):
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
         if self._teacher is not None:
             self._teacher._before_shards_change()
-            restore_teacher(saved, self._teacher._shards)
+            if with_teacher:
+                restore_teacher(saved, self._teacher._shards)
         self._after_shards_change()
 
     def close(self) -> None:

@@ -284,10 +284,14 @@ class Sharded(ABC):
         """Tensors that must be equal on all ranks, by full name; memory is shared. Not a collective."""
 
     @abstractmethod
-    def restore(self, saved: SavedState) -> None:
+    def restore(self, saved: SavedState, with_teacher: bool = True) -> None:
         """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
 
         Each rank reads the runs of elements it needs, straight into where they rest. Buffers are not touched.
+
+        Args:
+            saved: the store.
+            with_teacher: false where it has none: the teacher stays as it is.
 
         Raises:
             CheckpointError: it is of another model, or was trained with another kind of loss scaling.
