@@ -123,6 +123,18 @@ def test_a_part_alone_is_told_that_it_is_one(command, part):
     )
 
 
+def test_a_trunk_with_heads_alone_is_told_that_it_is_a_part(command, vissl):
+    file = vissl / "configs" / "config" / "benchmark" / "models" / "resnet50.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "# @package _global_\nconfig: {MODEL: {TRUNK: {NAME: resnet}, HEAD: {PARAMS: [[mlp, {dims: [2048, 1000]}]]}}}\n"
+    )
+    code, _, err = command("--config-dir", str(vissl / "configs"), "config=benchmark/models/resnet50")
+    assert code == 2 and err.count("\n") == 1
+    assert "this is a part of one (got 'benchmark/models/resnet50')" in err
+    assert "config=<recipe> +config/benchmark/models=resnet50." in err
+
+
 def test_a_refused_dry_run_leaves_nothing(command, tmp_path):
     before = sorted(tmp_path.iterdir())
     assert command("config=pretrain/swav/my_photos", "--dry-run")[0] == 2

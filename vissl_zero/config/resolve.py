@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.config.blocks.model import default_loss
+from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.components import (
     as_teacher,
@@ -114,9 +116,11 @@ def resolve(
 
 
 def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
-    """A part of a recipe given as one: its comment says so, or it names neither images nor heads."""
+    """A part of a recipe given as one: its comment says so, it names no images and no heads, or heads and no more."""
     part = next((found for found in list_recipes() if found.name == recipe and found.is_part), None)
-    if not recipe or (part is None and (cfg.DATA.TRAIN.DATA_SOURCES or cfg.MODEL.HEAD.PARAMS)):
+    has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
+    is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
+    if not recipe or (part is None and is_whole):
         return None
     group, _, file = recipe.rpartition("/")
     argument = part.argument if part else f"+config/{group}={file}"

@@ -89,6 +89,14 @@ def test_knn_of_each_layer_is_that_of_the_layer_alone(tmp_path):
         torch.testing.assert_close(found.rows[:, found.layers[entry[0]]], alone.rows, rtol=0, atol=1e-12)
 
 
+def test_without_test_model_features_of_train_alone_are_written(tmp_path):
+    config = make_config()
+    config["TEST_ONLY"], config["TEST_MODEL"] = True, False
+    run, _, _ = build_run(make_plan(config, tmp_path), torch.device("cpu"))
+    ExtractFeatures().on_end(run)
+    assert list(run.results["features_extracted"]) == ["TRAIN"]
+
+
 def test_each_layer_is_evaluated_as_by_a_probe_of_its_own():
     chosen = layers()
     results, heads = evaluate(chosen)
