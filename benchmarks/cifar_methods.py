@@ -142,7 +142,7 @@ class _Bench:
         began = time.process_time()
         config, found = self._trained(method)
         minutes = (time.process_time() - began) / 60
-        trained, kind = load_trunk(found), config["MODEL"]["TRUNK"]["NAME"]
+        trained, kind = load_trunk(found), str(config["MODEL"]["TRUNK"])
         if kind not in self._before:
             sources = build_eval_sources(config["DATA"], self.seed)
             self._splits[kind] = splits = [_images(source, trained) for source in sources if source is not None]
