@@ -1,0 +1,449 @@
+"""Is the plan that ``fit`` chooses the right one? Every candidate of small recipes is run, on two CPU ranks.
+
+    python benchmarks/plan_choice.py --json out.json            # forecast, run, choose; goes on where it was stopped
+    python benchmarks/plan_choice.py --json out.json --table    # the tables of what is there
+    python benchmarks/plan_choice.py --json out.json --again    # forecast again, with the measurements that are there
+
+Per recipe, all candidates take turns: each is run for a few steps, then all again. A rank is forked from a process that
+has imported everything and has the allocator's settings that ``vissl-zero`` starts ranks with. It then enters a memory
+cgroup of its own, in which it starts from nothing: so the cgroup holds what the run takes beyond the imports. It
+needs the right to make such groups.
+
+Budgets lie between the smallest plan's forecast and the largest one's. For each, the chosen plan is run in cgroups of
+exactly that size, and so is the next cheaper one, which is forecast not to fit.
+
+Times are of the processor: other load on the machine then counts little, waiting for a disk not at all. Images are
+loaded before the clock starts, as a run's workers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.compose import compose
+from vissl_zero.config.host import Host
+from vissl_zero.config.resolve import resolve
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.sharding.allocator import allocator_environment
+
+NUM_RANKS = 2
+NUM_STEPS, NUM_WARM = 14, 2
+SHARES = (0.2, 0.5, 0.8)  # of the way from the smallest forecast to the largest
+NO_LIMIT = 2**40
+TRUNKS = {
+    "regnet": [
+        "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 64, w_a: 48.0, "
+        "w_m: 2.0, group_width: 32, stem_width: 32}}"
+    ],
+    "resnet": ["config.MODEL.TRUNK={NAME: resnet, RESNETS: {DEPTH: 18, WIDTH_PER_GROUP: 64}}"],
+    "vit": [
+        "config.MODEL.TRUNK={NAME: vision_transformer, VISION_TRANSFORMERS: {IMAGE_SIZE: 16, PATCH_SIZE: 4, "
+        "NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 256, MLP_DIM: 1024}}"
+    ],
+}
+_HEAD = "config.MODEL.HEAD.PARAMS="
+METHODS = {
+    "supervised": [_HEAD + "[[mlp, {dims: [-1, 10]}]]"],
+    "swav": [_HEAD + "[[swav_head, {dims: [-1, 256, 64], use_bn: true, num_clusters: [256]}]]"],
+    "dino": [
+        _HEAD + "[[swav_head, {dims: [-1, 256, 64], use_bn: true, num_clusters: [256], "
+        "use_weight_norm_prototypes: true}]]"
+    ],
+    "simclr": [_HEAD + "[[mlp, {dims: [-1, 256, 64], use_bn: true, use_relu: true}]]"],
+}
+DISK = "config.ZERO.offload_optimizer_config.nvme_path="
+WITH_DISK = ("regnet supervised",)
+OPTIMIZERS = {"resnet": ["config.OPTIMIZER.name=sgd"]}
+
+
+def recipes() -> list[str]:
+    """Names, in an order whose beginning is a fair sample; those with the most candidates come last."""
+    pairs = [f"{trunk} {method}" for method in METHODS for trunk in TRUNKS]
+    mixed = [pair for start in range(5) for pair in pairs[start::5]]
+    return sorted(mixed, key=lambda pair: "supervised" in pair and not pair.startswith("resnet"))
+
+
+def overrides(name: str, batch: int) -> tuple[str, list[str]]:
+    """The recipe that ships, and what is changed of it."""
+    trunk, method = name.split()
+    return f"digits/{method}", [
+        *TRUNKS[trunk],
+        *METHODS[method],
+        *OPTIMIZERS.get(trunk, []),
+        *([f"{DISK}{tempfile.gettempdir()}"] if name in WITH_DISK else []),
+        f"config.DISTRIBUTED.NUM_PROC_PER_NODE={NUM_RANKS}",
+        "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]",
+        "config.TRAINER.THREADS_PER_RANK=1",
+        f"config.TRAINER.MAX_STEPS={NUM_STEPS}",
+        f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}",
+    ]
+
+
+def candidates_of(name: str, batch: int) -> list[dict[str, Any]]:
+    """Forecasts of all candidates, cheapest first, and the runs they stand for."""
+    from vissl_zero.engine.planning import plan_run, with_candidate
+
+    recipe, words = overrides(name, batch)
+    cfg = compose(recipe, words).run
+    found = []
+    for candidate in plan_run(compose(recipe, [*words, "config.DRY_RUN=true"]).run, recipe).candidates:
+        step = candidate.forecast.step
+        assert step is not None, candidate.forecast.unknown
+        with tempfile.TemporaryDirectory() as folder:
+            run = resolve(with_candidate(cfg, candidate), folder, recipe=recipe, host=Host(num_cores=1))
+        row = {"plan": str(candidate), "peak": step.peak_bytes, "seconds": candidate.forecast.seconds}
+        found.append({**row, "by_kind": step.by_kind, "run": run})
+    return found
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """A memory cgroup of a rank, version 1 or 2.
+
+    Raises:
+        RuntimeError: none can be made here.
+    """
+
+    def __init__(self, name: str, num_bytes: int):
+        for root, limit, peak in (
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+            ("/sys/fs/cgroup", "memory.max", "memory.peak"),
+        ):
+            path = Path(root) / f"vissl_zero_{os.getpid()}_{name}"
+            with suppress(OSError):
+                path.mkdir()
+                (path / limit).write_text(str(num_bytes))
+                self._path, self._peak = path, path / peak
+                return
+        raise RuntimeError("No memory cgroup can be made here. Run as root, outside a container that forbids it.")
+
+    def enter(self) -> None:
+        """Put this process into it. What it has so far is not counted there."""
+        (self._path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def close(self) -> int:
+        """Remove it; most bytes it held."""
+        taken = int(self._peak.read_text())
+        for _ in range(50):
+            with suppress(OSError):
+                self._path.rmdir()
+                break
+            time.sleep(0.1)
+        return taken
+
+
+class Repeated:
+    """A loader that gives the first step's images again and again: loading them takes no time of a step."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def epoch(self, epoch: int, start_sample: int = 0) -> Iterator[Any]:
+        """As ``Loader.epoch``, without end."""
+        first = next(iter(self._loader.epoch(0)))
+        while True:
+            yield first
+
+
+def train_rank(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> None:
+    """In a forked process: train, and write down seconds of steps and bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from vissl_zero.engine.build import build_run
+    from vissl_zero.engine.hook import Hook, Run, Step
+    from vissl_zero.engine.loop import train
+    from vissl_zero.sharding.memory import peak_bytes, resident_bytes
+
+    wall: list[float] = []
+    cpu: list[float] = []
+
+    class Clock(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            wall.append(time.perf_counter())
+            cpu.append(time.process_time())
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
+    gc.collect()  # writes to all objects: pages shared with the parent become this process's own, before it is counted
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set so far is forgotten
+    before = resident_bytes() or 0
+    group.enter()
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    run.loader = Repeated(run.loader)  # type: ignore[assignment]
+    train(run, schedules, frozen, [Clock()])
+    grown = peak_bytes(torch.device("cpu")) - before
+    run.sharded.close()
+    steps = slice(NUM_WARM, None)
+    found = {
+        "wall": [b - a for a, b in pairwise(wall)][steps],
+        "cpu": [b - a for a, b in pairwise(cpu)][steps],
+        "grown": grown,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def serve() -> None:
+    """Import everything; then, for every line (a file with a plan, a limit and a folder), fork ranks and await them."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    import vissl_zero.engine.build
+    import vissl_zero.engine.dry_run
+    import vissl_zero.engine.loop
+    import vissl_zero.sharding.memory
+
+    assert torch and vissl_zero
+    for number, line in enumerate(sys.stdin):
+        file, limit, folder = json.loads(line)
+        plan: ResolvedRun = pickle.loads(Path(file).read_bytes())
+        groups = [Group(f"{number}_{rank}", limit) for rank in range(NUM_RANKS)]
+        ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
+        codes = _await(ranks)
+        taken = [group.close() for group in groups]
+        found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
+        reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
+        print(json.dumps({"codes": codes, "taken": taken, "ranks": reports}), flush=True)
+
+
+def _fork(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        with (folder / f"{rank}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            train_rank(plan, rank, group, folder)
+            code = 0
+    except BaseException:  # noqa: BLE001 - the file says what it was
+        import traceback
+
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    os._exit(code)
+
+
+def _await(ranks: list[int], timeout_s: float = 300.0) -> list[int]:
+    """Exit codes (negative: signals). Once one has failed, the others are killed: they wait for it."""
+    codes: dict[int, int] = {}
+    until = time.monotonic() + timeout_s
+    while len(codes) < len(ranks):
+        time.sleep(0.02)
+        for process in ranks:
+            done, status = os.waitpid(process, os.WNOHANG) if process not in codes else (0, 0)
+            if done:
+                codes[process] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()) or time.monotonic() > until:
+            for process in ranks:
+                if process not in codes:
+                    os.kill(process, signal.SIGTERM)
+                    _, status = os.waitpid(process, 0)
+                    codes[process] = os.waitstatus_to_exitcode(status)
+    return [codes[process] for process in ranks]
+
+
+class Servers:
+    """One process to fork from for each setting of the allocator, which is read when a process starts."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, plan: ResolvedRun, limit: int = NO_LIMIT) -> dict[str, Any]:
+        """Run a plan; exit codes of its ranks, most bytes of their cgroups, and what they report."""
+        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        settings = allocator_environment(plan.sharding, os.environ)
+        key = json.dumps(settings)
+        if key not in self._servers:
+            command = [sys.executable, __file__, "serve"]
+            self._servers[key] = subprocess.Popen(
+                command, env=os.environ | own | settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        server = self._servers[key]
+        assert server.stdin is not None and server.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="plan_choice_") as folder:
+            file = Path(folder) / "plan"
+            file.write_bytes(pickle.dumps(replace(plan, run_dir=folder)))
+            server.stdin.write(json.dumps([str(file), limit, folder]) + "\n")
+            server.stdin.flush()
+            found: dict[str, Any] = json.loads(server.stdout.readline())
+            found["errors"] = [path.read_text()[-600:] for path in Path(folder).glob("*.error")]
+        return found
+
+    def close(self) -> None:
+        """End them."""
+        for server in self._servers.values():
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait()
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def measure(rows: list[dict[str, Any]], servers: Servers, rounds: int) -> None:
+    """Run every candidate, in turns; ``wall``, ``cpu`` and ``taken`` are added."""
+    for row in rows:
+        row |= {"wall": [], "cpu": [], "taken": 0, "grown": 0}
+    for _ in range(rounds):
+        for row in rows:
+            found = servers.run(row["run"])
+            if any(found["codes"]):
+                raise RuntimeError(f"{row['plan']}: {found}")
+            for key in ("wall", "cpu"):  # a step is over when the slower rank is
+                row[key] += [max(pair) for pair in zip(*(rank[key] for rank in found["ranks"]), strict=True)]
+            row["taken"] = max(row["taken"], *found["taken"])
+            row["grown"] = max(row["grown"], *(rank["grown"] for rank in found["ranks"]))
+
+
+def budgets_of(rows: list[dict[str, Any]]) -> list[int]:
+    """What a rank may use: shares of the way from the smallest forecast to the largest."""
+    peaks = [row["peak"] for row in rows]
+    return [int(min(peaks) + share * (max(peaks) - min(peaks))) for share in SHARES]
+
+
+def choose(rows: list[dict[str, Any]], budget: int) -> int:
+    """Index of the first, hence cheapest, that is forecast to fit."""
+    return next(index for index, row in enumerate(rows) if row["peak"] <= budget)
+
+
+def limited(rows: list[dict[str, Any]], servers: Servers) -> list[dict[str, Any]]:
+    """For each budget: what is chosen, whether that runs in it, and whether the next cheaper plan does."""
+    found = []
+    for budget in budgets_of(rows):
+        chosen = choose(rows, budget)
+        ran = not any(servers.run(rows[chosen]["run"], budget)["codes"])
+        cheaper = None if chosen == 0 else not any(servers.run(rows[chosen - 1]["run"], budget)["codes"])
+        found.append({"bytes": budget, "chosen": rows[chosen]["plan"], "runs": ran, "cheaper_runs": cheaper})
+    return found
+
+
+def step_time(row: dict[str, Any]) -> float:
+    """Measured: the median."""
+    return statistics.median(row["cpu"])
+
+
+def kendall(pairs: list[tuple[float, float]]) -> float:
+    """Tau-b of predicted and measured."""
+    from scipy.stats import kendalltau
+
+    return float(kendalltau(*zip(*pairs, strict=True)).statistic)
+
+
+def tables(recipes_done: dict[str, Any]) -> Iterator[str]:
+    """Figures, and a row for each recipe and budget."""
+    pairs, errors, taus = [], [], []
+    runs = dies = tried = near = num_budgets = 0
+    lines = []
+    for name, recipe in recipes_done.items():
+        rows = recipe["candidates"]
+        own = [(row["seconds"], step_time(row)) for row in rows]
+        pairs += own
+        errors += [abs(a / b - 1) for a, b in own]
+        taus.append(kendall(own))
+        for budget in recipe["budgets"]:
+            fitting = [row for row in rows if row["taken"] <= budget["bytes"]]
+            chosen = next(row for row in rows if row["plan"] == budget["chosen"])
+            fastest = min(fitting, key=step_time, default=None)
+            ratio = float("inf") if fastest is None else step_time(chosen) / step_time(fastest)
+            beside = "none | - |" if fastest is None else f"{fastest['plan']} | {ratio:.2f} |"
+            num_budgets += 1
+            runs += budget["runs"]
+            near += budget["runs"] and ratio <= 1.1
+            tried += budget["cheaper_runs"] is not None
+            dies += budget["cheaper_runs"] is False
+            cheaper = {None: "there is none", True: "runs", False: "is killed"}[budget["cheaper_runs"]]
+            lines.append(
+                f"| {name} | {budget['bytes'] / 2**20:.0f} | {budget['chosen']} | {chosen['peak'] / 2**20:.0f} | "
+                f"{chosen['taken'] / 2**20:.0f} | {'runs' if budget['runs'] else 'is killed'} | {cheaper} | "
+                f"{beside}"
+            )
+    over = [row["taken"] / row["peak"] - 1 for recipe in recipes_done.values() for row in recipe["candidates"]]
+    yield f"{len(recipes_done)} recipes, {len(pairs)} candidates, {num_budgets} budgets"
+    yield f"the chosen plan runs: {runs} of {num_budgets}; the next cheaper is killed: {dies} of {tried}"
+    yield f"its step takes at most 1.1 times that of the fastest that fits: {near} of {num_budgets}"
+    yield (
+        f"Kendall's tau, all: {kendall(pairs):.3f}; median of recipes {statistics.median(taus):.3f}, "
+        f"least {min(taus):.3f}; median relative error {statistics.median(errors):.1%}"
+    )
+    yield (
+        f"memory taken over forecast: median {statistics.median(over):+.1%}, from {min(over):+.1%} to {max(over):+.1%}"
+    )
+    yield (
+        "| recipe | budget, MiB | chosen | forecast, MiB | taken, MiB | chosen plan | next cheaper | "
+        "fastest that fits | time against it |"
+    )
+    yield "| --- | ---: | --- | ---: | ---: | --- | --- | --- | ---: |"
+    yield from lines
+
+
+def main() -> None:
+    """See the module."""
+    if sys.argv[1:] == ["serve"]:
+        serve()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where results are kept")
+    parser.add_argument("--recipes", type=int, default=None, help="only the first N")
+    parser.add_argument("--match", default="", help="only those whose name holds this text")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each candidate")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--again", action="store_true", help="forecast again; run only under the new choices' limits")
+    parser.add_argument("--verbose", action="store_true", help="print every candidate")
+    given = parser.parse_args()
+    done: dict[str, Any] = json.loads(given.json.read_text()) if given.json.exists() else {}
+    servers = Servers()
+    names = [] if given.table else [name for name in recipes() if given.match in name][: given.recipes]
+    for name in names:
+        if (name in done) != given.again:
+            continue
+        rows = candidates_of(name, given.batch)
+        if given.again:
+            before = {row["plan"]: row for row in done[name]["candidates"]}
+            rows = [{**before[row["plan"]], **row} for row in rows]
+        else:
+            measure(rows, servers, given.rounds)
+        budgets = limited(rows, servers)
+        done[name] = {"candidates": [{k: v for k, v in row.items() if k != "run"} for row in rows], "budgets": budgets}
+        given.json.write_text(json.dumps(done, indent=1))
+        print(f"{name}: {len(rows)} candidates", flush=True)
+    servers.close()
+    if given.verbose:
+        for name, recipe in done.items():
+            for row in recipe["candidates"]:
+                print(
+                    f"{name:18} {row['plan']:52} {row['seconds']:7.3f} {step_time(row):7.3f} "
+                    f"{statistics.median(row['wall']):7.3f}  {row['peak'] / 2**20:6.1f} {row['taken'] / 2**20:6.1f} "
+                    f"{row['grown'] / 2**20:6.1f}"
+                )
+    if done:
+        print("\n".join(tables(done)))
+
+
+if __name__ == "__main__":
+    main()
