@@ -15,6 +15,7 @@ from torch import Tensor
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.derive.optimizer import peak
+from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.config.taps import layer_names
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run, Step
@@ -108,7 +109,9 @@ class AccuracyHook(Hook):
 
 def _ignored_label(run: Run) -> int | None:
     """``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
-    is_measured = run.plan.config["TEST_MODEL"] and (run.num_steps > 0 or not _heads_are_new(run))
+    config = run.plan.config
+    predicts = config["PROGRAM"] in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
+    is_measured = predicts and config["TEST_MODEL"] and (run.num_steps > 0 or not _heads_are_new(run))
     return run.method.ignored_label if is_measured else None
 
 

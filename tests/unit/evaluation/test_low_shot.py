@@ -14,6 +14,7 @@ from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError, DataError
+from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.clustering import ExtractClusters
 from vissl_zero.evaluation.low_shot import LowShot, logistic_top1
 
@@ -31,7 +32,7 @@ def test_the_classifier_is_vissl_s():
 
 def _run(config: dict[str, Any], folder: Any, hook: Any) -> Any:
     run, schedules, frozen = build_run(make_plan(config, folder), torch.device("cpu"))
-    train(run, schedules, frozen, [hook])
+    train(run, schedules, frozen, [AccuracyHook(), hook])
     return run
 
 
@@ -39,8 +40,11 @@ def test_each_seed_draws_images_of_its_own(tmp_path):
     config = make_config(USE_KNN=False)
     config["TEST_ONLY"] = True
     config["DATA"]["TRAIN"]["DATA_LIMIT_SAMPLING"]["IS_BALANCED"] = True
+    config["PROGRAM"] = "low_shot_test"
     config["LOW_SHOT_BENCHMARK"]["LOGISTIC_REGRESSION"] |= {"LAMBDA": [1.0, 0.1], "SEEDS": [0, 5]}
-    rows = _run(config, tmp_path, LowShot()).results["low_shot_by_layer"]["trunk"]
+    results = _run(config, tmp_path, LowShot()).results
+    assert "top1" not in results  # features are no classes
+    rows = results["low_shot_by_layer"]["trunk"]
     seeds = rows["seeds"]
     assert [*seeds] == ["0", "5"] and [*seeds["0"]["top1_by_lambda"]] == ["1.0", "0.1"]
     best = [of["top1"] for of in seeds.values()]
@@ -56,7 +60,7 @@ def test_each_seed_draws_images_of_its_own(tmp_path):
 
 def test_each_image_gets_its_nearest_prototype(tmp_path):
     config = make_config(USE_KNN=False)
-    config["TEST_ONLY"] = True
+    config["TEST_ONLY"], config["PROGRAM"] = True, "extract_cluster"
     config["MODEL"]["HEAD"]["PARAMS"] = [["swav_head", {"dims": [32, 8], "num_clusters": [5, 3]}]]
     run = _run(config, tmp_path, ExtractClusters())
     assert [*run.results["clusters"]] == ["TRAIN", "TEST"]
