@@ -13,6 +13,7 @@ help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(READY): requirements.txt setup.py
+	@echo "Installing into $(VENV): one or two minutes, without further words."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c requirements.txt setuptools
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c requirements.txt --no-build-isolation -e .

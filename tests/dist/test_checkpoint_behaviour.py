@@ -241,7 +241,7 @@ def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unl
     assert "Resuming from step_000000008" in allowed_seed
     assert "ConfigError: config.MODEL.HEAD.PARAMS: was" in head and "shapes" in head
     assert "CheckpointError: heads.0" in allowed_head and "has shape" in allowed_head
-    assert "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: was 16" in batch
+    assert "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA: must make steps of 16 images" in batch
     assert "config.OPTIMIZER.name: was sgd" in optimizer
     assert "Resuming from step_000000008" in allowed_optimizer
 

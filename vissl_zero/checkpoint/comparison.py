@@ -154,25 +154,36 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
             found[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")
         elif _is_under(key, ORDER) and not _is_under(key, _NOT_ORDER):
             found[key] = (before, after, "other images come, in another order or otherwise transformed")
-    pairs = (
-        (BATCH, "global_batch", "a step has other images"),
-        (OPTIMIZER, "optimizer.name", "its state does not fit"),
-    )
-    for key, place, reason in pairs:
-        before, after = _at(saved, place), _at(now, place)
-        if before != after:
-            found[key] = (before, after, reason)
+    before, after = _at(saved, "optimizer.name"), _at(now, "optimizer.name")
+    if before != after:
+        found[OPTIMIZER] = (before, after, "its state does not fit")
     plain = [key.removeprefix(_ROOT) for key in allowed]
-    return [
+    batch = [] if _is_under(BATCH, plain) else _other_batch(_at(saved, "global_batch"), now)
+    return batch + [
         Problem(
             _ROOT + key,
             str(after),
             f"was {before} when the checkpoint was made: {reason}",
-            f"Put it back, name another run folder, or allow it: config.CHECKPOINT.ALLOW_CHANGED=[{key}].",
+            f"Put it back, {_OR_ELSE.format('name', key)}",
         )
         for key, (before, after, reason) in found.items()
         if not _is_under(key, plain)
     ]
+
+
+_OR_ELSE = "{} another run folder, or allow it: config.CHECKPOINT.ALLOW_CHANGED=[{}]."
+
+
+def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
+    """A step has another number of images: of its three factors, the number of processes may be what changed."""
+    if before == now["global_batch"]:
+        return []
+    ranks, micro = now["world_size"], now["accumulation_steps"]
+    got = f"{now['batch_per_rank']} x {ranks} processes x {micro} micro-batches = {now['global_batch']}"
+    fix = _OR_ELSE.format("Name", BATCH)
+    if isinstance(before, int) and before > 0 and before % (ranks * micro) == 0:
+        fix = f"Write {_ROOT}{BATCH}={before // (ranks * micro)}, {_OR_ELSE.format('name', BATCH)}"
+    return [Problem(_ROOT + BATCH, got, f"must make steps of {before} images, as when the checkpoint was made", fix)]
 
 
 def _shapes_of_loss(resolved: Mapping[str, Any]) -> list[str]:

@@ -80,8 +80,8 @@ def _require(found: Match, path: str, heads_must_fit: bool) -> None:
         raise CheckpointError(
             f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} does not fit the model ({count}): "
             f"{some or 'no tensor matches'}. "
-            "Correct config.MODEL.TRUNK (auto: that of the run the weights are of) or the heads, or leave tensors out "
-            f"with SKIP_LAYERS.\n{about}"
+            "Write config.MODEL.TRUNK.NAME=auto for the trunk of the run they are of, correct the heads, or leave "
+            f"tensors out with SKIP_LAYERS.\n{about}"
         )
 
 

@@ -50,6 +50,7 @@ class DryRun:
         forecast: units and memory.
         num_params, num_trained: elements of the model, and those the optimizer updates.
         num_images, steps_per_epoch, num_steps: length of the run.
+        class_names: of the images; empty without labels, and where images are assumed.
         crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
@@ -62,6 +63,7 @@ class DryRun:
     num_params: int
     num_trained: int
     num_images: int
+    class_names: tuple[str, ...]
     crops: tuple[tuple[int, int, int], ...]
     steps_per_epoch: int
     num_steps: int
@@ -232,6 +234,7 @@ def dry_run(plan: ResolvedRun) -> DryRun:
         num_params=sum(param.numel() for param in params),
         num_trained=sum(param.numel() for param in params if param.requires_grad),
         num_images=len(stage.loader.source),
+        class_names=() if stage.assumed else stage.loader.source.class_names,
         crops=stage.crops,
         assumed=stage.assumed,
         steps_per_epoch=per_epoch,

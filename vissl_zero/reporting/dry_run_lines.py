@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import described
 from vissl_zero.engine.dry_run import DryRun
+from vissl_zero.errors import printable
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 
@@ -19,6 +20,7 @@ PLACES = {
     "cpu": {"device": "memory", "disk": "disk"},
     "cuda": {"device": "GPU memory", "host": "host memory", "disk": "disk"},
 }
+_CLASSES_SHOWN = 10
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
 _OF_PROCESS = 0.5 * _GIB  # code, libraries, torch's own buffers; CUDA's context on a GPU
@@ -81,8 +83,8 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
         "images": f"{described(plan.config['DATA'], 'TRAIN')}; "
         f"measured on {described(plan.config['DATA'], 'TEST') or 'parts of it'}",
-        "data": f"{run.num_images:,} images; {plan.global_batch} a step = {plan.batch_per_rank} x {plan.world_size} "
-        f"processes x {plan.accumulation_steps} micro-batches",
+        "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
+        f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),
         "length": f"{run.num_steps:,} steps, {run.steps_per_epoch:,} an epoch",
         "optimizer": f"{plan.optimizer.name}{' with LARC' if plan.optimizer.larc else ''}, weight decay "
@@ -108,6 +110,14 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
 
 def _whole(run: DryRun) -> str:
     return f"the model is built whole ({run.built_whole}) in the host's memory, and then sharded"
+
+
+def _classes(names: Sequence[str]) -> str:
+    """ " in 2 classes (train, val)": whoever named the folder above the classes sees it here."""
+    if not names:
+        return ""
+    shown = ", ".join(printable(name) for name in names[:_CLASSES_SHOWN])
+    return f" in {len(names):,} classes ({shown}{', ...' if len(names) > _CLASSES_SHOWN else ''})"
 
 
 def _has_events(plan: ResolvedRun) -> bool:

@@ -96,6 +96,11 @@ def test_it_refuses_classes_without_an_output_and_labels_that_are_not_there(tmp_
     with pytest.raises(ConfigError, match=r"an output per class: there is an image of class 9"):
         dry_run(planned("supervised/digits", head))
     for index in range(40):
+        (tmp_path / "up" / ("train", "val")[index % 2]).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "up" / ("train", "val")[index % 2] / f"{index}.png")
+    classes = ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path / 'up'}]"]
+    assert "40 images in 2 classes (train, val); 32 a step" in said(planned("supervised/digits", *classes))[1]
+    for index in range(40):
         Image.new("RGB", (40, 40)).save(tmp_path / f"{index}.png")
     photos = ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}]"]
     console = Console(file=io.StringIO(), width=200)
@@ -111,8 +116,10 @@ def test_a_folder_with_a_run_in_it(tmp_path):
     write_checkpoint(tmp_path, {"model/trunk.weight": torch.ones(3)}, resolved=as_data(plan))
     code, text = said(planned(recipe, folder=tmp_path))
     assert code == 0 and "step_000000004" in text.split("resume:")[1]
-    with pytest.raises(ConfigError, match=r"BATCHSIZE_PER_REPLICA: was 32 when the checkpoint was made"):
+    with pytest.raises(ConfigError, match=r"BATCHSIZE_PER_REPLICA: must make steps of 32 images"):
         said(planned(recipe, "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64", folder=tmp_path))
+    with pytest.raises(ConfigError, match=r"got 32 x 2 processes .*= 64\)\. Write .*PER_REPLICA=16,"):
+        said(planned(recipe, "config.DISTRIBUTED.NUM_PROC_PER_NODE=2", folder=tmp_path))
     Path(tmp_path / "metrics.jsonl").touch()
     with pytest.raises(LaunchError, match="already holds a run"):
         said(planned(recipe, "config.CHECKPOINT.AUTO_RESUME=false", folder=tmp_path))

@@ -191,6 +191,17 @@ def test_wrong_models_and_arguments_are_said() -> None:
             VisionTransformer(**{**SMALL, **keys})
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_images_that_are_not_whole_patches_are_refused_unless_the_model_pads_them(pads: bool) -> None:
+    arguments = {"dynamic_img_pad": True} if pads else {}
+    trunk = build_timm_trunk(name="vit_tiny_patch16_224", model_args={"depth": 1, **arguments})
+    if pads:
+        trunk(_images(27))
+        return
+    with pytest.raises(ConfigError, match=r"must be whole patches of 16 pixels \(got 27, 27\)\. Make crops"):
+        trunk(_images(32, 27))
+
+
 def test_models_are_built_by_name() -> None:
     head = {"PARAMS": [["mlp", {"dims": [-1, 5]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
     name, params = "timm/vit_tiny_patch16_224", {"name": "vit_tiny_patch16_224", "model_args": {"depth": 1}}

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import keyed_bits
 from vissl_zero.models.taps import LayerTap
 from vissl_zero.models.unit import Unit
@@ -162,6 +162,7 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, images: Tensor, mask: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
         """Tokens (b, prefix + patches seen, D) of images (b, 3, H, W); see ``TransformerTrunk.forward``."""
+        self._require_whole_patches(images.shape[-2:])
         patches = self.patch_embed(images)
         height, width = patches.shape[1:3]
         patches = patches.flatten(1, 2)
@@ -181,6 +182,14 @@ class TokenEmbedding(nn.Module):
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
         tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
         return tokens
+
+    def _require_whole_patches(self, size: Sequence[int]) -> None:
+        sides = zip(size, self.patch_embed.patch_size, strict=True)
+        wrong = [str(side) for side, patch in sides if side % patch]
+        if wrong and not self.patch_embed.dynamic_img_pad:
+            must = f"must be whole patches of {self.patch_embed.patch_size[0]} pixels"
+            fix = "Make crops of whole patches: config.DATA.TRAIN.TRANSFORMS, or another config.DATA.IMG_SIZE."
+            raise ConfigError([Problem("sides of the images", ", ".join(wrong), must, fix)])
 
     def _draw_kept(self, patches: Tensor) -> Tensor:
         num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
