@@ -25,7 +25,7 @@ setup(
             "config/*.yaml",
             "config/machines/*.yaml",
             "methods/figures.json",
-            "methods/distillation/digits_teacher/*",
+            "methods/digits_teacher/*",
         ]
     },
     install_requires=[

@@ -54,8 +54,8 @@ class Registry:
         kind: singular noun for messages, such as ``"trunk"``.
         key: the configuration key that names one, for messages.
         builtin: name -> (module that registers it, one sentence). The module is imported on first use.
-        of_methods: name of the table in a method's ``keys.py`` that brings more built-in components of this kind,
-            registered by its ``method.py``; those of all methods are looked up on first use.
+        of_methods: name of the table in a method's ``MethodSpec`` that brings more built-in components of this kind,
+            registered beside its loss (``swav.py`` for ``swav_keys.py``); looked up for all methods on first use.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Registry:
         found = dict(self._declared)
         for method, (module, sentence) in METHODS._builtin.items():
             names = getattr(METHODS.get(method).build, self._of_methods)
-            found |= {name: (f"{module.rpartition('.')[0]}.method", sentence) for name in names}
+            found |= {name: (module.removesuffix("_keys"), sentence) for name in names}
         return found
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
@@ -260,33 +260,60 @@ METHODS = Registry(
     "method",
     "config.LOSS.name",
     {
-        name: (f"{_METHODS}.{name}.keys", text)
-        for name, text in {
-            "supervised": "Supervised cross-entropy.",
-            "simclr": "SimCLR: NT-Xent between views, negatives from all ranks.",
-            "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
-            "moco_v3": "MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.",
-            "byol": "BYOL: prediction of a teacher's projection of the other view.",
-            "simsiam": "SimSiam: prediction of the other view, gradient stopped.",
-            "barlow_twins": "Barlow Twins: cross-correlation of two views towards the identity.",
-            "vicreg": "VICReg: variance, invariance and covariance of two views.",
-            "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
-            "swav_momentum": "SwAV with assignments from a teacher.",
-            "npid": "NPID: each image is a class of its own; a memory bank of all images supplies the negatives.",
-            "pirl": "PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives.",
-            "deepcluster_v2": "DeepCluster v2: prediction of the k-means assignments of the last epoch's embeddings.",
-            "distillation": "Distillation: the probabilities of a trained, frozen classifier.",
-            "rotnet": "RotNet: predicts which of four rotations an image has.",
-            "jigsaw": "Jigsaw: predicts the order of an image's shuffled tiles.",
-            "dino": "DINO: self-distillation from a teacher that sees the large crops.",
-            "mae": "MAE: pixels of hidden patches from the few that are seen.",
-            "simmim": "SimMIM: pixels of masked patches by one linear layer.",
-            "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
-            "data2vec": "data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.",
-            "ibot": "iBOT: DINO, and self-distillation of masked patches.",
-            "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
-            "msn": "MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.",
+        name: (f"{_METHODS}.{family}_keys", text)
+        for family, methods in {
+            "supervised": {
+                "supervised": "Supervised cross-entropy.",
+            },
+            "contrastive": {
+                "simclr": "SimCLR: NT-Xent between views, negatives from all ranks.",
+                "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
+                "moco_v3": "MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.",
+            },
+            "noncontrastive": {
+                "byol": "BYOL: prediction of a teacher's projection of the other view.",
+                "simsiam": "SimSiam: prediction of the other view, gradient stopped.",
+                "barlow_twins": "Barlow Twins: cross-correlation of two views towards the identity.",
+                "vicreg": "VICReg: variance, invariance and covariance of two views.",
+            },
+            "swav": {
+                "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
+                "swav_momentum": "SwAV with assignments from a teacher.",
+            },
+            "memory_bank": {
+                "npid": "NPID: each image is a class of its own; a memory bank of all images supplies the negatives.",
+                "pirl": (
+                    "PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives."
+                ),
+            },
+            "prototypes": {
+                "deepcluster_v2": (
+                    "DeepCluster v2: prediction of the k-means assignments of the last epoch's embeddings."
+                ),
+                "msn": "MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.",
+            },
+            "distillation": {
+                "distillation": "Distillation: the probabilities of a trained, frozen classifier.",
+            },
+            "pretext": {
+                "rotnet": "RotNet: predicts which of four rotations an image has.",
+                "jigsaw": "Jigsaw: predicts the order of an image's shuffled tiles.",
+            },
+            "dino": {
+                "dino": "DINO: self-distillation from a teacher that sees the large crops.",
+            },
+            "masked_modeling": {
+                "mae": "MAE: pixels of hidden patches from the few that are seen.",
+                "simmim": "SimMIM: pixels of masked patches by one linear layer.",
+                "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
+                "data2vec": "data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.",
+            },
+            "ibot": {
+                "ibot": "iBOT: DINO, and self-distillation of masked patches.",
+                "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
+            },
         }.items()
+        for name, text in methods.items()
     },
 )
 TRUNKS = Registry(

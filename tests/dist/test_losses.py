@@ -12,9 +12,9 @@ from tests.ranks import run_on_ranks
 from tests.unit.methods.batches import LossBatch
 from tests.unit.methods.slow_swav import slow_swav
 from vissl_zero import collectives
+from vissl_zero.methods.gather import sinkhorn
 from vissl_zero.methods.method import Method, build_method
-from vissl_zero.methods.sinkhorn import sinkhorn
-from vissl_zero.methods.swav.method import SwAVHead
+from vissl_zero.methods.swav import SwAVHead
 
 NUM_CROPS, DIM, WIDTH, PROTOTYPES = 3, 4, 5, [6, 3]
 BATCHES = [7, 7, 2, 7]  # samples of each step; two of them over three ranks leave one rank with nothing

@@ -11,23 +11,14 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
-from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
-from vissl_zero.methods.deepcluster_v2.method import NOT_ASSIGNED, ClusterMemory, deepcluster_loss
-from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
-from vissl_zero.methods.dinov2.method import dinov2_loss
+from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent, symmetric_info_nce
+from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.gather import count_samples
-from vissl_zero.methods.ibot.method import masked_patch_loss
-from vissl_zero.methods.ijepa.method import latent_regression
-from vissl_zero.methods.koleo import koleo
-from vissl_zero.methods.mae.method import mae_loss
-from vissl_zero.methods.moco_v2.method import KeyQueue, info_nce
-from vissl_zero.methods.moco_v3.method import symmetric_info_nce
-from vissl_zero.methods.msn.method import msn_loss
-from vissl_zero.methods.npid.method import MemoryBank
-from vissl_zero.methods.pirl.method import pirl_loss
-from vissl_zero.methods.simclr.method import nt_xent
-from vissl_zero.methods.simmim.method import simmim_loss
-from vissl_zero.methods.vicreg.method import vicreg_loss
+from vissl_zero.methods.ibot import dinov2_loss, koleo, masked_patch_loss
+from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, simmim_loss
+from vissl_zero.methods.memory_bank import MemoryBank, pirl_loss
+from vissl_zero.methods.noncontrastive import barlow_twins_loss, vicreg_loss
+from vissl_zero.methods.prototypes import NOT_ASSIGNED, ClusterMemory, deepcluster_loss, msn_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 NUM_IMAGES, DIM = 12, 4
@@ -98,7 +89,9 @@ def _msn(x: Tensor, mine: slice) -> Tensor:
 
 
 def _simmim(x: Tensor, mine: slice) -> Tensor:
-    return simmim_loss(x.unflatten(2, (2, 2)).repeat(1, 1, 2, 2), _constant(51, 7, 6, 4, 4)[mine], _mask(mine).view(-1, 2, 2))
+    return simmim_loss(
+        x.unflatten(2, (2, 2)).repeat(1, 1, 2, 2), _constant(51, 7, 6, 4, 4)[mine], _mask(mine).view(-1, 2, 2)
+    )
 
 
 # Each takes (n, 6, DIM) and the slice of the whole batch that these are.

@@ -28,6 +28,7 @@ from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised.method import require_classes
 from vissl_zero.models.bare import whole_start_bytes, why_whole
+from vissl_zero.methods.supervised import require_classes
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.build import build_optimizer

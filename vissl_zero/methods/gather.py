@@ -13,6 +13,10 @@ without samples takes part with zero rows.
 
 Ranks hold consecutive parts of a batch, so rows in the order of ranks are in the order of samples, whatever the number
 of ranks.
+
+Sinkhorn's algorithm over the samples of all ranks (https://arxiv.org/abs/2006.09882, section 3.1).
+
+The queue of past embeddings that joins SwAV's assignment when batches are small.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero import collectives
+from vissl_zero.collectives import all_reduce_max, all_reduce_sum
 
 
 @dataclass(frozen=True)
@@ -142,3 +147,97 @@ def _all_gather_padded(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
     padded[: len(rows)] = rows
     everyone = collectives.all_gather_evenly(padded)
     return [part[:count] for part, count in zip(everyone, counts, strict=True)]
+
+
+@torch.no_grad()
+def sinkhorn(
+    scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | None = None, powerlaw: float = 0.0
+) -> Tensor:
+    """Soft assignments that use all prototypes equally (or by a power law) over the samples of all ranks.
+
+    Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
+    logarithm: small epsilons neither overflow nor leave a prototype with a sum of zero, so nothing depends on a
+    condition that ranks might see differently. Every rank must call this with the same C, K and number of iterations.
+
+    Args:
+        scores: (C, n, K), C independent problems over n samples of this rank (any n, also 0) and K prototypes; float32
+            or float64.
+        epsilon: weight of the entropy; smaller is harder.
+        num_iters: rounds; 0 gives the softmax of ``scores / epsilon``.
+        counts: (C, n) bool, samples that count; the others are assigned like them, but use nothing. None: all count.
+        powerlaw: prototype i, from 1, has a share proportional to i to the power of minus this; 0: equal shares.
+    Returns:
+        (C, n, K), each row sums to 1. The same for a sample however samples are spread over ranks, up to rounding.
+    Cost: two all-reduces of C * K numbers per round.
+    """
+    logits = scores / epsilon
+    shares = -powerlaw * torch.log(torch.arange(1, scores.shape[2] + 1, dtype=scores.dtype, device=scores.device))
+    for _ in range(num_iters):
+        # Shares up to one factor for all prototypes, which the next line takes out again.
+        logits = logits - _logsumexp_over_samples(logits, counts) + shares
+        logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
+    return torch.softmax(logits, dim=2)
+
+
+def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
+    """(C, n, K) -> (C, 1, K) over the samples of all ranks that count; a rank without any adds nothing."""
+    if counts is not None:
+        logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
+    local = torch.logsumexp(logits, dim=1, keepdim=True)
+    # Of all ranks, so that the exponentials below overflow on none of them.
+    largest = all_reduce_max(local)
+    total = largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
+    # No sample counts on any rank: nothing to share out, and -inf - -inf above.
+    return total if counts is None else torch.where(largest == -torch.inf, 0.0, total)
+
+
+class EmbeddingQueue(nn.Module):
+    """One queue for the whole run, identical on every rank, newest samples first.
+
+    Rows are ordered by micro-batch and, within one, by sample, whatever the number of ranks.
+
+    Args:
+        num_queues: independent queues, one per crop that is assigned (C).
+        length: samples kept, L.
+        embedding_dim: D.
+
+    Attributes:
+        embeddings: buffer (C, L, D); only the first ``num_filled`` of each queue are samples.
+        num_filled: samples so far, at most L; equal on every rank.
+    """
+
+    embeddings: Tensor
+
+    def __init__(self, num_queues: int, length: int, embedding_dim: int):
+        super().__init__()
+        self.register_buffer("embeddings", torch.zeros(num_queues, length, embedding_dim))
+        # On the host: it decides shapes, and reading it from the device would wait for the device in every step.
+        self.num_filled = 0
+
+    @torch.no_grad()
+    def push(self, embeddings: Tensor) -> None:
+        """Put this micro-batch in front and drop the oldest. Collective; ranks hold consecutive parts of the batch.
+
+        Args:
+            embeddings: (C, n, D) of this rank's n samples; n may differ between ranks.
+        Cost: two all-gathers (see ``all_gather_rows``); copies the queue once.
+        """
+        length = self.embeddings.shape[1]
+        # A step that the loss scaler will skip may hold infinities; they must not stay for L samples.
+        finite = torch.nan_to_num(embeddings.to(self.embeddings.dtype), nan=0.0, posinf=0.0, neginf=0.0)
+        newest = collectives.all_gather_rows(finite.transpose(0, 1)).transpose(0, 1)
+        self.embeddings.copy_(torch.cat((newest, self.embeddings), dim=1)[:, :length])
+        self.num_filled = min(length, self.num_filled + newest.shape[1])
+
+    def local_part(self) -> Tensor:
+        """This rank's share (C, q, D) of the samples in the queue; shares are consecutive and differ by one at most."""
+        rank, world_size = collectives.rank(), collectives.world_size()
+        return self.embeddings[:, rank * self.num_filled // world_size : (rank + 1) * self.num_filled // world_size]
+
+    def get_extra_state(self) -> Tensor:
+        """``num_filled``, for ``state_dict``."""
+        return torch.tensor(self.num_filled)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """``num_filled``, from ``load_state_dict``."""
+        self.num_filled = int(state)

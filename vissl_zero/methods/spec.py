@@ -23,8 +23,8 @@ class MethodSpec:
 
     Attributes:
         losses: what ``LOSS.name`` may say for this method -> dataclass of the keys under that name. All are registered
-            in LOSSES by the method's ``method.py``.
-        heads: heads that come with the method, registered in HEADS by its ``method.py`` -> dataclass of their keys.
+            in LOSSES beside the mathematics.
+        heads: heads that come with the method, registered in HEADS beside it -> dataclass of their keys.
         shape_keys: keys of the loss that decide shapes of its own state, so that a checkpoint cannot change them.
         title, paper, views, teacher, couples, recipe: its row of ``docs/methods.md``: name and source; what it sees of
             an image; whether a momentum copy teaches; what of a sample's loss depends on other samples; a recipe that

@@ -11,9 +11,9 @@ from vissl_zero.config.compose import load
 from vissl_zero.config.rules import problems
 from vissl_zero.data.dataset import Batch
 from vissl_zero.errors import ConfigError
+from vissl_zero.methods.contrastive import SimCLR
 from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
-from vissl_zero.methods.simclr.method import SimCLR
-from vissl_zero.methods.supervised.method import CrossEntropy, soft_cross_entropy
+from vissl_zero.methods.supervised import CrossEntropy, soft_cross_entropy
 from vissl_zero.models.heads.mlp import EvalMLP
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key

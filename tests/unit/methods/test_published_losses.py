@@ -16,36 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vissl_zero.data.dataset import Batch
-from vissl_zero.methods.barlow_twins.method import barlow_twins_loss
-from vissl_zero.methods.byol.method import byol_loss
-from vissl_zero.methods.data2vec.method import mean_of_blocks
-from vissl_zero.methods.deepcluster_v2.method import ClusterMemory, deepcluster_loss, spherical_kmeans
-from vissl_zero.methods.dino.method import Centre, dino_loss, sinkhorn_targets
-from vissl_zero.methods.dinov2.method import dinov2_loss
-from vissl_zero.methods.distillation.method import (
+from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent, symmetric_info_nce
+from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.distillation import (
     IBOTDistillation,
     SwAVDistillation,
     dino_distillation_loss,
     distillation_loss,
 )
-from vissl_zero.methods.ibot.method import IBOTOutput, masked_patch_loss
-from vissl_zero.methods.ijepa.method import latent_regression
-from vissl_zero.methods.koleo import koleo
-from vissl_zero.methods.mae.method import mae_loss, pixel_targets
+from vissl_zero.methods.ibot import IBOTOutput, dinov2_loss, koleo, masked_patch_loss
+from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, mean_of_blocks, pixel_targets, simmim_loss
+from vissl_zero.methods.memory_bank import MemoryBank, nce_loss, pirl_loss
 from vissl_zero.methods.mixing import mix_targets, smooth_targets
-from vissl_zero.methods.moco_v2.method import KeyQueue, info_nce
-from vissl_zero.methods.moco_v3.method import symmetric_info_nce
-from vissl_zero.methods.msn.method import msn_loss
-from vissl_zero.methods.npid.method import MemoryBank, nce_loss
-from vissl_zero.methods.pirl.method import pirl_loss
-from vissl_zero.methods.simclr.method import nt_xent
-from vissl_zero.methods.simmim.method import simmim_loss
-from vissl_zero.methods.simsiam.method import simsiam_loss
-from vissl_zero.methods.supervised.method import (
+from vissl_zero.methods.noncontrastive import barlow_twins_loss, byol_loss, simsiam_loss, vicreg_loss
+from vissl_zero.methods.prototypes import ClusterMemory, deepcluster_loss, msn_loss, spherical_kmeans
+from vissl_zero.methods.supervised import (
     binary_cross_entropy,
     soft_cross_entropy,
 )
-from vissl_zero.methods.vicreg.method import vicreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 

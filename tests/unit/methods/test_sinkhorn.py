@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.methods.slow_swav import slow_sinkhorn
-from vissl_zero.methods.sinkhorn import sinkhorn
+from vissl_zero.methods.gather import sinkhorn
 
 
 def _scores(num_problems: int = 2, n: int = 5, k: int = 3, dtype: torch.dtype = torch.float64) -> torch.Tensor:

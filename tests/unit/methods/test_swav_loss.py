@@ -13,7 +13,7 @@ from tests.unit.methods.batches import LossBatch
 from tests.unit.methods.slow_swav import slow_swav
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.method import build_method
-from vissl_zero.methods.swav.method import SwAVHead, SwAVLoss, SwAVOutput
+from vissl_zero.methods.swav import SwAVHead, SwAVLoss, SwAVOutput
 
 NUM_CROPS, NUM_SAMPLES, DIM, PROTOTYPES = 4, 5, 6, [7, 3]
 

@@ -11,8 +11,10 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
 from vissl_zero.data.dataset import Batch
 from vissl_zero.errors import ConfigError
-from vissl_zero.methods.jigsaw.method import (
+from vissl_zero.methods.memory_bank import PIRLHead
+from vissl_zero.methods.pretext import (
     Jigsaw,
+    RotNet,
     SiameseConcatView,
     permutations,
     permutations_of,
@@ -20,8 +22,6 @@ from vissl_zero.methods.jigsaw.method import (
     shuffled,
     tiles_of,
 )
-from vissl_zero.methods.pirl.method import PIRLHead
-from vissl_zero.methods.rotnet.method import RotNet
 from vissl_zero.models.keyed_random import set_random_key
 
 

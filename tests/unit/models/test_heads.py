@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
-from vissl_zero.methods.dino.method import DINOHead
-from vissl_zero.methods.ibot.method import IBOTDINOHead
-from vissl_zero.methods.msn.method import MSNHead
-from vissl_zero.methods.swav.method import SwAVHead
+from vissl_zero.methods.dino import DINOHead
+from vissl_zero.methods.ibot import IBOTDINOHead
+from vissl_zero.methods.prototypes import MSNHead
+from vissl_zero.methods.swav import SwAVHead
 from vissl_zero.models.heads.mlp import Chain, MobileNetHead, MobileNetHeadOfTimm
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.patches import PatchView, Tokens

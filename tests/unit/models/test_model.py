@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.methods.swav.method import SwAVHead, SwAVOutput
+from vissl_zero.methods.swav import SwAVHead, SwAVOutput
 from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import KeyedDropout

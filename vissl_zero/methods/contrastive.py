@@ -1,0 +1,227 @@
+"""Contrastive learning: SimCLR, MoCo v2 and MoCo v3: losses, heads, and what the loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.methods.contrastive_keys import (
+    MoCoLossConfig,
+    MoCoV3LossConfig,
+    MultiCropSimCLRLossConfig,
+    SimCLRLossConfig,
+)
+from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples
+from vissl_zero.methods.method import Batch, EmbeddingMethod, crops_of, images_of, output_of
+from vissl_zero.registry import LOSSES
+
+
+def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | None = None) -> Tensor:
+    """Cross-entropy of finding another view of an image among all views of the other images of all ranks.
+
+    With more than two views, each other view of the image is found by itself; the rest of them are left out.
+
+    Args:
+        views: (n, D) embeddings of each view of this rank's samples; not normalised.
+        temperature: divides the cosine similarities.
+        counts: samples of each rank; None: asked for.
+    Returns:
+        0-d, the mean over this rank's pairs of different views of an image.
+    Cost: an all-gather of V * n rows, and an all-reduce of V * N rows in the backward pass.
+    """
+    own = F.normalize(at_least_float32(torch.stack(tuple(views))), dim=2)
+    counts = counts or count_samples(own.shape[1], own.device)
+    everyone = gather_samples(own.transpose(0, 1), counts).transpose(0, 1)
+    logits = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
+    numbers = range(len(views))
+    others = torch.tensor([[other for other in numbers if other != view] for view in numbers], device=logits.device)
+    image = (counts.first + torch.arange(counts.local, device=logits.device)).repeat(len(views))[:, None]
+    positives = logits.gather(1, image + others.repeat_interleave(counts.local, dim=0) * counts.total)
+    of_image = image + torch.arange(len(views), device=logits.device) * counts.total
+    # Not minus infinity: of a single image nothing would be left, and the gradient of its logarithm is undefined.
+    negatives = logits.scatter(1, of_image, torch.finfo(logits.dtype).min / 2).logsumexp(dim=1, keepdim=True)
+    return (torch.logaddexp(positives, negatives) - positives).sum() / max(positives.numel(), 1)
+
+
+@LOSSES.register("simclr_info_nce_loss", config=SimCLRLossConfig)
+@LOSSES.register("multicrop_simclr_info_nce_loss", config=MultiCropSimCLRLossConfig)
+class SimCLR(EmbeddingMethod):
+    """SimCLR: NT-Xent between views, negatives from all ranks.
+
+    Args: the fields of ``MultiCropSimCLRLossConfig``, with num_crops known.
+    """
+
+    def __init__(self, temperature: float = 0.1, num_crops: int = 2):
+        super().__init__()
+        self.num_crops = num_crops
+        self.temperature = temperature
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """The mean over this rank's views; see ``nt_xent``. Collective."""
+        views = crops_of(outputs[0], self.num_crops, batch)
+        self._note(views[0])
+        return nt_xent(views, self.temperature)
+
+
+def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding an image's own key among it and the keys in the queue.
+
+    Args:
+        queries: (n, D), from the student; not normalised.
+        keys: (n, D), from the momentum encoder; not normalised; no gradient goes into them.
+        queue: (K, D) unit vectors, the same on every rank.
+        temperature: divides the cosine similarities.
+    Returns:
+        0-d, the mean over this rank's samples. No communication.
+    """
+    queries = F.normalize(at_least_float32(queries), dim=1)
+    keys = F.normalize(at_least_float32(keys.detach()), dim=1)
+    positive = (queries * keys).sum(dim=1, keepdim=True)
+    logits = torch.cat((positive, queries @ queue.to(queries.dtype).T), dim=1) / temperature
+    return (torch.logsumexp(logits, dim=1) - logits[:, 0]).sum() / max(len(queries), 1)
+
+
+class KeyQueue(nn.Module):
+    """The keys of the last micro-batches of all ranks, a ring, identical on every rank.
+
+    It starts with random unit vectors, as in MoCo.
+
+    Args:
+        length: keys kept, K.
+        embedding_dim: D.
+        seed: of the first, random keys.
+
+    Attributes:
+        keys: buffer (K, D), unit rows.
+        position: buffer, 0-d int64; row that the next key will take.
+    """
+
+    keys: Tensor
+    position: Tensor
+
+    def __init__(self, length: int, embedding_dim: int, seed: int = 0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("keys", F.normalize(torch.randn(length, embedding_dim, generator=generator), dim=1))
+        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def push(self, keys: Tensor) -> None:
+        """Replace the oldest keys by those of all ranks, in the order of samples. Collective.
+
+        Args:
+            keys: (n, D) of this rank; not normalised; n may differ between ranks.
+        Cost: see ``collectives.all_gather_rows``.
+        """
+        # A step that the loss scaler will skip may hold infinities; they must not stay for K samples.
+        finite = torch.nan_to_num(keys.to(self.keys.dtype), nan=0.0, posinf=0.0, neginf=0.0)
+        newest = collectives.all_gather_rows(F.normalize(finite, dim=1))
+        length = len(self.keys)
+        rows = (self.position + torch.arange(len(newest), device=newest.device)) % length
+        self.keys.index_copy_(0, rows[-length:], newest[-length:])
+        self.position.copy_((self.position + len(newest)) % length)
+
+
+@LOSSES.register("moco_loss", config=MoCoLossConfig)
+class MoCoV2(EmbeddingMethod):
+    """MoCo v2: InfoNCE against a queue of the teacher's keys.
+
+    The student sees the first crop, the teacher the second. Batch norm over one batch of all ranks
+    (``SYNC_BN_CONFIG``) stands in for MoCo's shuffling of the batch.
+
+    Args: the fields of ``MoCoLossConfig``, with embedding_dim known.
+    """
+
+    has_teacher = True
+
+    def __init__(self, embedding_dim: int, queue_size: int = 65536, momentum: float = 0.999, temperature: float = 0.2):
+        super().__init__()
+        self.queue = KeyQueue(queue_size, embedding_dim)
+        self.constant_momentum = momentum
+        self.temperature = temperature
+        self._keys: Tensor | None = None
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Queries: the first crop."""
+        outputs: list[Any] = model(images_of(batch, [0]))
+        return outputs
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Keys: the second crop."""
+        outputs: list[Any] = model(images_of(batch, [1]))
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``info_nce``."""
+        (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(taught[0], 1, batch)
+        self._note(queries)
+        self._keys = keys
+        return info_nce(queries, keys, self.queue.keys, self.temperature)
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Queue the keys. Collective."""
+        assert self._keys is not None
+        self.queue.push(self._keys)
+
+    def momentum(self, step: int) -> float:
+        """See ``Method``."""
+        return self.constant_momentum
+
+
+def symmetric_info_nce(
+    queries: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    temperature: float,
+    counts: SampleCounts | None = None,
+) -> Tensor:
+    """Each view's query finds the other view's key of the same image among the keys of all images of all ranks.
+
+    Args:
+        queries: (n, D) of each of the two views, from the student's predictor; not normalised.
+        keys: (n, D) of each, from the momentum encoder; no gradient goes into them.
+        temperature: divides the cosine similarities; the loss is scaled by twice its value.
+        counts: samples of each rank; None: asked for.
+    Returns:
+        0-d: the mean over this rank's samples, both directions added.
+    Cost: one all-gather of 2n rows; none in the backward pass.
+    """
+    counts = counts or count_samples(len(queries[0]), queries[0].device)
+    own_keys = F.normalize(at_least_float32(torch.stack(keys, dim=1).detach()), dim=2)
+    every_key = gather_samples(own_keys, counts)  # (N, 2, D)
+    labels = counts.first + torch.arange(counts.local, device=own_keys.device)
+    terms = []
+    for view, query in enumerate(queries):
+        logits = F.normalize(at_least_float32(query), dim=1) @ every_key[:, 1 - view].T / temperature
+        terms.append(F.cross_entropy(logits, labels, reduction="sum") / max(counts.local, 1))
+    return torch.stack(terms).sum() * (2 * temperature)
+
+
+@LOSSES.register("moco_v3_loss", config=MoCoV3LossConfig)
+class MoCoV3(EmbeddingMethod):
+    """MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.
+
+    Args: the fields of ``MoCoV3LossConfig``.
+    """
+
+    has_teacher = True
+
+    def __init__(self, momentum: float = 0.99, temperature: float = 0.2):
+        super().__init__()
+        self.first_momentum = momentum
+        self.temperature = temperature
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``symmetric_info_nce``. Collective."""
+        queries = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
+        keys = crops_of(output_of(taught, "projections").projections, 2, batch)
+        self._note(outputs[0].projections)
+        return symmetric_info_nce((queries[0], queries[1]), (keys[0], keys[1]), self.temperature)
+
+    def momentum(self, step: int) -> float:
+        """See ``Method``."""
+        return self._cosine_momentum(self.first_momentum, step)

@@ -1,0 +1,136 @@
+"""Contrastive learning: SimCLR, MoCo v2 and MoCo v3: keys and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vissl_zero.config.derive.placement import micro_batch
+from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.errors import Problem
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+@dataclass
+class SimCLRLossConfig:
+    """``simclr_info_nce_loss``: NT-Xent, https://arxiv.org/abs/2002.05709."""
+
+    temperature: float = 0.1
+    """Divides the cosine similarities."""
+
+
+@dataclass
+class MultiCropSimCLRLossConfig(SimCLRLossConfig):
+    """``multicrop_simclr_info_nce_loss``: NT-Xent with every other crop of an image as a positive of its own."""
+
+    num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+
+
+@METHODS.register("simclr")
+class SimCLRSpec(MethodSpec):
+    """SimCLR: NT-Xent between views, negatives from all ranks."""
+
+    losses = {
+        "simclr_info_nce_loss": SimCLRLossConfig,
+        "multicrop_simclr_info_nce_loss": MultiCropSimCLRLossConfig,
+    }
+    title = "SimCLR"
+    paper = "https://arxiv.org/abs/2002.05709"
+    views = "2 crops; multicrop: 2 or more of any sizes"
+    couples = "negatives: all images of the batch"
+    recipe = "digits/simclr"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """The number of crops."""
+        if not _has_many_crops(cfg):
+            return {}
+        return {"num_crops": (sum(crops_of(cfg) or []) or None, "transforms")}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """Two views, or more; one projection head."""
+        temperature = above_zero(f"LOSS.{cfg.LOSS['name']}.temperature", loss_keys(cfg).temperature)
+        return [*one_head(cfg, "mlp"), *two_views(cfg, not _has_many_crops(cfg)), *temperature]
+
+
+def _has_many_crops(cfg: RunConfig) -> bool:
+    return bool(cfg.LOSS["name"] == "multicrop_simclr_info_nce_loss")
+
+
+@dataclass
+class MoCoLossConfig:
+    """``moco_loss``: InfoNCE against a queue, https://arxiv.org/abs/1911.05722 and 2003.04297."""
+
+    embedding_dim: int | None = None
+    """Width of the embeddings; null: from the head, which also wins over a different number."""
+    queue_size: int = 65536
+    """Keys in the one queue of all ranks; at least a micro-batch over all ranks."""
+    momentum: float = 0.999
+    """Weight of the teacher's past."""
+    temperature: float = 0.2
+    """Divides the cosine similarities."""
+
+
+@METHODS.register("moco_v2")
+class MoCoV2Spec(MethodSpec):
+    """MoCo v2: InfoNCE against a queue of the teacher's keys."""
+
+    losses = {"moco_loss": MoCoLossConfig}
+    shape_keys = ("embedding_dim", "queue_size")
+    title = "MoCo v2"
+    paper = "https://arxiv.org/abs/2003.04297"
+    views = "2 crops: one for the student, one for the teacher"
+    teacher = "momentum, constant"
+    couples = "negatives: a queue of all ranks' keys"
+    recipe = "digits/moco_v2"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """embedding_dim from the head."""
+        dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
+        return {"embedding_dim": (dims[-1] if dims else None, "head")}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """Two views, one projection head, a queue that takes a whole micro-batch."""
+        keys, path, batch = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}", micro_batch(cfg, host)
+        fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
+        return [
+            *one_head(cfg, "mlp"),
+            *two_views(cfg),
+            *at_least(f"{path}.queue_size", keys.queue_size, batch, fix),
+            *share(f"{path}.momentum", keys.momentum),
+            *above_zero(f"{path}.temperature", keys.temperature),
+        ]
+
+
+@dataclass
+class MoCoV3LossConfig:
+    """``moco_v3_loss``: symmetric InfoNCE within the batch, https://arxiv.org/abs/2104.02057."""
+
+    momentum: float = 0.99
+    """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
+    temperature: float = 0.2
+    """Divides the cosine similarities."""
+
+
+@METHODS.register("moco_v3")
+class MoCoV3Spec(MethodSpec):
+    """MoCo v3: symmetric InfoNCE against the teacher's keys of the batch."""
+
+    losses = {"moco_v3_loss": MoCoV3LossConfig}
+    title = "MoCo v3"
+    paper = "https://arxiv.org/abs/2104.02057"
+    views = "2 crops"
+    teacher = "momentum, cosine to 1"
+    couples = "negatives: the teacher's keys of the batch"
+    recipe = "digits/moco_v3"
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """Two views, a projector and a predictor."""
+        keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
+        numbers = [*share(f"{path}.momentum", keys.momentum), *above_zero(f"{path}.temperature", keys.temperature)]
+        return [*one_head(cfg, "siamese_head"), *two_views(cfg), *numbers]

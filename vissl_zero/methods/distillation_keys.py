@@ -1,0 +1,250 @@
+"""Distillation's keys and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vissl_zero.config.constraints import choice, number
+from vissl_zero.config.derive.components import as_teacher
+from vissl_zero.config.saved import RESOLVED_FILE
+from vissl_zero.errors import Problem
+from vissl_zero.methods.ibot_keys import IBOT_HEADS, patch_distillation
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+_CLASSIFIERS = (
+    "mlp",
+    "eval_mlp",
+    "mobilenet_v3_head",
+    "mobilenet_v3_head_timm",
+    "vision_transformer_head",
+    "identity",
+)
+WEIGHTS_FILE = "weights.safetensors"
+_WITH_THE_PACKAGE = {"digits": Path(__file__).parent / "digits_teacher"}
+
+
+@dataclass
+class DistillationLossConfig:
+    """``distillation_loss``: the softened probabilities of a trained classifier, https://arxiv.org/abs/1503.02531."""
+
+    teacher: str = ""
+    """Run folder of the trained classifier, of any trunk; digits: one of scans that comes with the package; empty: the
+    model under DISTILLATION."""
+    loss_type: str = choice("kl_divergence", "kl_divergence", "cross_entropy", "mse")
+    """kl_divergence and cross_entropy of the softened probabilities, times the squared temperature (their gradients are
+    the same), or mse, the mean squared difference of the outputs."""
+    temperature: float = number(1.0, least=1e-4)
+    """Divides the logits of both."""
+    soft_target_alpha: float = number(1.0, least=0, most=1)
+    """Weight of the teacher's probabilities; the images' own labels have the rest."""
+
+
+@dataclass
+class DINODistillationLossConfig:
+    """``dino_distillation_loss``: the teacher's softmax over prototypes, predicted for crops of the same image."""
+
+    teacher_num_crops: int = number(2, least=1, most=1000)
+    """First crops of an image, which the teacher sees."""
+    student_num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    teacher_temperature: float = number(0.07, least=1e-4)
+    """Divides the teacher's scores before the softmax."""
+    student_temperature: float = number(0.1, least=1e-4)
+    """Divides the student's."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+    patch_drop: float = number(0.0, least=0, below=1)
+    """Share of the patches left out of the student's crops of the first size, at random (MSN); for vision
+    transformers."""
+
+
+@dataclass
+class IBOTDistillationLossConfig:
+    """``ibot_distillation_loss``: as ``dino_distillation_loss``, and the teacher's softmax for masked patches."""
+
+    num_global_crops: int | None = None
+    """Crops that the teacher sees and that are masked: those of the first size; null: from the transforms, which also
+    win over a different number."""
+    student_num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    student_temp: float = number(0.1, above=0, most=1000)
+    """Divides the student's scores."""
+    teacher_temp: float = number(0.07, above=0, most=1000)
+    """Divides the teacher's scores of crops."""
+    teacher_patch_temp: float = number(0.07, above=0, most=1000)
+    """Divides the teacher's scores of patches."""
+    lambda1: float = number(1.0, least=0)
+    """Weight of the loss of crops."""
+    lambda2: float = number(1.0, least=0)
+    """Weight of the loss of masked patches."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+    mask_ratio: list[float] = field(default_factory=lambda: [0.1, 0.5])
+    """Least and largest share of the patches of a crop that are masked, in blocks."""
+    mask_probability: float = 0.5
+    """Share of the large crops that are masked at all."""
+
+
+@dataclass
+class SwAVDistillationLossConfig:
+    """``swav_distillation_loss``: the clusters that SwAV's assignment of a trained teacher's scores gives a crop."""
+
+    temperature: float = number(0.1, least=1e-4)
+    """Divides the student's scores before the softmax."""
+    epsilon: float = number(0.03, least=1e-4)
+    """Entropy regularisation of the assignment; larger is softer."""
+    num_iters: int = number(3, least=0, most=10000)
+    """Rounds of Sinkhorn's algorithm; 0: the softmax of the teacher's scores."""
+    use_double_precision: bool = False
+    """Compute assignments and loss in float64."""
+    temp_hard_assignment_iters: int = number(0, least=0)
+    """Optimizer steps from the start in which assignments are rounded to one prototype."""
+    num_crops: int | None = None
+    """Crops of an image; null: from the transforms, which also win over a different number."""
+    num_prototypes: list[int] | None = None
+    """Prototypes; null: from the teacher's head, which also wins over a different number."""
+    embedding_dim: int | None = None
+    """Width of the teacher's embeddings; null: from its head."""
+    local_queue_length: int = number(0, least=0)
+    """Past crops of the teacher that join the assignment, for each process; 0: none."""
+    queue_length: int | None = None
+    """The same over all processes, in one queue; null: local_queue_length times the processes of the recipe."""
+    queue_start_iter: int = number(0, least=0)
+    """Optimizer steps before the queue is used."""
+    normalize_student_feats: bool = False
+    """Divide what the student gives by its L2 norm first."""
+    use_student_prototypes: bool = True
+    """Of a student with prototypes, its own scores are compared; else its embeddings are taken."""
+    use_teacher_prototypes: bool = False
+    """Score what the student gives against the teacher's prototypes; else it is the scores."""
+    use_two_crops_for_teacher: bool = True
+    """The teacher sees the first two crops; else the first."""
+    swapped_assignment: bool = False
+    """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
+    see."""
+
+
+_TEACHER = "config.DISTILLATION.TEACHER_MODEL"
+
+
+def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
+    from vissl_zero.config.rules import model as rules
+    from vissl_zero.config.rules.vissl import refused
+
+    shadow, found = as_teacher(cfg), list[Problem]()
+    for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):
+        said = rule(shadow, host)
+        found += [said] if isinstance(said, Problem) else said or []
+    found += [problem for problem in refused(shadow, host) if problem.key.startswith("config.MODEL.")]
+    path = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE
+    if not path or not Path(path).expanduser().exists():
+        must, fix = "must name the teacher's weights", f"Write {_TEACHER}.WEIGHTS_INIT.PARAMS_FILE=<file>."
+        found.append(Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, fix))
+    return [replace(problem, key=problem.key.replace("config.MODEL", _TEACHER, 1)) for problem in found]
+
+
+@METHODS.register("distillation")
+class DistillationSpec(MethodSpec):
+    """Distillation: the probabilities of a trained, frozen classifier."""
+
+    losses = {
+        "distillation_loss": DistillationLossConfig,
+        "dino_distillation_loss": DINODistillationLossConfig,
+        "ibot_distillation_loss": IBOTDistillationLossConfig,
+        "swav_distillation_loss": SwAVDistillationLossConfig,
+    }
+    shape_keys = ("num_prototypes", "embedding_dim", "queue_length")
+    title = "Distillation"
+    paper = "https://arxiv.org/abs/1503.02531"
+    views = "1 or more crops of any sizes; the teacher sees the same"
+    teacher = "a trained model, frozen"
+    recipe = "digits/distillation"
+
+    def takes_other_model(self, cfg: RunConfig) -> bool:
+        """Unless a run folder is named."""
+        return not getattr(loss_keys(cfg), "teacher", "")
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """The number of crops; sizes of the teacher's head and of the queue."""
+        if cfg.LOSS["name"] == "swav_distillation_loss":
+            return _swav_sizes(cfg)
+        counts = crops_of(cfg)
+        crops = {"student_num_crops": (sum(counts) if counts else 1, "transforms")}
+        if cfg.LOSS["name"] == "ibot_distillation_loss":
+            return {**crops, "num_global_crops": (counts[0] if counts else None, "transforms")}
+        return crops if cfg.LOSS["name"] == "dino_distillation_loss" else {}
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """One head, a teacher that is there, labels where they count, crops for the teacher."""
+        keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
+        if cfg.LOSS["name"] == "swav_distillation_loss":
+            return [*_swav_problems(cfg), *_teacher_problems(cfg, host)]
+        if cfg.LOSS["name"] == "ibot_distillation_loss":
+            found = patch_distillation(cfg, path.removeprefix("config."), keys.mask_ratio, keys.mask_probability)
+            of_teacher = one_head(as_teacher(cfg), *IBOT_HEADS)
+            found += [replace(problem, key=f"{_TEACHER}.HEAD.PARAMS") for problem in of_teacher]
+            return [*found, *_teacher_problems(cfg, host)]
+        if cfg.LOSS["name"] == "dino_distillation_loss":
+            found = patch_trunk(cfg) if keys.patch_drop else []
+            found += one_head(cfg, "mlp", "dino_head", "swav_head")
+            crops = sum(crops_of(cfg) or [1])
+            if keys.teacher_num_crops > crops - keys.swapped_assignment:
+                must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"
+                found.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
+            return [*found, *_teacher_problems(cfg, host)]
+        found = one_head(cfg, *_CLASSIFIERS)
+        if not keys.teacher:
+            found += _teacher_problems(cfg, host)
+        elif lacking := [n for n in (RESOLVED_FILE, WEIGHTS_FILE) if not (teacher_folder(keys.teacher) / n).is_file()]:
+            must = f"must be the folder of a run that has ended: it has no {' and no '.join(lacking)}"
+            fix = "Train a classifier (vissl-zero config=supervised/...) and write its run folder."
+            found.append(Problem(f"{path}.teacher", keys.teacher, must, fix))
+        if keys.soft_target_alpha < 1 and cfg.DATA.TRAIN.LABEL_TYPE != "standard":
+            must = "must be standard where soft_target_alpha is below 1"
+            fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
+            found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
+        return found
+
+
+def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+    head = next((options for _, options in heads_of(as_teacher(cfg))), {})
+    dims, crops = head.get("dims") or [head.get("bottleneck_dim", 256)], crops_of(cfg)
+    processes = cfg.DISTRIBUTED.NUM_NODES * cfg.DISTRIBUTED.NUM_PROC_PER_NODE
+    return {
+        "num_crops": (None if crops is None else sum(crops), "transforms"),
+        "num_prototypes": (head.get("num_clusters"), "teacher's head"),
+        "embedding_dim": (dims[-1], "teacher's head"),
+        "queue_length": (loss_keys(cfg).local_queue_length * processes, "processes"),
+    }
+
+
+def _swav_problems(cfg: RunConfig) -> list[Problem]:
+    """A teacher with one layer of prototypes, crops for both."""
+    keys, found = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
+    heads = list(heads_of(as_teacher(cfg)))
+    layers = [len(options.get("num_clusters") or []) for _, options in heads]
+    if layers != [1] or heads[0][0] not in ("swav_head", "dino_head"):
+        must = "must be one swav_head or dino_head with one layer of prototypes"
+        fix = 'Write [["swav_head", {dims: [2048, 2048, 128], use_bn: true, num_clusters: [3000]}]], for example.'
+        found.append(Problem(f"{_TEACHER}.HEAD.PARAMS", str([name for name, _ in heads]), must, fix))
+    crops, least = sum(crops_of(cfg) or [1]), 1 + (keys.use_two_crops_for_teacher or keys.swapped_assignment)
+    if crops < least:
+        fix = "Add an ImgPilToMultiCrop, or set use_two_crops_for_teacher and swapped_assignment to false."
+        found.append(Problem("config.DATA.TRAIN.TRANSFORMS", f"{crops}", "must make two crops of an image", fix))
+    return found
+
+
+def teacher_folder(teacher: str) -> Path:
+    """Where the teacher's configuration and weights are."""
+    return _WITH_THE_PACKAGE.get(teacher, Path(teacher).expanduser())

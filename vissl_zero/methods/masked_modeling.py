@@ -1,0 +1,401 @@
+"""Masked image modelling: MAE, SimMIM, I-JEPA and data2vec: losses, heads, and what the loop calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.gather import at_least_float32, weighted_mean
+from vissl_zero.methods.masked_modeling_keys import (
+    Data2VecLossConfig,
+    IJEPALossConfig,
+    LatentHeadConfig,
+    MAELossConfig,
+    PixelHeadConfig,
+    SimMIMLossConfig,
+)
+from vissl_zero.methods.masks import as_mask, block_order, block_targets, outside, random_order
+from vissl_zero.methods.method import Batch, EmbeddingMethod, output_of
+from vissl_zero.models.patches import PatchView, Tokens, grid_of, taken
+from vissl_zero.registry import HEADS, LOSSES
+
+_VARIANCE_EPS = 1e-6
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """Pixels of each patch, (B, C, H, W) -> (B, P, patch_size^2 * C), patches row by row, channels innermost.
+
+    Raises:
+        ValueError: the patch size does not divide the image.
+    """
+    height, width = images.shape[2:]
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"images of {height} x {width} pixels have no whole patches of {patch_size} pixels")
+    patches = images.unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)  # (B, C, h, w, p, p)
+    return patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+
+
+def pixel_targets(images: Tensor, patch_size: int, normalize: bool = True) -> Tensor:
+    """What a decoder predicts, (B, P, patch_size^2 * C); with ``normalize``, each patch has mean 0 and variance 1."""
+    patches = patchify(at_least_float32(images), patch_size)
+    if not normalize:
+        return patches
+    variances = patches.var(dim=2, keepdim=True)
+    return (patches - patches.mean(dim=2, keepdim=True)) / (variances + _VARIANCE_EPS).sqrt()
+
+
+def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """Squared error of the masked patches, averaged over their elements, then over the masked patches of all ranks.
+
+    Args:
+        predictions, targets: (n, P, E) of this rank's images.
+        mask: (n, P), True or 1 where a patch was hidden.
+    Returns:
+        0-d; the loop's mean over ranks is the mean over masked patches, however they are spread. Collective.
+    Cost: one all-reduce of two numbers.
+    """
+    errors = (at_least_float32(predictions) - targets.detach()).square().mean(dim=2)
+    return weighted_mean(errors, mask.to(errors.dtype), len(predictions))
+
+
+@LOSSES.register("mae_loss", config=MAELossConfig)
+class MAE(EmbeddingMethod):
+    """MAE: pixels of hidden patches from the few that are seen.
+
+    Only hidden patches are decoded: the loss looks at no others.
+
+    Args: the fields of ``MAELossConfig``.
+    """
+
+    loss_sees_images = True
+
+    def __init__(self, mask_ratio: float = 0.75, normalize_pixels: bool = True):
+        super().__init__()
+        self.mask_ratio = mask_ratio
+        self.normalize_pixels = normalize_pixels
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """A random part of the patches."""
+        outputs: list[Any] = model(batch.images, see=self._see)
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """The mean over this rank's images; see ``mae_loss``. Collective."""
+        output, (images,) = output_of(outputs, "predictions"), batch.images
+        self._note(output.embeddings)
+        height, width = images.shape[2] // output.grid[0], images.shape[3] // output.grid[1]
+        num_pixels = height * width * images.shape[1]
+        if output.predictions.shape[2] != num_pixels or height != width:
+            must = f"must end in the numbers of a square patch, {num_pixels}"
+            got = str(output.predictions.shape[2])
+            fix = f"Write dims: [-1, <width>, {num_pixels}]."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.patch_predictor.dims", got, must, fix)])
+        targets = taken(pixel_targets(images, height, self.normalize_pixels), output.wanted)
+        return mae_loss(output.predictions, targets, targets.new_ones(output.wanted.shape))
+
+    def collapse_rule(self, num_steps: int) -> None:
+        """None: MAE has no embeddings whose collapse could be measured."""
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        (own,) = images
+        height, width = grid_of(own, patch_size)
+        order = random_order(own, height * width, self.epoch, "mask")
+        num_kept = max(1, int(height * width * (1 - self.mask_ratio)))
+        return [PatchView(kept=order[:, :num_kept], wanted=order[:, num_kept:])]
+
+
+def simmim_loss(predictions: Tensor, images: Tensor, mask: Tensor) -> Tensor:
+    """Mean absolute error over the masked pixels of all ranks.
+
+    Args:
+        predictions, images: (n, C, H, W) of this rank's images.
+        mask: (n, h, w), True or 1 where a patch was hidden; h divides H and w divides W.
+    Returns:
+        0-d; the loop's mean over ranks is the mean over masked pixels, however they are spread. Collective.
+    Cost: one all-reduce of two numbers.
+    """
+    errors = (at_least_float32(predictions) - images).abs().mean(dim=1)  # (n, H, W)
+    rows, columns = errors.shape[1] // mask.shape[1], errors.shape[2] // mask.shape[2]
+    pixels = mask.repeat_interleave(rows, dim=1).repeat_interleave(columns, dim=2)
+    return weighted_mean(errors, pixels.to(errors.dtype), len(predictions))
+
+
+class PixelOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        embeddings: (b, F) pooled features.
+        pixels: (b, 3, H, W).
+        mask: (b, h, w) bool, True where a patch was masked; None if none was.
+    """
+
+    embeddings: Tensor
+    pixels: Tensor
+    mask: Tensor | None
+
+
+@HEADS.register("pixel_head", config=PixelHeadConfig)
+class PixelHead(nn.Module):
+    """A linear layer from a patch's token to its pixels.
+
+    Args: the fields of ``PixelHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int]):
+        super().__init__()
+        self.patch_size = math.isqrt(dims[-1] // 3)
+        if len(dims) != 2 or 3 * self.patch_size**2 != dims[-1]:
+            must = "must be the trunk's features and 3 times the pixels of a square patch"
+            fix = "Write dims: [-1, 768] for patches of 16 pixels."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pixel_head.dims", str(list(dims)), must, fix)])
+        self.output = nn.Linear(dims[0], dims[1])
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
+        """Pixels of images of one resolution."""
+        (own,) = tokens
+        patches = self.output(own.wanted()).unflatten(1, own.grid).unflatten(3, (3, self.patch_size, self.patch_size))
+        # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
+        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, own.grid[0] * self.patch_size, -1)
+        mask = None if own.view.masked is None else own.view.masked.unflatten(1, own.grid)
+        return PixelOutput(features, pixels, mask)
+
+
+@LOSSES.register("simmim_loss", config=SimMIMLossConfig)
+class SimMIM(EmbeddingMethod):
+    """SimMIM: pixels of masked patches by one linear layer.
+
+    Args: the fields of ``SimMIMLossConfig``.
+    """
+
+    loss_sees_images = True
+
+    def __init__(self, mask_ratio: float = 0.6, mask_patch_size: int = 32):
+        super().__init__()
+        self.mask_ratio = mask_ratio
+        self.mask_patch_size = mask_patch_size
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """All patches, some of them masked."""
+        outputs: list[Any] = model(batch.images, see=self._see)
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """The mean over this rank's images; see ``simmim_loss``. Collective."""
+        output, (images,) = output_of(outputs, "pixels"), batch.images
+        if output.pixels.shape != images.shape:
+            num_pixels, got = (tensor[0].numel() // output.mask[0].numel() for tensor in (images, output.pixels))
+            must = f"must end in the numbers of the trunk's patches, {num_pixels}"
+            fix = f"Write dims: [-1, {num_pixels}]."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pixel_head.dims", str(got), must, fix)])
+        self._note(output.embeddings)
+        return simmim_loss(output.pixels, images, output.mask)
+
+    def collapse_rule(self, num_steps: int) -> None:
+        """None: SimMIM has no embeddings whose collapse could be measured."""
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        (own,) = images
+        grid, side = grid_of(own, patch_size), self.mask_patch_size
+        if side % patch_size[0] or side % patch_size[1] or own.shape[2] % side or own.shape[3] % side:
+            must = f"must be a multiple of the patches, {patch_size[0]}, and divide the images, {own.shape[2]} pixels"
+            fix = f"Write {patch_size[0]}, for example."
+            raise ConfigError([Problem("config.LOSS.simmim_loss.mask_patch_size", str(side), must, fix)])
+        height, width = own.shape[2] // side, own.shape[3] // side
+        num_masked = math.ceil(height * width * self.mask_ratio - 1e-9)
+        order = random_order(own, height * width, self.epoch, "mask")
+        squares = as_mask(order[:, :num_masked], height * width).unflatten(1, (height, width))
+        mask = squares.repeat_interleave(grid[0] // height, dim=1).repeat_interleave(grid[1] // width, dim=2)
+        return [PatchView(masked=mask.flatten(1))]
+
+
+def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:
+    """Smooth absolute error against the teacher's embeddings, each normalised over its features.
+
+    Args:
+        predictions: (n, ..., D), as many target patches for each image.
+        embeddings: same shape, the teacher's, without gradient; not normalised.
+        beta: differences below it are squared; 1 in I-JEPA, 2 in data2vec for ViT-B.
+    Returns:
+        0-d, the mean over this rank's samples. No communication.
+    """
+    targets = F.layer_norm(at_least_float32(embeddings.detach()), embeddings.shape[-1:])
+    errors = F.smooth_l1_loss(at_least_float32(predictions), targets, beta=beta, reduction="sum")
+    return errors / max(predictions.numel(), 1)
+
+
+@LOSSES.register("ijepa_loss", config=IJEPALossConfig)
+class IJEPA(EmbeddingMethod):
+    """I-JEPA: a teacher's embeddings of blocks from the patches around them.
+
+    The paper draws the size of targets for each batch and cuts the context to the smallest one of the batch. Here
+    both have as many patches in every image, so that an image's masks do not depend on the others.
+
+    Args: the fields of ``IJEPALossConfig``.
+    """
+
+    has_teacher = True
+
+    def __init__(
+        self,
+        momentum: float = 0.996,
+        num_targets: int = 4,
+        target_scale: float = 0.175,
+        target_ratio: Sequence[float] = (0.75, 1.5),
+        context_scale: float = 0.3,
+        beta: float = 1.0,
+    ):
+        super().__init__()
+        self.first_momentum = momentum
+        self.num_targets = num_targets
+        self.target_scale = target_scale
+        self.target_ratio = (target_ratio[0], target_ratio[1])
+        self.context_scale = context_scale
+        self.beta = beta
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The context."""
+        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=False))
+        return outputs
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Whole images, of which the targets' embeddings are taken."""
+        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``latent_regression``."""
+        student = output_of(outputs, "predictions")
+        self._note(taught[0].embeddings)
+        return latent_regression(student.predictions, taught[0].patches, self.beta)
+
+    def momentum(self, step: int) -> float:
+        """See ``Method``."""
+        return self._linear_momentum(self.first_momentum, step)
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool) -> list[PatchView]:
+        (own,) = images
+        grid = grid_of(own, patch_size)
+        num_patches = grid[0] * grid[1]
+        size = max(1, int(num_patches * self.target_scale))
+        targets = block_targets(own, grid, self.num_targets, size, self.target_ratio, self.epoch, "targets")
+        if all_are_seen:
+            return [PatchView(wanted=targets)]
+        num_seen = max(1, int(num_patches * self.context_scale))
+        context = outside(own, targets, num_patches, self.epoch, "context")[:, :num_seen]
+        return [PatchView(kept=context, wanted=targets)]
+
+
+def mean_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """The mean over blocks of their tokens, each normalised over its features without learned weights.
+
+    Args:
+        blocks: K tensors (b, n, D).
+    Returns:
+        (b, n, D), in float32 at least.
+    """
+    normed = [F.layer_norm(at_least_float32(rows), rows.shape[-1:]) for rows in blocks]
+    return torch.stack(normed).mean(dim=0)
+
+
+class LatentOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        embeddings: (b, F) pooled features.
+        predictions: (b, m, D) for the patches asked for; None from a teacher, which predicts nothing.
+        targets: (b, m, D) mean of the last blocks for them; None where no blocks were asked for.
+    """
+
+    embeddings: Tensor
+    predictions: Tensor | None
+    targets: Tensor | None
+
+
+@HEADS.register("latent_head", config=LatentHeadConfig)
+class LatentHead(nn.Module):
+    """A linear layer from a masked patch's token to the teacher's embedding of it.
+
+    Args: the fields of ``LatentHeadConfig``.
+
+    Attributes:
+        student_only: what a teacher's copy lacks.
+    """
+
+    student_only = ("output",)
+
+    def __init__(self, dims: Sequence[int]):
+        super().__init__()
+        if len(dims) != 2 or dims[0] != dims[1]:
+            must, fix = "must be the trunk's features, twice", f"Write dims: {[dims[0]] * 2}."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.latent_head.dims", str(list(dims)), must, fix)])
+        self.output: nn.Linear | None = nn.Linear(dims[0], dims[1])
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> LatentOutput:
+        """Predictions and targets of images of one resolution."""
+        (own,) = tokens
+        predictions = None if self.output is None else self.output(own.wanted())
+        if not own.blocks or own.view.wanted is None:
+            return LatentOutput(features, predictions, None)
+        patches = mean_of_blocks([rows[:, own.num_prefix :] for rows in own.blocks])
+        return LatentOutput(features, predictions, taken(patches, own.view.wanted))
+
+
+@LOSSES.register("data2vec_loss", config=Data2VecLossConfig)
+class Data2Vec(EmbeddingMethod):
+    """data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.
+
+    Targets are those of the authors' code for images (facebookresearch/data2vec_vision af9a363,
+    beit/engine_for_cyclical.py): each block normalised, averaged, and normalised again.
+
+    Args: the fields of ``Data2VecLossConfig``.
+    """
+
+    has_teacher = True
+    couples_samples = False
+
+    def __init__(
+        self, momentum: float = 0.9998, mask_ratio: float = 0.6, average_top_k_layers: int = 6, beta: float = 2.0
+    ):
+        super().__init__()
+        self.constant_momentum = momentum
+        self.mask_ratio = mask_ratio
+        self.average_top_k_layers = average_top_k_layers
+        self.beta = beta
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """All patches, some of them masked."""
+        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=False))
+        return outputs
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Whole images, of which the last blocks' tokens are taken where the student's are masked."""
+        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """The mean over this rank's samples; see ``latent_regression``."""
+        student = output_of(outputs, "predictions")
+        self._note(taught[0].embeddings)
+        return latent_regression(student.predictions, taught[0].targets, self.beta)
+
+    def momentum(self, step: int) -> float:
+        """See ``Method``."""
+        return self.constant_momentum
+
+    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool) -> list[PatchView]:
+        (own,) = images
+        grid = grid_of(own, patch_size)
+        num_patches = grid[0] * grid[1]
+        num_masked = math.ceil(num_patches * self.mask_ratio - 1e-9)
+        counts = torch.full((len(own),), num_masked, device=own.device)
+        masked = block_order(own, grid, counts, self.epoch, "mask")[:, :num_masked]
+        if is_teacher:
+            return [PatchView(wanted=masked, last_blocks=self.average_top_k_layers)]
+        return [PatchView(masked=as_mask(masked, num_patches), wanted=masked)]

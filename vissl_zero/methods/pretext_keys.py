@@ -1,0 +1,175 @@
+"""Pretext tasks, classification by labels that the method makes itself: RotNet and Jigsaw: keys and rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from vissl_zero.config.constraints import number
+from vissl_zero.errors import Problem
+from vissl_zero.methods.spec import (
+    MethodSpec,
+    are_cut,
+    crops_of,
+    head_width,
+    heads_of,
+    loss_keys,
+    one_head,
+    one_size,
+)
+from vissl_zero.registry import METHODS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.host import Host
+    from vissl_zero.config.run import RunConfig
+
+
+NUM_ANGLES = 4
+
+
+@dataclass
+class RotNetLossConfig:
+    """``rotnet_loss``: by which quarter turn was it rotated, https://arxiv.org/abs/1803.07728."""
+
+    all_angles: bool = True
+    """Every crop at all four angles, as published; false: at one, drawn anew in every step (VISSL)."""
+
+
+@METHODS.register("rotnet")
+class RotNetSpec(MethodSpec):
+    """RotNet: predicts which of four rotations an image has."""
+
+    losses = {"rotnet_loss": RotNetLossConfig}
+    title = "RotNet"
+    paper = "https://arxiv.org/abs/1803.07728"
+    views = "1 or more square crops of one size, each at 4 angles, or at one"
+    recipe = "digits/rotnet"
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """One size, a head with an output per angle."""
+        return [*one_head(cfg, "mlp"), *one_size(cfg), *self._outputs(cfg)]
+
+    def _outputs(self, cfg: RunConfig) -> list[Problem]:
+        width = head_width(cfg)
+        if width in (None, NUM_ANGLES):
+            return []
+        must = f"must end in {NUM_ANGLES} outputs for rotnet_loss, one per angle"
+        return [Problem("config.MODEL.HEAD.PARAMS", str(width), must, f"Write dims: [..., {NUM_ANGLES}].")]
+
+
+GRIDS = {4: 2, 9: 3}  # tiles -> of a side
+
+
+@dataclass
+class JigsawHeadConfig:
+    """``jigsaw_head``: each tile through an MLP, then all tiles of an image side by side through a linear layer."""
+
+    dims: list[int] = MISSING
+    """Widths of the MLP, from the trunk's features."""
+    num_towers: int = 9
+    """Tiles of an image: 4 or 9."""
+    num_permutations: int = number(1000, least=2)
+    """Orders to tell apart; at most 24 with 4 tiles."""
+
+
+@dataclass
+class SiameseConcatViewConfig:
+    """``siamese_concat_view``: the features of an image's tiles side by side, between the heads before and after."""
+
+    num_towers: int = number(MISSING, least=1)
+    """Tiles of an image."""
+
+
+@dataclass
+class JigsawLossConfig:
+    """``jigsaw_loss``: in which order are the tiles, https://arxiv.org/abs/1603.09246."""
+
+    num_towers: int | None = None
+    """Tiles of an image; null: from the head, which also wins over a different number."""
+    num_permutations: int | None = None
+    """Orders to tell apart; null: from the head, which also wins over a different number."""
+    perm_file: str = ""
+    """File of the orders (.npy, a row each), such as VISSL's; empty: orders far from each other are chosen."""
+    are_cut: bool | None = None
+    """Whether crops are tiles already; null: from the transforms, which also win over a different value."""
+
+
+@METHODS.register("jigsaw")
+class JigsawSpec(MethodSpec):
+    """Jigsaw: predicts the order of an image's shuffled tiles."""
+
+    losses = {"jigsaw_loss": JigsawLossConfig}
+    heads = {"jigsaw_head": JigsawHeadConfig, "siamese_concat_view": SiameseConcatViewConfig}
+    title = "Jigsaw"
+    paper = "https://arxiv.org/abs/1603.09246"
+    views = "1 or more crops of one size, in 4 or 9 shuffled tiles; or tiles of one image"
+    recipe = "digits/jigsaw"
+
+    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+        """num_towers and num_permutations from the head, are_cut from the transforms."""
+        name, head = next(heads_of(cfg), ("", {}))
+        orders = head.get("num_permutations", 1000) if name == "jigsaw_head" else head_width(cfg)
+        return {
+            "num_towers": (towers_of(cfg, 9), "head"),
+            "num_permutations": (orders, "head"),
+            "are_cut": (are_cut(cfg), "transforms"),
+        }
+
+    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+        """One size, a head that takes tiles, no more orders than there are, a file of them that exists."""
+        return [
+            *one_head(cfg, "jigsaw_head", *["mlp"] * (towers_of(cfg, None) is not None)),
+            *one_size(cfg),
+            *wrong_towers(cfg, GRIDS),
+            *wrong_tiles(cfg),
+            *self._orders(cfg),
+            *self._file(cfg),
+        ]
+
+    def _file(self, cfg: RunConfig) -> list[Problem]:
+        file = loss_keys(cfg).perm_file
+        if not file or cfg.DRY_RUN or Path(file).expanduser().is_file():
+            return []
+        key = f"config.LOSS.{cfg.LOSS['name']}.perm_file"
+        return [Problem(key, repr(file), "must name a file that exists", "Correct the path, or leave it out.")]
+
+    def _orders(self, cfg: RunConfig) -> list[Problem]:
+        found = {key: value for key, (value, _) in self.inferred(cfg).items()}
+        tiles, orders = found["num_towers"], found["num_permutations"]
+        if tiles not in GRIDS or not isinstance(orders, int) or orders <= math.factorial(tiles):
+            return []
+        must = f"num_permutations must be at most the {math.factorial(tiles)} orders of {tiles} tiles"
+        return [Problem("config.MODEL.HEAD.PARAMS", str(orders), must, "Lower it.")]
+
+
+def towers_of(cfg: RunConfig, default: int | None) -> int | None:
+    """Tiles that the first head takes; of heads one after another, the one that puts tiles side by side."""
+    name, head = next(heads_of(cfg), ("", {}))
+    if name == "chain":
+        parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
+        head, default = parts[0] if parts else {}, None
+    found: int | None = head.get("num_towers", default) if head else None
+    return found
+
+
+def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
+    """A problem unless the head takes a number of tiles that an image can be cut into."""
+    towers = towers_of(cfg, 9)
+    if towers is None or towers in grids:
+        return []
+    must = f"num_towers must be {' or '.join(map(str, grids))}"
+    return [Problem("config.MODEL.HEAD.PARAMS", str(towers), must, "Write num_towers: 9.")]
+
+
+def wrong_tiles(cfg: RunConfig) -> list[Problem]:
+    """A problem if the transforms cut images into other tiles than the head takes."""
+    towers, counts = towers_of(cfg, 9), crops_of(cfg)
+    if not are_cut(cfg) or towers is None or counts is None or counts[-1] == towers:
+        return []
+    must = f"must make the {towers} tiles that the head takes"
+    return [Problem("config.DATA.TRAIN.TRANSFORMS", f"{counts[-1]} tiles", must, f"Write num_patches: {towers}.")]
