@@ -352,7 +352,7 @@ HEADS = Registry(
         "vision_transformer_head": (f"{_HEADS}.mlp", "A vision transformer's classifier of one or two layers."),
         "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
         "chain": (f"{_HEADS}.mlp", "Heads one after another."),
-        "siamese_head": (f"{_HEADS}.siamese_head", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
+        "siamese_head": (f"{_HEADS}.mlp", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods="heads",
 )

@@ -23,8 +23,7 @@ from vissl_zero.methods.online_probe import OnlineProbe
 from vissl_zero.models.bare import build_bare, lost_operations
 from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
-from vissl_zero.optim.build import build_optimizer
-from vissl_zero.optim.param_groups import freeze_untrainable, param_groups
+from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
 
 _BEFORE_TRAINING = -1  # in place of an epoch

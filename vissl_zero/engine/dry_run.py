@@ -31,8 +31,7 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.methods.supervised import require_classes
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
-from vissl_zero.optim.build import build_optimizer
-from vissl_zero.optim.param_groups import ParamGroup, freeze_untrainable, param_groups
+from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.sharding.calibration import measured_machine
 from vissl_zero.sharding.candidates import Found, forecast_all

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.optim.single_rounding import single_rounded
+from vissl_zero.optim.elementwise import single_rounded
 
 SIZE = 1003
 BUILD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

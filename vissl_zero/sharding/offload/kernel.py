@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.optim.single_rounding import SINGLE_ROUNDING
+from vissl_zero.optim.elementwise import SINGLE_ROUNDING
 
 STREAMABLE = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 

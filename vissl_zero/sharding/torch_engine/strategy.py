@@ -13,8 +13,8 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.optim.single_rounding import single_rounded
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.parameter_guard import num_hooks
