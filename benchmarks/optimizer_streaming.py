@@ -30,9 +30,9 @@ from torch import nn
 
 from vissl_zero.optim.elementwise import adamw
 from vissl_zero.sharding.offload.block_file import BlockFile, page_buffers
-from vissl_zero.sharding.offload.kernel import Kernel
-from vissl_zero.sharding.offload.pipeline import NUM_THREADS, Cell, Pipeline
+from vissl_zero.sharding.offload.record_pipeline import NUM_THREADS, Cell, RecordPipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
+from vissl_zero.sharding.offload.state_place import Kernel
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
 MIB = 2**20
@@ -46,7 +46,7 @@ class Stream:
         sizes = [record_bytes] * (num_bytes // record_bytes)
         self._file = BlockFile(folder, f"records-{record_bytes}", sizes, is_touched=True)
         self._items = [[Cell(self._file, index)] for index in range(len(sizes))]
-        self._pipeline = Pipeline([record_bytes])
+        self._pipeline = RecordPipeline([record_bytes])
 
     def run(self) -> None:
         """Once through all of them."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import Tensor
 
-from vissl_zero.sharding.fairscale_engine import limits
+from vissl_zero.sharding.fairscale_engine import fairscale_strategy
 
 
 class _Stream:
@@ -45,7 +45,7 @@ def _reduce_scatter_flat(output: Tensor, input: Tensor, **options: Any) -> Any:
 def streams_on_cpu() -> Iterator[None]:
     """Inside, fairscale's level 3 can be built and trained on the CPU."""
     stand_ins: list[Any] = [
-        patch.object(limits, "has_streams", lambda device: True),
+        patch.object(fairscale_strategy, "has_streams", lambda device: True),
         patch.object(FullyShardedDataParallel, "_setup_streams", _set_up_the_stream),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
         patch.object(torch.cuda, "current_stream", lambda: _THE_STREAM),

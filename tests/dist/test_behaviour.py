@@ -25,7 +25,7 @@ from vissl_zero.sharding.replica_check import ModelsDifferError, require_equal_m
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper
 from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
+from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
 
 SCALED = Precision(master="float64", compute="float64", reduce="float64", use_loss_scale=True)
 LEVELS = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -405,7 +405,10 @@ def _differing(kind: str) -> None:
             weight.copy_(weight.flatten().flip(0).view_as(weight))  # the same values in another order
     with pytest.raises(ModelsDifferError) as caught:
         require_equal_models(model, torch.device("cpu"))
-    expected = {"value": "trunk.blocks.1.0.weight differs between them", "layout": "The ranks differ in parameters or buffers: rank 0 has"}[kind]
+    expected = {
+        "value": "trunk.blocks.1.0.weight differs between them",
+        "layout": "The ranks differ in parameters or buffers: rank 0 has",
+    }[kind]
     assert expected in str(caught.value)
 
 

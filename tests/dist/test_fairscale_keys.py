@@ -17,7 +17,7 @@ from tests.ranks import run_on_ranks
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.fairscale_engine.fsdp_unit import FsdpUnit
+from vissl_zero.sharding.fairscale_engine.flat_sharded import FsdpUnit
 from vissl_zero.sharding.strategy import Sharded
 
 CASE = Case(dtype="float32", lr=0.01)

@@ -13,7 +13,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.unit import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
+from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
 
 CPU = torch.device("cpu")
 

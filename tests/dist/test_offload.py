@@ -19,8 +19,8 @@ from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.launch import worker
 from vissl_zero.sharding.offload import layout, streamed_optimizer
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.torch_engine import fully_sharded, strategy
+from vissl_zero.sharding.offload.run_folder import OffloadError
+from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy
 
 NUM_STEPS, ACCUMULATION = 20, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def _compare_with_host_shards(level: int, folder: str) -> list[float]:
     """``_compare`` where master copies are apart from what the model computes with, as they are with a GPU."""
     pairs = [{"offload_optimizer_config": _tier(device, Path(folder))} for device in ("cpu", "nvme")]
     with (
-        patch.object(strategy, "keeps_parameters_whole", lambda *_: False),
+        patch.object(torch_strategy, "keeps_parameters_whole", lambda *_: False),
         patch.object(fully_sharded, "needs_host_shards", lambda plan, _: plan.offload_optimizer.device != "none"),
     ):
         model, optimizer = _build("larc", level, pairs[0], torch.float64)
@@ -138,9 +138,7 @@ def test_master_copies_on_the_host_train_what_is_on_the_device(level: int, tmp_p
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
-    state, params = (
-        {f"offload_{kind}_config": _tier("nvme", tmp_path)} for kind in ("optimizer", "param")
-    )
+    state, params = ({f"offload_{kind}_config": _tier("nvme", tmp_path)} for kind in ("optimizer", "param"))
     found = run_on_ranks(2, _compare, optimizer, 3, [state, params, state | params], torch.float32)
     assert found == [[0.0] * 6] * 2
 
@@ -153,7 +151,9 @@ def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tu
 
     before = written()
     tiers = {"offload_optimizer_config": _tier("nvme", Path(folder), **optimizer)}
-    _, trained = _build("adamw", 3, tiers | {"offload_param_config": _tier("nvme", Path(folder), **params)}, torch.float64)
+    _, trained = _build(
+        "adamw", 3, tiers | {"offload_param_config": _tier("nvme", Path(folder), **params)}, torch.float64
+    )
     after = written()
     shards = trained._sharded._shards.values()
     resting = sum(shard.local.numel() for shard in shards if not shard.is_on_disk)

@@ -33,9 +33,9 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.calibration import measured_machine
 from vissl_zero.sharding.candidates import Found, forecast_all
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
+from vissl_zero.sharding.step_time import measured_machine
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's

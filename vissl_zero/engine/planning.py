@@ -27,9 +27,8 @@ from vissl_zero.config.run import RunConfig
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.sharding.calibration import cache_file, calibrate
 from vissl_zero.sharding.candidates import Budget, Candidate, after_failures, because, nothing_fits, rank_candidates
-from vissl_zero.sharding.step_time import machine_for
+from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for
 
 FIT = "fit"
 _GIB = 2**30

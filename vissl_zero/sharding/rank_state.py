@@ -18,7 +18,6 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import element_keys
-from vissl_zero.sharding.average import WeightAverage
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state
@@ -30,6 +29,7 @@ from vissl_zero.sharding.state import (
     state_shards,
     take_group_options,
 )
+from vissl_zero.sharding.teacher import WeightAverage
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 

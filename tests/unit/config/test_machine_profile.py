@@ -11,7 +11,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.machine_profile import profile_names, read_profile
 from vissl_zero.engine.planning import plan_run
 from vissl_zero.errors import ConfigError
-from vissl_zero.sharding import calibration
+from vissl_zero.sharding import step_time
 
 RECIPE = "digits/supervised"
 
@@ -71,12 +71,12 @@ def test_a_profile_says_what_memory_its_gpus_have():
 
 def test_what_was_measured_here_is_remembered_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibration.measured_machine("cpu") is None
-    machine = calibration.calibrate(tmp_path, seconds=0.3)
-    assert calibration.measured_machine("cpu") == machine
+    assert step_time.measured_machine("cpu") is None
+    machine = step_time.calibrate(tmp_path, seconds=0.3)
+    assert step_time.measured_machine("cpu") == machine
     assert 1e8 < machine.flops < 1e14 and 1e8 < machine.memory < 1e13 and 1e6 < machine.near_link < 1e12
     assert 1e-8 < machine.operation_s < 1e-2
     planned = plan_run(compose(RECIPE, ["config.DRY_RUN=true", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]).run, RECIPE)
     assert planned.machine == machine
-    calibration.cache_file().write_text("{")
-    assert calibration.measured_machine("cpu") is None
+    step_time.cache_file().write_text("{")
+    assert step_time.measured_machine("cpu") is None

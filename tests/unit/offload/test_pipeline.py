@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, page_buffers
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.pipeline import NUM_TRAYS, Cell, Pipeline, Tray
-from vissl_zero.sharding.offload.run_folder import RunFolder
+from vissl_zero.sharding.offload.record_pipeline import NUM_TRAYS, Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
 NUM_RECORDS = 5 * NUM_TRAYS
 
@@ -47,7 +46,7 @@ class Watched(BlockFile):
         self.under_way.discard(index)
 
 
-def _updated(file: BlockFile, pipeline: Pipeline) -> list[int]:
+def _updated(file: BlockFile, pipeline: RecordPipeline) -> list[int]:
     """Positions in the order of their updates, each of which adds one to every byte."""
     order: list[int] = []
 
@@ -65,7 +64,7 @@ def _updated(file: BlockFile, pipeline: Pipeline) -> list[int]:
 @pytest.mark.timeout(60)
 def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> None:
     file = SlowOnce(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
-    pipeline = Pipeline([PAGE])
+    pipeline = RecordPipeline([PAGE])
     order = _updated(file, pipeline)
     assert order[-1] == 0 and sorted(order) == list(range(NUM_RECORDS))
     found: list[int] = []
@@ -82,7 +81,7 @@ def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> N
 @pytest.mark.timeout(60)
 def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(tmp_path: Path) -> None:
     file = Watched(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
-    pipeline = Pipeline([PAGE])
+    pipeline = RecordPipeline([PAGE])
 
     def fail(position: int, tray: Tray) -> tuple[int, ...]:
         assert file.under_way, "else nothing is shown"

@@ -14,10 +14,9 @@ from torch import nn
 
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.sharding.offload import streamed_optimizer
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.kernel import Kernel
-from vissl_zero.sharding.offload.pipeline import NUM_TRAYS
-from vissl_zero.sharding.offload.run_folder import RunFolder
+from vissl_zero.sharding.offload.record_pipeline import NUM_TRAYS
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.state_place import Kernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 
 BUILD = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vissl_zero.sharding.norms import dots, squared_norms
+from vissl_zero.sharding.stepper import dots, squared_norms
 
 
 @pytest.mark.parametrize(

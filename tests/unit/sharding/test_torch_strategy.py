@@ -16,7 +16,7 @@ from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.strategy import _refuse_hooked
+from vissl_zero.sharding.torch_engine.torch_strategy import _refuse_hooked
 from vissl_zero.sharding.torch_engine.unit_guard import _Forward
 
 

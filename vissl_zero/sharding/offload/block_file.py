@@ -1,4 +1,6 @@
-"""A preallocated file of numbered records, read and written whole, with a checksum of each in memory.
+"""What can go wrong with state that lives on a disk.
+
+A preallocated file of numbered records, read and written whole, with a checksum of each in memory.
 
 Reads and writes go around the page cache (O_DIRECT) into page-aligned memory: state that is streamed once a step would
 push everything else out of the cache, and through the cache the same traffic runs at half of the speed or less
@@ -19,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.run_folder import RunFolder
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 * 2**20

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.layout import Layout
-from vissl_zero.sharding.offload.pipeline import Pipeline
-from vissl_zero.sharding.offload.shard_file import ShardFile
+from vissl_zero.sharding.offload.layout import Layout, TensorFile
+from vissl_zero.sharding.offload.record_pipeline import RecordPipeline
 
 
 class GradientStore:
@@ -19,13 +18,13 @@ class GradientStore:
     the file; element by element they are what they would be on the whole.
 
     Args:
-        layout, file, pipeline: as for ``ShardFile``.
+        layout, file, pipeline: as for ``TensorFile``.
     """
 
-    def __init__(self, layout: Layout, file: BlockFile, pipeline: Pipeline):
+    def __init__(self, layout: Layout, file: BlockFile, pipeline: RecordPipeline):
         self.records = file
         self._layout = layout
-        self._file = ShardFile(layout, file, pipeline)
+        self._file = TensorFile(layout, file, pipeline)
         self._stored: set[int] = set()
         self._zero: set[int] = set()
         self._changes: dict[int, list[tuple[Tensor | float, Tensor | None]]] = {}

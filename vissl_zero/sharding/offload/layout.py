@@ -1,12 +1,18 @@
-"""How the elements of many shards are cut into chunks, and which records of a file hold them. Pure."""
+"""How the elements of many shards are cut into chunks, and which records of a file hold them. Pure.
+
+One tensor per shard, values or gradients, in a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.record_pipeline import Cell, RecordPipeline, Tray
 
 # A cut inside a tensor falls on a multiple of this many elements, so that the kernels' vector loops, and with them the
 # last bit of every result, are what they are without a cut.
@@ -14,7 +20,7 @@ ALIGN = 1024
 
 
 @dataclass(frozen=True)
-class Segment:
+class ChunkSegment:
     """Consecutive elements of one shard.
 
     Attributes:
@@ -39,7 +45,7 @@ class Chunk:
         itemsize: bytes per element.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ChunkSegment, ...]
     num_elements: int
     itemsize: int
 
@@ -53,7 +59,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
     """
     assert chunk_elements % ALIGN == 0
     chunks: list[Chunk] = []
-    segments: list[Segment] = []
+    segments: list[ChunkSegment] = []
     filled, itemsize = 0, 0
 
     def close() -> None:
@@ -76,7 +82,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
                 close()
                 continue
             stop = min(start + room, tensor.numel())
-            segments.append(Segment(index, start, stop, filled))
+            segments.append(ChunkSegment(index, start, stop, filled))
             filled += stop - start
             start = stop
     close()
@@ -113,7 +119,7 @@ class Layout:
     Attributes:
         params: all shards; a shard is known by its index here.
         index_of: by full name.
-        chunks: ``Segment.tensor`` is the index of the shard.
+        chunks: ``ChunkSegment.tensor`` is the index of the shard.
         unit_records: of each unit, the positions of its chunks.
         records_of: the records of each shard.
     """
@@ -143,7 +149,7 @@ class Layout:
         """Whether the shards in a record are."""
         return self.params[self.chunks[record].segments[0].tensor].is_trained
 
-    def view(self, segment: Segment, data: Tensor) -> Tensor:
+    def view(self, segment: ChunkSegment, data: Tensor) -> Tensor:
         """The elements of ``segment`` in its record, whose bytes ``data`` begins with."""
         param = self.params[segment.tensor]
         first = segment.offset * param.dtype.itemsize
@@ -157,3 +163,59 @@ class Layout:
         for chunk in cut(shapes, CHUNK_ELEMENTS):
             segments = tuple(replace(segment, tensor=indices[segment.tensor]) for segment in chunk.segments)
             self.chunks.append(replace(chunk, segments=segments))
+
+
+class TensorFile:
+    """Flat tensors by index of the shard.
+
+    Args:
+        layout: of the file.
+        file: with a record per chunk of the layout.
+        pipeline: of one column, wide enough for any record.
+    """
+
+    def __init__(self, layout: Layout, file: BlockFile, pipeline: RecordPipeline):
+        self.records = file
+        self._layout = layout
+        self._pipeline = pipeline
+
+    def read(self, index: int) -> Tensor:
+        """One shard, flat."""
+        param = self._layout.params[index]
+        found = torch.empty(param.num_elements, dtype=param.dtype)
+        records = self._layout.records_of[index]
+
+        def copy(position: int, tray: Tray) -> tuple[int, ...]:
+            for segment in self._layout.chunks[records[position]].segments:
+                if segment.tensor == index:
+                    found[segment.start : segment.stop] = self._layout.view(segment, tray[0].bytes)
+            return ()
+
+        self._pipeline.run([[Cell(self.records, record)] for record in records], copy)
+        return found
+
+    def write(
+        self,
+        values: Mapping[int, Tensor],
+        is_read: Callable[[int], bool],
+        combine: Callable[[int, Tensor, Tensor], object],
+    ) -> None:
+        """Change some shards.
+
+        Args:
+            values: flat tensors by index.
+            is_read: whether a record holds anything that must be kept.
+            combine: called with the index, and the stored and the given elements, of which it changes the first.
+        """
+        records = sorted({record for index in values for record in self._layout.records_of[index]})
+
+        def update(position: int, tray: Tray) -> tuple[int, ...]:
+            for segment in self._segments(records[position], values):
+                stored = self._layout.view(segment, tray[0].bytes)
+                combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
+            return (0,)
+
+        self._pipeline.run([[Cell(self.records, record, is_read(record))] for record in records], update)
+
+    def _segments(self, record: int, values: Mapping[int, Tensor]) -> list[ChunkSegment]:
+        return [segment for segment in self._layout.chunks[record].segments if segment.tensor in values]

@@ -10,13 +10,10 @@ from itertools import islice
 from torch import Tensor
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.errors import OffloadError
 from vissl_zero.sharding.offload.gradient_store import GradientStore
-from vissl_zero.sharding.offload.layout import Layout, StoredParam
-from vissl_zero.sharding.offload.pipeline import Pipeline
-from vissl_zero.sharding.offload.read_ahead import NUM_BUFFERS, PrefetchOrder, ReadAhead
-from vissl_zero.sharding.offload.run_folder import RunFolder
-from vissl_zero.sharding.offload.shard_file import ShardFile
+from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
+from vissl_zero.sharding.offload.record_pipeline import NUM_BUFFERS, PrefetchOrder, ReadAhead, RecordPipeline
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
 
 class ParameterStore:
@@ -48,9 +45,9 @@ class ParameterStore:
             self.parameters.close()
             raise
         self.record_bytes = max(sizes, default=0)
-        self._pipeline = Pipeline([self.record_bytes])
+        self._pipeline = RecordPipeline([self.record_bytes])
         self._ahead = ReadAhead(self.parameters, self.record_bytes)
-        self._values = ShardFile(self.layout, self.parameters, self._pipeline)
+        self._values = TensorFile(self.layout, self.parameters, self._pipeline)
         self.gradients = GradientStore(self.layout, gradients, self._pipeline)
         self._order = PrefetchOrder()
         self._is_broken = False
@@ -155,7 +152,7 @@ class ParameterStore:
             raise OffloadError("Streaming parameters failed earlier, or was ended. Resume from the last checkpoint.")
 
 
-def _end(ahead: ReadAhead, pipeline: Pipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
+def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
     ahead.close()
     pipeline.close()
     for file in files:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vissl_zero import collectives
-from vissl_zero.sharding.offload.errors import OffloadError
+from vissl_zero.errors import VisslZeroError
 
 PREFIX = "vissl-zero-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -148,3 +148,7 @@ def _refused(path: str, error: OSError) -> OffloadError:
     }.get(error.errno or 0, f"cannot be used: {error.strerror}")
     fix = "Give the folder it points to" if is_link else "Give an existing folder of yours on a local disk"
     return OffloadError(f"nvme_path: {path} {reason}. {fix}.")
+
+
+class OffloadError(VisslZeroError):
+    """Offloaded state cannot be stored, or did not come back as it was stored; training must not continue with it."""

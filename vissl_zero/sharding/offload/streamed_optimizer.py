@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.kernel import Kernel, Piece
-from vissl_zero.sharding.offload.layout import ALIGN, Chunk, Segment, cut
+from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.offload.pipeline import Cell, Item, Pipeline, Tray
-from vissl_zero.sharding.offload.run_folder import RunFolder
-from vissl_zero.sharding.offload.state_place import StateInMemory, StateOnDisk, StatePlace
+from vissl_zero.sharding.offload.record_pipeline import Cell, Item, RecordPipeline, Tray
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.state_place import Kernel, StateInMemory, StateOnDisk, StatePlace, UpdatePiece
 
 RECORD_BYTES = 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
 _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
@@ -65,7 +63,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if folder is not None:
             place = StateOnDisk(self._params, kernel, self._chunks, folder, is_fast_init)
         stored_bytes = 0 if store is None else store.record_bytes
-        self._pipeline = Pipeline([place.record_bytes, stored_bytes, stored_bytes])
+        self._pipeline = RecordPipeline([place.record_bytes, stored_bytes, stored_bytes])
         if isinstance(place, StateOnDisk):
             place.pipeline = self._pipeline
         self._place = place
@@ -137,7 +135,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # Trusted again only at the end: an error in between leaves some shards updated and others not.
         self._distrust()
         with nullcontext() if self._store is None else self._store.updating():
-            pieces: dict[int, Piece] = {}  # of each tensor one; all of them have made the same step
+            pieces: dict[int, UpdatePiece] = {}  # of each tensor one; all of them have made the same step
             items = [self._item(index) for index in active]
             self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces))
         for tensor, piece in pieces.items():
@@ -163,19 +161,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
         values, grad = self._store.parameters, self._store.gradients.records
         return [state, Cell(values, record), Cell(grad, record)]
 
-    def _update(self, index: int, tray: Tray, updated: dict[int, Piece]) -> tuple[int, ...]:
+    def _update(self, index: int, tray: Tray, updated: dict[int, UpdatePiece]) -> tuple[int, ...]:
         pieces = {}
         for segment in filter(self._has_grad, self._chunks[index].segments):
             state = self._place.views(index, segment, tray[_STATE].bytes) | self._place.scalars(segment.tensor)
             values, grad = self._values_and_grad(segment, tray)
-            pieces[segment.tensor] = Piece(self._group_of[segment.tensor], values, grad, state)
+            pieces[segment.tensor] = UpdatePiece(self._group_of[segment.tensor], values, grad, state)
         self._kernel.update(list(pieces.values()))
         updated |= pieces
         # The gradient's column is never among them: the update has consumed it.
         changed = () if self._place.file is None else (_STATE,)
         return changed if self._records[index] is None else (*changed, _VALUES)
 
-    def _values_and_grad(self, segment: Segment, tray: Tray) -> tuple[Tensor, Tensor]:
+    def _values_and_grad(self, segment: ChunkSegment, tray: Tray) -> tuple[Tensor, Tensor]:
         stored = self._stored.get(segment.tensor)
         if stored is None:
             param, span = self._params[segment.tensor], slice(segment.start, segment.stop)
@@ -187,7 +185,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._store.gradients.apply_changes(stored, grad, values)
         return values, grad
 
-    def _has_grad(self, segment: Segment) -> bool:
+    def _has_grad(self, segment: ChunkSegment) -> bool:
         return self._params[segment.tensor].grad is not None
 
     def _cut(self) -> tuple[list[Chunk], list[int | None]]:
@@ -210,7 +208,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return chunks + own, records + [None] * len(own)
 
 
-def _end(pipeline: Pipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
+def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
     pipeline.close()
     if file is not None:
         file.close()

@@ -1,20 +1,32 @@
-"""Level 0: every rank holds everything, and gradients are averaged."""
+"""Level 0: every rank holds everything, and gradients are averaged.
+
+Levels 1 and 2 on the CPU: parameters stay whole where they are; gradients and updated rows travel in messages.
+
+``fully_shard`` runs these levels too, and does so where this cannot: on GPUs, in half precision, with replicas of
+shard groups. It copies every gradient and parameter in and out of buffers, which on a CPU, where communication is
+copying, costs as much as the communication.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.gradient_average import GradientAverage
+from vissl_zero.sharding.cpu_comm.transports import open_communicator
+from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
+from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory
-from vissl_zero.sharding.torch_engine.ordered import OrderedMeans
+from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
+from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages, ParameterMessages, plan_messages
+from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
 class Replicated(ShardedModel):
@@ -44,3 +56,83 @@ class Replicated(ShardedModel):
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self.means.backward_pass() if isinstance(self.means, GradientAverage) else nullcontext()
+
+
+class ReplicatedParameters(ShardedModel):
+    """A model that every rank holds in full, and of which each rank updates a part. See ``ShardedModel``.
+
+    Attributes:
+        comm: among all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        device: torch.device,
+    ):
+        group = dist.group.WORLD
+        assert group is not None
+        self.comm = open_communicator(group, plan.timeout_s)
+        for param in module.parameters():
+            # Messages carry runs of a flattened parameter.
+            param.data = param.data.contiguous()
+        trained = {name for parameter_group in groups for name in parameter_group.params}
+        shards = list(row_shards(module, trained, group.size(), group.rank()))
+        rows = [shard for shard in shards if isinstance(shard, RowShard)]
+        self._means: GradientAverage | None = None
+        # Reversed: the backward pass finishes the last parameters first.
+        messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
+        # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
+        if plan.keep_gradients:
+            self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
+        else:
+            self._gradients = GradientMessages(rows, messages, self.comm)
+        self._parameters = ParameterMessages(messages, self.comm)
+        build_optimizer = offloaded(build_optimizer, plan, None, shards)
+        # The shards are views: what they share memory with is whole already.
+        wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)
+        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one.
+
+        Where the order of sums is fixed, level 1 does as level 2.
+        """
+        if self._means is not None:
+            with self._means.micro_batch(is_last):
+                yield
+            return
+        self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
+        yield
+        # Not in a finally: after an error on this rank, waiting for the others could last until the timeout.
+        self._gradients.finish()
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return (self._gradients if self._means is None else self._means).backward_pass()
+
+    def step(self) -> StepResult:
+        """See ``Sharded``."""
+        result = super().step()
+        if not result.skipped:
+            # A skipped step has changed nothing to tell.
+            self._parameters.share()
+        return result
+
+    def zero_grad(self) -> None:
+        """See ``Sharded``."""
+        super().zero_grad()
+        if self._means is None:
+            self._gradients.forget()
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``Sharded``. All parameters are whole on every rank."""
+        return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
+
+    def _after_shards_change(self) -> None:
+        """What was set are the rows that this rank updates: send them to the others."""
+        self._parameters.share()

@@ -1,4 +1,9 @@
-"""Messages among processes of one machine, through memory that all of them map."""
+"""Messages among processes of one machine, through memory that all of them map.
+
+Messages among processes of several machines, through gloo.
+
+How the ranks of a group communicate: through shared memory or gloo.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -171,3 +177,99 @@ def _map(
         finally:
             os.close(fd)
     return memories
+
+
+class GlooCommunicator(CpuCommunicator):
+    """One all-to-all, or a broadcast per rank, for each message.
+
+    Measured with 64 MB of float32 a rank, 2 and 4 ranks on one machine: 27 and 49 ms for an all-to-all and a local sum,
+    78 and 157 ms for gloo's reduce-scatter; 19 and 40 ms for broadcasts, 57 and 104 ms for its all-gather.
+
+    Args:
+        group: of gloo, and used for nothing else, so that messages cannot meet other collectives out of order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slot_bytes: int):
+        super().__init__(group.size(), group.rank(), slot_bytes)
+        self._group = group
+        self._sent = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(self.num_slots)]
+        self._arrived = [torch.empty(group.size(), slot_bytes, dtype=torch.uint8) for _ in range(self.num_slots)]
+        self._works: dict[int, list[dist.Work]] = {}
+
+    def buffers(self) -> list[Tensor]:
+        """See ``CpuCommunicator``."""
+        return [*self._sent, *self._arrived]
+
+    def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
+        """See ``CpuCommunicator``. Waits: gloo cannot bear messages of different sizes from different ranks."""
+        super().announce(tag, check)
+        self.finish()
+
+    def _slot(self, number: int) -> Tensor:
+        return self._sent[number % self.num_slots]
+
+    def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
+        arrived = self._arrived[number % self.num_slots]
+        sent = message.view(torch.uint8)
+        if is_scatter:
+            size = len(sent) // self.num_ranks
+            # What rank r sends lies where it lies in r's own slot.
+            parts = [arrived[sender, self.rank * size : (self.rank + 1) * size] for sender in range(self.num_ranks)]
+            self._works[number] = _all_to_all(parts, list(sent.split(size)), self._group)
+            return
+        # gloo pairs collectives by their order, so every rank posts the broadcasts in the order of senders.
+        works = []
+        for sender in range(self.num_ranks):
+            buffer = sent if sender == self.rank else arrived[sender, : len(sent)]
+            works.append(dist.broadcast(buffer, group=self._group, group_src=sender, async_op=True))
+        arrived[self.rank, : len(sent)] = sent
+        self._works[number] = works
+
+    def _has_come(self, number: int) -> bool:
+        return all(work.is_completed() for work in self._works[number])
+
+    def _received(self, number: int) -> Sequence[Tensor]:
+        for work in self._works.pop(number):
+            work.wait()
+        return list(self._arrived[number % self.num_slots])
+
+
+def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """As pairs of sends and receives: gloo has no all-to-all into separate tensors."""
+    rank = group.rank()
+    arrived[rank].copy_(sent[rank])
+    works = []
+    for peer in range(group.size()):
+        if peer != rank:
+            works.append(dist.irecv(arrived[peer], group=group, group_src=peer))
+            works.append(dist.isend(sent[peer], group=group, group_dst=peer))
+    return [work for work in works if work is not None]
+
+
+SLOT_BYTES = 2**20  # stays in a core's cache; 2 * LAG of them per rank. Twice or half that: as fast
+
+
+def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:
+    """Shared memory where all ranks of ``group`` run on one machine, else gloo. CPU tensors.
+
+    Collective over the world: every rank calls it, each with its own group.
+
+    Args:
+        group: the ranks that exchange.
+        timeout_s: longest wait for a message; that of ``group`` if it is shorter.
+        use_shared_memory: False: gloo in any case.
+    """
+    comm: CpuCommunicator | None = None
+    of_group_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    timeout_s = min(timeout_s, of_group_s)
+    if use_shared_memory:
+        comm = open_shared_memory(group, SLOT_BYTES, timeout_s)
+    wishes: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
+    # new_group is a collective of the world, so every rank makes all groups, its own or not, in one order.
+    for ranks in sorted({wish for wish in wishes if wish}):
+        own = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        if dist.get_rank() in ranks:
+            comm = GlooCommunicator(own, SLOT_BYTES)
+    assert comm is not None
+    return comm
