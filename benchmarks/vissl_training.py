@@ -28,6 +28,7 @@ from PIL import Image
 
 from tests.ranks import close_pool, run_on_ranks
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
+from vissl_zero.config.components.heads import are_tapped
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
@@ -37,7 +38,6 @@ from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.taps import are_tapped
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train

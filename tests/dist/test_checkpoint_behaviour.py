@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.replicated import RankCheck, RanksDifferError
 from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
+from vissl_zero.checkpoint.snapshot import RankCheck, RanksDifferError
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run

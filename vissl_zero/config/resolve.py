@@ -9,6 +9,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.model import default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
+from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.derive.components import (
     as_teacher,
@@ -17,6 +18,7 @@ from vissl_zero.config.derive.components import (
     loss_options,
     takes_other_model,
     trunk_options,
+    with_run_of_weights,
 )
 from vissl_zero.config.derive.data import with_image_size
 from vissl_zero.config.derive.inactive import inactive_keys
@@ -24,7 +26,6 @@ from vissl_zero.config.derive.measuring import only_measures, tests_alone, witho
 from vissl_zero.config.derive.optimizer import optimizer_plan
 from vissl_zero.config.derive.placement import GPU_NAMES, global_batch, placement, ranks
 from vissl_zero.config.derive.sharding import sharding_plan
-from vissl_zero.config.derive.weights import with_run_of_weights
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.config.plain_tree import find, leaves
 from vissl_zero.config.programs import TRAIN
@@ -34,7 +35,6 @@ from vissl_zero.config.rules import problems
 from vissl_zero.config.rules.vissl import no_effect
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
-from vissl_zero.config.taps import are_tapped, features_are_tapped
 from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins

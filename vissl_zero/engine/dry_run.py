@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.machine_profile import Machine, read_profile
 from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
+from vissl_zero.config.host import MachineProfile, read_profile
+from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import Batch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -267,7 +269,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def described_machine(plan: ResolvedRun) -> Machine | None:
+def described_machine(plan: ResolvedRun) -> MachineProfile | None:
     """The machine that ``ZERO.MACHINE_PROFILE`` describes; else what was measured of this one, if that is there.
 
     Of several machines none counts as measured: each decides by itself, and all must decide alike.

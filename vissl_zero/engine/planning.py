@@ -19,8 +19,7 @@ from typing import Any
 
 from vissl_zero.config.compose import Composed
 from vissl_zero.config.fit_log import OUT_OF_MEMORY, SHARE_LEFT, STARTED, Choice, most_bytes, outcomes
-from vissl_zero.config.host import RESERVE, free_memory
-from vissl_zero.config.machine_profile import Machine
+from vissl_zero.config.host import RESERVE, MachineProfile, free_memory
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig
@@ -54,7 +53,7 @@ class Planned:
     budget: Budget
     assumed: tuple[str, ...]
     num_images: int
-    machine: Machine
+    machine: MachineProfile
 
     @property
     def chosen(self) -> Candidate | None:
@@ -185,7 +184,7 @@ def _given_budget(cfg: RunConfig, plan: ResolvedRun) -> Budget:
     return Budget(max(0, memory - RESERVE), host, disk, f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
 
 
-def measure_machine(folder: Path) -> tuple[Machine, Path]:
+def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
     """Measure this machine's CPU, and the disk of ``folder``, and remember it; what was found, and the file of it.
 
     Raises:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS
+from vissl_zero.config.components.heads import layer_names
 from vissl_zero.config.derive.optimizer import peak
 from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.config.taps import layer_names

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vissl_zero.atomic import read_object
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.config.taps import layer_names
+from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.loader import eval_images
 from vissl_zero.data.source import Source, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run

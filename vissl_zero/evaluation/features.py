@@ -20,7 +20,7 @@ import torchvision
 from torch import Tensor, nn
 
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.config.taps import layer_names
+from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.dataset import Batch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
 from vissl_zero.data.source import Source

@@ -15,10 +15,10 @@ import rich
 import torch
 
 from vissl_zero.atomic import read_object
-from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
-from vissl_zero.checkpoint.replicated import RankCheck
+from vissl_zero.checkpoint.foreign_weights import load_first_weights, load_teacher
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
+from vissl_zero.checkpoint.snapshot import RankCheck
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.taps import KEY, POOLINGS
+from vissl_zero.config.components.heads import KEY, POOLINGS
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # Outputs of each tapped layer, and the trunk's features, as a tensor per resolution -> the same of the tap.

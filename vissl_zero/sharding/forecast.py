@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.machine_profile import Machine
+from vissl_zero.config.host import MachineProfile
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.unit import Unit
@@ -93,7 +93,7 @@ class Subject:
     teacher: nn.Module | None = None
     loss: nn.Module | None = None
     num_nodes: int = 1
-    machine: Machine | None = None
+    machine: MachineProfile | None = None
 
 
 class Forecaster:

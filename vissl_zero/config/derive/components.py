@@ -1,15 +1,32 @@
-"""The resolved MODEL and LOSS blocks: every key of the chosen trunk, heads and loss, typed and filled in."""
+"""The resolved MODEL and LOSS blocks: every key of the chosen trunk, heads and loss, typed and filled in.
+
+``auto``: the trunk, the images and their size, as the run has them that the weights to begin with are of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from vissl_zero.atomic import is_folder, is_there, read_regular
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.config.blocks.model import RegNetBlock, Trunk, VisionTransformerBlock
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS, trunk_component, trunk_params
+from vissl_zero.config.components.trunks import (
+    FURTHER_BLOCKS,
+    TRUNK_BLOCKS,
+    ResNetConfig,
+    trunk_component,
+    trunk_params,
+)
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
 
 
@@ -90,3 +107,161 @@ def _only_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any
         is_block = is_dataclass(default) and isinstance(value, Mapping)
         kept[item.name] = _only_fields(value, type(default)) if is_block else value
     return kept
+
+
+AUTO = "auto"
+_KEY = "config.MODEL.TRUNK.NAME"
+_MAX_MANIFEST_BYTES = 2**28
+_STEP = re.compile(r"step_\d{9,}")
+# What says which images a split has; how many of them make a batch is the benchmark's own affair.
+_IMAGES = ("DATA_SOURCES", "DATA_PATHS", "SOURCE_PARAMS", "LABEL_SOURCES", "LABEL_PATHS", "DEFAULT_GRAY_IMG_SIZE")
+# Transforms that give an image its size and its range. The others distort it, which a benchmark does not want.
+_KEPT = ("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize")
+
+
+def with_run_of_weights(cfg: RunConfig) -> RunConfig:
+    """``cfg``, or a copy with trunk and data filled in where they say auto.
+
+    What the saved configuration says is taken as data: nothing in it is imported or resolved.
+
+    Raises:
+        ConfigError: there are no weights, or the run they are of is not known.
+    """
+    wanted = _wanted(cfg)
+    if not wanted:
+        return cfg
+    path, key = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE, next(iter(wanted))
+    if not path:
+        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
+        raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
+    if problem := missing_weights(path):
+        raise ConfigError([problem])
+    saved = _saved_config(Path(path).expanduser())
+    if saved is None:
+        raise ConfigError(
+            [
+                Problem(name, AUTO, f"needs a run folder or a checkpoint of one, which {path} is not", fix)
+                for name, fix in wanted.items()
+            ]
+        )
+    data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
+    model = replace(cfg.MODEL, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"])) if _KEY in wanted else cfg.MODEL
+    return replace(cfg, MODEL=model, DATA=data)
+
+
+def _wanted(cfg: RunConfig) -> dict[str, str]:
+    """Keys that say auto -> what to write instead."""
+    found = {}
+    if cfg.MODEL.TRUNK.NAME == AUTO:
+        found[_KEY] = "Write the trunk, regnet or resnet, and its keys."
+    for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
+        fix = "Add +config/benchmark/data=folder (224 pixels), and the DATA_PATHS of your images."
+        if _says_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
+            found[f"config.DATA.{name}.DATA_SOURCES"] = fix
+        if _says_auto(split.TRANSFORMS):
+            found[f"config.DATA.{name}.TRANSFORMS"] = fix
+    return found
+
+
+def _says_auto(entries: Sequence[Any]) -> bool:
+    return list(entries) in ([AUTO], [{"name": AUTO}])
+
+
+def _with_data(own: Data, saved: Mapping[str, Any], path: str) -> Data:
+    """The images and transforms of the run where ``own`` says auto.
+
+    Paths that the user names are a disk_folder. TEST is then not the run's: its classes would be others.
+    """
+    if any("${" in str(saved[name].get(key, "")) for name in ("TRAIN", "TEST") for key in _IMAGES):
+        own_paths = own.TRAIN.DATA_PATHS and own.TEST.DATA_PATHS
+        if not own_paths:
+            must = f"must be named: the run at {path} took its paths from environment variables"
+            fix = "Write config.DATA.TRAIN.DATA_PATHS=[...] config.DATA.TEST.DATA_PATHS=[...]."
+            raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(own.TRAIN.DATA_PATHS), must, fix)])
+    train = _with_images(own.TRAIN, saved["TRAIN"])
+    is_other = (_says_auto(own.TRAIN.DATA_SOURCES) and own.TRAIN.DATA_PATHS) or not _says_auto(own.TRAIN.DATA_SOURCES)
+    test = _with_images(own.TEST, {} if is_other else saved["TEST"])
+    if _says_auto(own.TRAIN.TRANSFORMS):
+        train = replace(train, TRANSFORMS=plain_views(saved["TRAIN"]["TRANSFORMS"]))
+    if _says_auto(own.TEST.TRANSFORMS):
+        # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
+        is_runs = bool(test.DATA_SOURCES) and not is_other and not own.TEST.DATA_PATHS
+        test = replace(test, TRANSFORMS=list(saved["TEST"]["TRANSFORMS"]) if is_runs else [])
+    return replace(own, TRAIN=train, TEST=test)
+
+
+def _with_images(own: Split, saved: Mapping[str, Any]) -> Split:
+    if not _says_auto(own.DATA_SOURCES):
+        return own
+    if own.DATA_PATHS:
+        return replace(own, DATA_SOURCES=["disk_folder"])
+    filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
+    limit = own.DATA_LIMIT if own.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
+    return replace(own, **filled, DATA_LIMIT=limit)
+
+
+def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """TRAIN's transforms with one crop of its largest size and without distortion of colour or sharpness."""
+    views: list[dict[str, Any]] = []
+    for entry in transforms:
+        if entry["name"] == "ImgPilToMultiCrop":
+            size = max(entry["size_crops"])
+            scales = entry.get("crop_scales") or []
+            scale = scales[list(entry["size_crops"]).index(size)] if scales else [0.08, 1.0]
+            views.append({"name": "RandomResizedCrop", "size": size, "scale": list(scale)})
+        elif entry["name"] == "ImgPilToPatchesAndImage":
+            scale = entry.get("crop_scale_image", [0.08, 1.0])
+            views.append({"name": "RandomResizedCrop", "size": entry.get("crop_size_image", 224), "scale": list(scale)})
+        elif entry["name"] in _KEPT:
+            views.append(dict(entry))
+    return views
+
+
+def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
+    own, filled = cfg.MODEL.TRUNK, dict[str, Any](NAME=str(saved.get("NAME", "")))
+    if isinstance(given := saved.get("REGNET"), Mapping):
+        filled["REGNET"] = replace(own.REGNET, **_known(given, RegNetBlock))
+    if isinstance(given := saved.get("RESNETS"), Mapping):
+        filled["RESNETS"] = replace(own.RESNETS, **_known(given, ResNetConfig))
+    if isinstance(given := saved.get("VISION_TRANSFORMERS"), Mapping):
+        filled["VISION_TRANSFORMERS"] = replace(own.VISION_TRANSFORMERS, **_known(given, VisionTransformerBlock))
+    if isinstance(given := saved.get("PARAMS"), Mapping):
+        is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
+        filled["PARAMS"] = {key: value for key, value in given.items() if not (is_timm and key == "name")}
+    return replace(own, **filled)
+
+
+def missing_weights(path: str) -> Problem | None:
+    """A problem if PARAMS_FILE names what does not exist."""
+    if not path or is_there(Path(path).expanduser()):
+        return None
+    must = "must name a run folder, a checkpoint or a file of weights that exists"
+    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
+
+
+def _known(
+    given: Mapping[Any, Any], block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock]
+) -> dict[str, Any]:
+    names = {field.name for field in fields(block)}
+    return {str(key): value for key, value in given.items() if key in names}
+
+
+def _saved_config(path: Path) -> Mapping[str, Any] | None:
+    """Configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
+    folder = path if is_folder(path) else path.parent
+    for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):
+        for name, read in (("manifest.json", _manifest), (RESOLVED_FILE, read_saved)):
+            if name == "manifest.json" and not _STEP.fullmatch(place.name):
+                continue
+            try:
+                config = with_references(read(place / name)["config"])
+                known = [config["MODEL"]["TRUNK"], config["DATA"]["TRAIN"], config["DATA"]["TEST"]]
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if all(isinstance(block, Mapping) for block in known):
+                return dict(config)
+    return None
+
+
+def _manifest(path: Path) -> Any:
+    return json.loads(read_regular(path, _MAX_MANIFEST_BYTES))["body"]["config"]

@@ -14,12 +14,12 @@ from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
 from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer import KEYS, one_rate
 from vissl_zero.config.programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.taps import are_tapped, features_are_tapped
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"

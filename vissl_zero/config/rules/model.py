@@ -9,6 +9,9 @@ from typing import Any
 
 from vissl_zero.config.blocks.model import RegNetBlock
 from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.heads import KEY as TAPS
+from vissl_zero.config.components.heads import are_tapped
+from vissl_zero.config.components.heads import problems as tap_problems
 from vissl_zero.config.components.trunks import (
     ANYNET,
     ANYNET_PARAMETERS,
@@ -22,14 +25,10 @@ from vissl_zero.config.components.trunks import (
     trunk_component,
     vision_transformer_problems,
 )
-from vissl_zero.config.derive.components import loss_options, method_of, trunk_options
-from vissl_zero.config.derive.weights import missing_weights
+from vissl_zero.config.derive.components import loss_options, method_of, missing_weights, trunk_options
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.taps import KEY as TAPS
-from vissl_zero.config.taps import are_tapped
-from vissl_zero.config.taps import problems as tap_problems
 from vissl_zero.config.vissl import NO_EFFECT, OTHER_LOSSES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import HEADS, LOSSES, TRUNKS

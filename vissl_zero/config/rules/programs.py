@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vissl_zero.atomic import is_folder
+from vissl_zero.config.components.heads import layer_names
 from vissl_zero.config.host import Host
 from vissl_zero.config.programs import (
     ASSIGNMENTS,
@@ -18,7 +19,6 @@ from vissl_zero.config.programs import (
 )
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
-from vissl_zero.config.taps import layer_names
 from vissl_zero.errors import Problem
 
 # Names of features that are no inner layer's.

@@ -7,8 +7,7 @@ from vissl_zero.config.derive.offload import offload_problems
 from vissl_zero.config.derive.optimizer import base_name
 from vissl_zero.config.derive.placement import placement, ranks
 from vissl_zero.config.derive.sharding import HALF, TYPES, amp_type, chosen_level, level, typed_level
-from vissl_zero.config.host import Host
-from vissl_zero.config.machine_profile import read_profile
+from vissl_zero.config.host import Host, read_profile
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run import RunConfig
 from vissl_zero.errors import ConfigError, Problem
