@@ -21,7 +21,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.shampoo import Shampoo
 from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW
 from vissl_zero.sharding import whole_tensors
-from vissl_zero.sharding.torch_engine.strategy import TorchStrategy
+from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
 
 TOLERANCE = 1e-10
 BATCH = 12
@@ -110,7 +110,9 @@ def train_plainly(
             nn.utils.clip_grad_norm_(trained(model), clip)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}, optimizer.state_dict()
+    return {
+        name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)
+    }, optimizer.state_dict()
 
 
 def train(
@@ -168,7 +170,9 @@ def test_state_that_is_a_number_or_there_from_the_start_goes_through_all_levels(
     cuts = [(2, 1), (3, 3), (1, 0), (2, 2)]
     for index, (world_size, level) in enumerate(cuts):
         folders = None if index == 0 else str(tmp_path), None if index == 3 else str(tmp_path)
-        got = run_on_ranks(world_size, train, name, {"level": level}, (2 * index, 2 * index + 2), *folders, None, False)[0]
+        got = run_on_ranks(
+            world_size, train, name, {"level": level}, (2 * index, 2 * index + 2), *folders, None, False
+        )[0]
     assert distance(got, expected) < TOLERANCE
 
 
@@ -197,7 +201,13 @@ def test_an_optimizer_of_whole_tensors_is_itself_at_every_level_on_any_number_of
 def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Path) -> None:
     """Factored second moments, which are shaped like no parameter, and counters of groups among it."""
     expected, _ = train_plainly(name, 10, is_frozen=False)
-    cuts = [({"level": 1}, 2), ({"level": 3}, 3), ({"level": 0}, 1), ({"level": 3, "shard_group_size": 2}, 4), ({"level": 2}, 2)]
+    cuts = [
+        ({"level": 1}, 2),
+        ({"level": 3}, 3),
+        ({"level": 0}, 1),
+        ({"level": 3, "shard_group_size": 2}, 4),
+        ({"level": 2}, 2),
+    ]
     for index, (zero, world_size) in enumerate(cuts):
         folders = None if index == 0 else str(tmp_path), None if index == 4 else str(tmp_path)
         steps = (2 * index, 2 * index + 2)

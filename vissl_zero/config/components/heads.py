@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vissl_zero.config.run import RunConfig
 
 
-
 @dataclass
 class MLPConfig:
     """``mlp``: linear layers."""

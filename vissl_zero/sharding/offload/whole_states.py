@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.errors import OffloadError
-from vissl_zero.sharding.offload.pipeline import Cell, Pipeline, Tray
-from vissl_zero.sharding.offload.run_folder import RunFolder
+from vissl_zero.sharding.offload.record_pipeline import Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import copied
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 
@@ -65,7 +64,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         self._firsts = [0, *accumulate(map(len, pieces))]
         self._file = BlockFile(folder, _FILE, [piece for own in pieces for piece in own], is_touched=not is_fast_init)
         self.disk_bytes = self._file.num_bytes
-        self._pipeline = Pipeline([max((piece for own in pieces for piece in own), default=0)])
+        self._pipeline = RecordPipeline([max((piece for own in pieces for piece in own), default=0)])
         self._stored: dict[int, list[StoredTensor]] = {}
         self._numbers: dict[int, dict[str, Any]] = {}
         self._is_closed = False
@@ -180,7 +179,7 @@ def _overlaps(
             yield flat, begin, end, tensor.first + begin - first
 
 
-def _end(pipeline: Pipeline, file: BlockFile, folder: RunFolder) -> None:
+def _end(pipeline: RecordPipeline, file: BlockFile, folder: RunFolder) -> None:
     pipeline.close()
     file.close()
     folder.remove()
