@@ -25,7 +25,7 @@ import torch.distributed as dist
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import train
@@ -38,7 +38,7 @@ STEPS = 4  # of a turn
 WARM_UP = 4  # steps; in the first ones hooks do what they do once
 
 
-def bare_step(run: Run, schedules: Schedules, batch: Batch) -> None:
+def bare_step(run: Run, schedules: Schedules, batch: ImageBatch) -> None:
     """What has to be done."""
     schedules.apply(run.sharded, run.step)
     run.method.on_step(run.step, run.epoch)
@@ -64,7 +64,7 @@ class Turns:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[ImageBatch]]:
         """As ``Loader.epoch``, of another length."""
         for _ in range(WARM_UP):
             yield [self._batch]

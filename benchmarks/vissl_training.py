@@ -37,7 +37,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train

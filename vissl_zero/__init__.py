@@ -10,7 +10,7 @@ from vissl_zero.version import __version__
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.own_loop.initialize import initialize
-    from vissl_zero.own_loop.verify import verify
+    from vissl_zero.own_loop.verification import verify
 
 _let_torchvision_import()
 
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
         return initialize
     if name == "verify":
-        from vissl_zero.own_loop.verify import verify
+        from vissl_zero.own_loop.verification import verify
 
         return verify
     raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")

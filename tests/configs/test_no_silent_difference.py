@@ -16,7 +16,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import vissl_keys
 
 NUM_DRAWN, SEED = 40, 15

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from tests.dist.training import Case, loss_of, micro_batches, shard
 from tests.ranks import run_on_ranks
 from tests.unit.config.example_config import CPU_HOST, config
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.resolved import Precision
 
 CASE = Case(dtype="float32", lr=0.01)

@@ -86,9 +86,14 @@ _STEPS = {"by hand": _clipped_by_hand, "mean": _mean, "sum": _sum, "step 3": _wr
 
 
 def _verify(
-    zero: dict[str, Any], step: str = "mean", norm: str = "layer", cls: str = "net", dropout: float = 0.0, size: int = 6,
+    zero: dict[str, Any],
+    step: str = "mean",
+    norm: str = "layer",
+    cls: str = "net",
+    dropout: float = 0.0,
+    size: int = 6,
     seed: int | None = 7,
-) -> vissl_zero.own_loop.verify.Verdict:  # type: ignore[name-defined]
+) -> vissl_zero.own_loop.verification.Verdict:  # type: ignore[name-defined]
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted}[cls](_NORMS[norm](7), dropout)
         return model, torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)

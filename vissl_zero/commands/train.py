@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
-from vissl_zero.config.explain import BEFORE_A_JOB, EXPLAINABLE
-from vissl_zero.config.fit_log import Choice
+from vissl_zero.config.composition_errors import BEFORE_A_JOB, EXPLAINABLE
+from vissl_zero.config.fit_log import FitChoice
 from vissl_zero.config.recipe_files import recipe_text
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
@@ -157,7 +157,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         sources = HydraConfig.get().runtime.config_sources
         folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
         composed = typed(cfg, recipe, overrides, folders)
-        choices: list[Choice] = []
+        choices: list[FitChoice] = []
         if str(composed.run.ZERO.LEVEL) == "fit":  # builds the model with fake tensors, and so imports torch
             from vissl_zero.engine.planning import all_fitted
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 
 DEFAULT_STEPS = 5

@@ -17,13 +17,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
-from vissl_zero.config.derive.data import use_own_images
+from vissl_zero.config.composition_errors import EXPLAINABLE, added_keys, every_mistake, explain
+from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
-from vissl_zero.config.explain import EXPLAINABLE, added_keys, every_mistake, explain
-from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipes import recipe_folders, register_search_path
 from vissl_zero.config.run import RunConfig, schema
+from vissl_zero.config.run_config import Root, RunConfig
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
+from vissl_zero.config.vissl_programs import PROGRAMS, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {

@@ -16,7 +16,7 @@ SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may 
 
 
 @dataclass(frozen=True)
-class Choice:
+class FitChoice:
     """A plan that ``fit`` may run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Outcome:
     outcome: str
 
 
-def note(folder: Path, choice: Choice, outcome: str) -> None:
+def note(folder: Path, choice: FitChoice, outcome: str) -> None:
     """Append a line. A disk that takes nothing more ends no run."""
     row = Outcome(choice.plan, choice.forecast_bytes, choice.budget_bytes, outcome)
     with suppress(OSError), (folder / FILE_NAME).open("a", encoding="utf-8") as file:

@@ -72,6 +72,8 @@ def _plain(node: Any, key_path: str) -> dict[str, Any]:
 
 
 def _explained(error: OmegaConfBaseException, key_path: str, node: Any = None) -> Problem:
-    from vissl_zero.config.explain import explain_value  # imports Hydra and the whole tree, for which every rank waits
+    from vissl_zero.config.composition_errors import (
+        explain_value,  # imports Hydra and the whole tree, for which every rank waits
+    )
 
     return explain_value(error, f"{key_path}.", node)

@@ -15,6 +15,7 @@ from typing import Any
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.run import RunConfig
 from vissl_zero.config.vissl import DIFFERENCES
+from vissl_zero.config.run_config import RunConfig
 
 _HEADER = """\
 # Every key

@@ -20,22 +20,22 @@ from vissl_zero.config.derive.components import (
     trunk_options,
     with_run_of_weights,
 )
-from vissl_zero.config.derive.data import with_image_size
+from vissl_zero.config.derive.data_plan import with_image_size
 from vissl_zero.config.derive.inactive import inactive_keys
 from vissl_zero.config.derive.measuring import only_measures, tests_alone, without_training
-from vissl_zero.config.derive.optimizer import optimizer_plan
-from vissl_zero.config.derive.placement import GPU_NAMES, global_batch, placement, ranks
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.optimizer_plan import optimizer_plan
+from vissl_zero.config.derive.placement_plan import GPU_NAMES, global_batch, placement, ranks
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.config.plain_tree import find, leaves
-from vissl_zero.config.programs import TRAIN
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.rules import problems
-from vissl_zero.config.rules.vissl import no_effect
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.rules.vissl_rules import no_effect
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
 from vissl_zero.config.vissl import without_vissl_keys
+from vissl_zero.config.vissl_programs import TRAIN
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
 

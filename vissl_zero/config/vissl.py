@@ -18,7 +18,7 @@ import yaml
 from vissl_zero.config.vissl_methods import use_own_methods
 
 if TYPE_CHECKING:
-    from vissl_zero.config.run import RunConfig
+    from vissl_zero.config.run_config import RunConfig
 
 T = TypeVar("T")
 

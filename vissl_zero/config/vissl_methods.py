@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vissl_zero.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from vissl_zero.config.run import RunConfig
+    from vissl_zero.config.run_config import RunConfig
 
 _CLASSES = "cross_entropy_multiple_output_single_target"
 _TRANSFORMS = "config.DATA.TRAIN.TRANSFORMS"

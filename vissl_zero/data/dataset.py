@@ -37,7 +37,7 @@ class Loaded:
         skipped: broken files that other images stood in for: name -> reason.
     """
 
-    batch: Batch | None
+    batch: ImageBatch | None
     error: str = ""
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             return self.pipeline(image), self.source.label(index)
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[tuple[list[Tensor], int | None]], plan: MicroBatchPlan) -> Batch:
+    def _collate(self, samples: Sequence[tuple[list[Tensor], int | None]], plan: MicroBatchPlan) -> ImageBatch:
         crops = [crops for crops, _ in samples]
         shapes = [tuple(crop.shape) for crop in crops[0]]
         for sample_id, other in zip(plan.sample_ids, crops, strict=True):
@@ -112,7 +112,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             [index for index, shape in enumerate(shapes) if shape == wanted] for wanted in dict.fromkeys(shapes)
         ]
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
-        return Batch(
+        return ImageBatch(
             images=[torch.stack([sample[crop] for crop in same for sample in crops]) for same in resolutions],
             num_crops=[len(same) for same in resolutions],
             targets=self._targets([label for _, label in samples], ids),
@@ -129,7 +129,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
 
 @dataclass(frozen=True)
-class Batch:
+class ImageBatch:
     """This rank's part of one global micro-batch, crops grouped by resolution.
 
     Attributes:
@@ -153,7 +153,7 @@ class Batch:
         """B, the samples of this micro-batch on this rank; ranks differ by one at most."""
         return len(self.sample_ids)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
         """The batch on ``device``, images as ``dtype``; asynchronous from pinned memory."""
         return replace(
             self,
@@ -162,7 +162,7 @@ class Batch:
             sample_ids=self.sample_ids.to(device, non_blocking=True),
         )
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> ImageBatch:
         """The batch in page-locked memory; torch's DataLoader calls this where CUDA is used."""
         return replace(
             self,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vissl_zero.data.dataset import Batch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.data.transforms.pipeline import Pipeline, build_eval_pipeline, build_pipeline
 from vissl_zero.data.workers import BatchStream
@@ -46,7 +46,7 @@ class Loader:
         """Optimizer steps in an epoch."""
         return self.order.steps_per_epoch
 
-    def epoch(self, epoch: int, start_sample: int = 0) -> Iterator[list[Batch]]:
+    def epoch(self, epoch: int, start_sample: int = 0) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
 
         Args:
@@ -62,7 +62,7 @@ class Loader:
         for step in self.order.steps(epoch, start_sample):
             yield [next(batches) for _ in step]
 
-    def first_images(self, most: int) -> tuple[Batch, int, int]:
+    def first_images(self, most: int) -> tuple[ImageBatch, int, int]:
         """Load a few images of a micro-batch as large as the first, without shuffling the data set.
 
         Args:
@@ -258,7 +258,7 @@ class EvalImages:
     def __len__(self) -> int:
         return len(self.source)
 
-    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[ImageBatch]:
         """This rank's share of every image once.
 
         Every rank gets the same number of batches, so a sharded model can be called on each. Put results in their

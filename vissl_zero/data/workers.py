@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vissl_zero.data.dataset import Batch, Loaded, MicroBatchDataset, MicroBatchPlan
+from vissl_zero.data.dataset import ImageBatch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 
@@ -83,7 +83,7 @@ class BatchStream:
             generator=torch.Generator(),  # otherwise every epoch takes a number from the global generator
         )
 
-    def load(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Batch]:
+    def load(self, plans: Iterable[MicroBatchPlan]) -> Iterator[ImageBatch]:
         """The micro-batches of ``plans``, in order; one such iteration at a time.
 
         Raises:
@@ -155,7 +155,7 @@ class BatchStream:
         lost.__cause__ = error
         return lost
 
-    def _open(self, loaded: Loaded) -> Batch:
+    def _open(self, loaded: Loaded) -> ImageBatch:
         for name, reason in loaded.skipped.items():
             if name not in _said:
                 _said.add(name)

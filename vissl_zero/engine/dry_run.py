@@ -21,7 +21,7 @@ from vissl_zero.config.machine_profile import Machine, read_profile
 from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
 from vissl_zero.config.host import MachineProfile, read_profile
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
@@ -311,10 +311,10 @@ def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
     )
 
 
-def _faked(batch: Batch, num_local: int, num_global: int, dtype: torch.dtype) -> Batch:
+def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
     """A micro-batch of ``num_local`` images with the shapes of ``batch``; call it in ``FakeTensorMode``."""
     shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
-    return Batch(
+    return ImageBatch(
         images=[torch.empty(shape, dtype=dtype) for shape in shapes],
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.hook import Run
 from vissl_zero.methods.method import join_rows
 from vissl_zero.models.keyed_random import set_random_key
@@ -31,7 +31,7 @@ from vissl_zero.sharding.batch_norm import frozen_statistics
 
 
 def accumulate_exactly(
-    run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype, watch: AbstractContextManager[None]
+    run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
     """Gradients of the loss over all micro-batches of all ranks.
 
@@ -75,14 +75,14 @@ def accumulate_exactly(
     return loss.detach().double() * (joined.num_local / num_samples)
 
 
-def _loaded(run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype) -> Any:
+def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -> Any:
     """Each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         yield run.method.see(batch.to(run.device, dtype))
 
 
-def _join(micro_batches: Sequence[Batch], with_images: bool) -> Batch:
+def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
     """All micro-batches of this rank as one; without images unless the loss looks at them."""
     first, sizes = micro_batches[0], [batch.num_local for batch in micro_batches]
     targets = [batch.targets for batch in micro_batches]

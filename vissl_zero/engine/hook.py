@@ -18,7 +18,7 @@ from vissl_zero.sharding.strategy import Bytes, Sharded
 
 if TYPE_CHECKING:
     from vissl_zero.config.resolved import ResolvedRun
-    from vissl_zero.data.dataset import Batch
+    from vissl_zero.data.dataset import ImageBatch
     from vissl_zero.data.loader import Loader
     from vissl_zero.methods.method import Method
     from vissl_zero.methods.online_probe import OnlineProbe
@@ -180,7 +180,7 @@ class Run:
         probe: OnlineProbe | None = getattr(self.method, "online_probe", None)
         return probe
 
-    def show_probe(self, batch: Batch) -> None:
+    def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""
         if self.probe is not None and self.seen is not None:
             self.probe.learn(self.seen.kept_features, batch)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, sum_later
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
@@ -103,7 +103,9 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     run.epoch, run.epoch_samples = run.epoch + 1, 0
 
 
-def _train_step(run: Run, micro_batches: Sequence[Batch], lr: float, started: float, hooks: Sequence[Hook]) -> Step:
+def _train_step(
+    run: Run, micro_batches: Sequence[ImageBatch], lr: float, started: float, hooks: Sequence[Hook]
+) -> Step:
     """One optimizer step over its micro-batches. ``started``: clock before the data was asked for.
 
     Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
@@ -188,7 +190,7 @@ def _watched(run: Run) -> Iterator[None]:
 
 
 def _accumulate(
-    run: Run, micro_batches: Sequence[Batch], dtype: torch.dtype, watch: AbstractContextManager[None]
+    run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
     """Gradients of the mean of the micro-batches' losses; as ``accumulate_exactly``."""
     sharded, method = run.sharded, run.method
@@ -213,7 +215,7 @@ def _accumulate(
 
 
 @torch.no_grad()
-def _taught(sharded: Sharded, method: Method, batch: Batch) -> list[Any] | None:
+def _taught(sharded: Sharded, method: Method, batch: ImageBatch) -> list[Any] | None:
     """The teacher's outputs, where there is a teacher."""
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 

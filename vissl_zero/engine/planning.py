@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import Composed
-from vissl_zero.config.fit_log import OUT_OF_MEMORY, SHARE_LEFT, STARTED, Choice, most_bytes, outcomes
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, SHARE_LEFT, STARTED, FitChoice, most_bytes, outcomes
 from vissl_zero.config.host import RESERVE, MachineProfile, free_memory
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
@@ -77,10 +77,10 @@ class Fitted:
     candidate: Candidate
     budget: Budget
 
-    def choice(self, run: ResolvedRun) -> Choice:
+    def choice(self, run: ResolvedRun) -> FitChoice:
         """For the launcher, with ``cfg`` resolved."""
         assert self.candidate.forecast.step is not None
-        return Choice(run, str(self.candidate), self.candidate.forecast.step.peak_bytes, self.budget.memory)
+        return FitChoice(run, str(self.candidate), self.candidate.forecast.step.peak_bytes, self.budget.memory)
 
 
 def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from vissl_zero.config.derive.optimizer import peak
+from vissl_zero.config.derive.optimizer_plan import peak
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.weight_names import without_wrappers

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.components.heads import layer_names
-from vissl_zero.data.dataset import Batch, MicroBatchDataset, MicroBatchPlan
+from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
 from vissl_zero.data.source import Source
 from vissl_zero.data.transforms.pipeline import Pipeline, build_pipeline
@@ -48,7 +48,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[Batch, int]]:
+def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]]:
     """This rank's batches on its device, each with the number of samples in it that are this rank's own.
 
     Rank 0 prints its progress every few seconds, because nothing else is shown during that time.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, Choice, note
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, FitChoice, note
 from vissl_zero.config.host import num_oom_kills
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
@@ -32,7 +32,7 @@ def launch_local(
     rendezvous: Rendezvous | None = None,
     plan_folder: Path | None = None,
     began: float | None = None,
-    choices: Sequence[Choice] = (),
+    choices: Sequence[FitChoice] = (),
 ) -> int:
     """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
@@ -103,7 +103,7 @@ def launch_local(
         num_procs = plan.procs_per_node
 
 
-def _smaller(choice: Choice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+def _smaller(choice: FitChoice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
     """Announce and note that the run continues with ``choice`` from the newest checkpoint; returns its plan."""
     cause = failure.text.rstrip()
     text = f"Going on with {choice.plan}, forecast to take {choice.forecast_bytes / 2**30:.3g} GiB a rank"

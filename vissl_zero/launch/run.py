@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from vissl_zero.atomic import irregular, replacing
-from vissl_zero.config.fit_log import Choice
+from vissl_zero.config.fit_log import FitChoice
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
@@ -104,7 +104,7 @@ def require_free(folder: Path, plan: ResolvedRun) -> None:
     )
 
 
-def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[Choice] = ()) -> int:
+def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[FitChoice] = ()) -> int:
     """Run to the end, or submit; returns the exit code.
 
     Args:

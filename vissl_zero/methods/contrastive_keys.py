@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.derive.placement import micro_batch
+from vissl_zero.config.derive.placement_plan import micro_batch
 from vissl_zero.config.rules.limits import above_zero, at_least
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
@@ -13,7 +13,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
-    from vissl_zero.config.run import RunConfig
+    from vissl_zero.config.run_config import RunConfig
 
 
 @dataclass

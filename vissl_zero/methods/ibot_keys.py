@@ -15,7 +15,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.host import Host
-    from vissl_zero.config.run import RunConfig
+    from vissl_zero.config.run_config import RunConfig
 
 
 @dataclass

@@ -29,7 +29,7 @@ from torch import nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.initialize import initialize
-from vissl_zero.own_loop.optimizer import ZeroOptimizer
+from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
 
 
 @register_optimizer("vissl_zero")

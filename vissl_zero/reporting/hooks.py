@@ -12,8 +12,8 @@ from rich.console import Console
 
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.vissl_programs import PROGRAMS
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook

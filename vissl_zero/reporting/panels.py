@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import DataError
@@ -192,7 +192,7 @@ def first_crops(run: Run) -> list[CropSample]:
     return crop_samples(batch, run.loader.source, run.plan.config["DATA"]["TRAIN"]["TRANSFORMS"])
 
 
-def crop_samples(batch: Batch, source: Source, transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:
+def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:
     """The first samples of a batch as pictures.
 
     Args:

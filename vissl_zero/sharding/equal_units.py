@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vissl_zero.models.unit import Unit
-from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.step_trace import Mark, Moment, Recorder, StepTrace, record_step
 from vissl_zero.sharding.work import Work
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 _FEWEST = 6  # with fewer, next to nothing is passed over
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -27,7 +27,7 @@ _STUDENT, _TEACHER = (Moment.FORWARD_IN, Moment.BACKWARD_IN), (Moment.TEACHER_IN
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitRun:
     """Equal units, each of which is given what the one before it gave.
 
     Attributes:
@@ -72,7 +72,7 @@ def recorded(
     return record_step(model, wrap_plan, run_forward, inputs, teacher, others).trace
 
 
-def _runs_of(model: nn.Module, wrap_plan: WrapPlan, is_teacher: bool) -> list[Run]:
+def _runs_of(model: nn.Module, wrap_plan: WrapPlan, is_teacher: bool) -> list[UnitRun]:
     """The runs of ``model`` that are long enough.
 
     Args:
@@ -97,7 +97,7 @@ def _runs_of(model: nn.Module, wrap_plan: WrapPlan, is_teacher: bool) -> list[Ru
                 first, number = child, number + 1
             keys.append((number, names[child]))
         for _, group in groupby(keys, key=lambda key: key[0]):
-            run = Run(tuple(name for _, name in group), _TEACHER if is_teacher else _STUDENT)
+            run = UnitRun(tuple(name for _, name in group), _TEACHER if is_teacher else _STUDENT)
             if len(run.names) >= _FEWEST and run.names[0] in known:
                 found.append(run)
     return found
@@ -177,12 +177,12 @@ class _Completion:
         self.repeated: dict[int, int] = {}  # deltas -> how often more
         self.more = Work()
 
-    def fill(self, runs: Sequence[Run]) -> StepTrace:
+    def fill(self, runs: Sequence[UnitRun]) -> StepTrace:
         for run in runs:
             self.prepare(run)
         return self.built()
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, run: UnitRun) -> None:
         """Decide what one run inserts."""
         number = len(run.passed)
         templates, zones = [], []
@@ -243,7 +243,7 @@ class _Completion:
     def deltas_of(self, stretch: _Stretch) -> range:
         return range(self.trace.marks[stretch.begin].place, self.trace.marks[stretch.end].place)
 
-    def shape(self, stretch: _Stretch, run: Run) -> tuple[list[list[int]], list[tuple[int, Moment, int, str, int]]]:
+    def shape(self, stretch: _Stretch, run: UnitRun) -> tuple[list[list[int]], list[tuple[int, Moment, int, str, int]]]:
         """What a stretch does, seen from its unit."""
         places = self.deltas_of(stretch)
         marks = []

@@ -33,6 +33,7 @@ from vissl_zero.sharding.memory_model import (
     step_memory,
 )
 from vissl_zero.sharding.plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.memory_model import ModelFacts, StepMemory, UpdateFacts, param_facts, step_memory
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
@@ -42,6 +43,7 @@ from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
 from vissl_zero.sharding.torch_private import pretended_ranks
 from vissl_zero.sharding.whole_tensors import deal
+from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
 
 
 @dataclass(frozen=True)

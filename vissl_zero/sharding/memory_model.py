@@ -24,6 +24,7 @@ from vissl_zero.sharding.plan import ROOT, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
 from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 KINDS = (
     "params",

@@ -28,6 +28,7 @@ from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.plan import WrapPlan, model_units, plan_wrap
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
+from vissl_zero.sharding.wrap_plan import WrapPlan, model_units, plan_wrap
 
 # Given a module that is about to be sharded and its full name, gives values to whatever in it has none.
 Fill = Callable[[nn.Module, str], None]

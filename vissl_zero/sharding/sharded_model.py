@@ -26,7 +26,6 @@ from vissl_zero.sharding.memory import (
     peak_bytes,
 )
 from vissl_zero.sharding.parameter_guard import ParameterGuard
-from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.prepare import Fill, materialize_, prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
@@ -49,6 +48,7 @@ from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult, WholeTensor
 from vissl_zero.sharding.teacher import WeightAverage
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 
 class ShardedModel(Sharded):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import GPU_HOST, complaints, config
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 
 SDP, FSDP = "MODEL__SHARDED_DDP_SETUP__", "MODEL__FSDP_CONFIG__"
 AT_LEVEL_2 = {f"{SDP}reduce_buffer_size": 100}

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 
 ROOT = Path(__file__).parents[3]
 ROWS = [

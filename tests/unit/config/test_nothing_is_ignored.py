@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import IMPLIED, sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import IMPLIED, sharding_plan
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.config.rules import problems

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.derive.optimizer import optimizer_plan
-from vissl_zero.config.derive.sharding import level
+from vissl_zero.config.derive.optimizer_plan import optimizer_plan
+from vissl_zero.config.derive.sharding_plan import level
 from vissl_zero.config.resolved import LarcPlan
 from vissl_zero.config.rules import problems
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 
 SDP = {"MODEL__SHARDED_DDP_SETUP__USE_SDP": True}
 FSDP = {"MODEL__FSDP_CONFIG__AUTO_SETUP_FSDP": True}

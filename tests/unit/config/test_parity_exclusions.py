@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import cells
 from tests.unit.config.example_config import CPU_HOST, complaints, config
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 
 _FOUR = {"DISTRIBUTED__NUM_PROC_PER_NODE": 4}
 TOLD = {

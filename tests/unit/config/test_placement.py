@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
-from vissl_zero.config.derive.placement import global_batch, placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import global_batch, placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.host import Host, _shares, idle_cores, this_host, torchrun_ranks
 from vissl_zero.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import config
-from vissl_zero.config.derive.sharding import precision
+from vissl_zero.config.derive.sharding_plan import precision
 from vissl_zero.config.resolved import Precision
 
 AMP = {"MODEL__AMP_PARAMS__USE_AMP": True}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.data import EXTENSIONS
+from vissl_zero.config.rules.data_rules import EXTENSIONS
 from vissl_zero.data import decode
 
 REFUSALS = {

@@ -10,7 +10,7 @@ import torch
 from tests.unit.config.example_config import complaints, config
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.inactive import inactive_keys
-from vissl_zero.config.derive.optimizer import optimizer_plan
+from vissl_zero.config.derive.optimizer_plan import optimizer_plan
 from vissl_zero.optim.param_groups import param_groups
 
 HEAD = {

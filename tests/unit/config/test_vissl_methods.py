@@ -8,7 +8,7 @@ from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import loss_options
 from vissl_zero.config.rules import problems
-from vissl_zero.config.rules.vissl import no_effect
+from vissl_zero.config.rules.vissl_rules import no_effect
 from vissl_zero.errors import ConfigError
 
 TRAIN = "config.DATA.TRAIN.TRANSFORMS"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.data.conftest import MakeData
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.errors import DataError
 
@@ -24,7 +24,7 @@ def loaders(data: dict[str, Any], world_size: int, accumulation_steps: int = 1, 
     ]
 
 
-def samples(batches: list[Batch]) -> dict[int, list[torch.Tensor]]:
+def samples(batches: list[ImageBatch]) -> dict[int, list[torch.Tensor]]:
     """Sample id -> its crops, over the micro-batches of all ranks."""
     found: dict[int, list[torch.Tensor]] = {}
     for batch in batches:

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from tests.unit.data.conftest import MakeData
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.source import Source, SourceRequest, Subset, build_eval_sources, build_source
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import DATA_SOURCES

@@ -9,7 +9,7 @@ from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
 from vissl_zero.config.rules import problems
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.contrastive import SimCLR
 from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
@@ -98,7 +98,7 @@ def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
     loss = CrossEntropy()
     loss.mixing = mixing_of({"COLLATE_FUNCTION": "cutmixup_collator", "COLLATE_FUNCTION_PARAMS": {"num_classes": C}})
     model = _Sum().forward
-    batch = Batch([IMAGES], [1], LABELS, torch.arange(B), B)
+    batch = ImageBatch([IMAGES], [1], LABELS, torch.arange(B), B)
     outputs = loss.run_student(model, batch)  # type: ignore[arg-type]
     assert len(outputs) == 2
     images, labels = mixed(label_smoothing=0.1)
@@ -113,7 +113,7 @@ def test_a_loss_without_labels_sees_mixed_images_each_crop_mixed_by_itself():
     set_random_key(3, 0, torch.arange(B))
     method = SimCLR()
     method.mixing = Mixing(MixingConfig())
-    batch = Batch([IMAGES.repeat(2, 1, 1, 1)], [2], None, torch.arange(B), B)
+    batch = ImageBatch([IMAGES.repeat(2, 1, 1, 1)], [2], None, torch.arange(B), B)
     first, second = method.see(batch).images[0].unflatten(0, (2, B))
     shares = [1 - view[0].mean().item() / (B - 1) for view in (first, second)]
     assert shares[0] != pytest.approx(shares[1])

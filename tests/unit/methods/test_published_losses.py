@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent, symmetric_info_nce
 from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
 from vissl_zero.methods.distillation import (
@@ -238,7 +238,7 @@ def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float)
     is_masked = (_randn(5, 6, 2, 2) > 0).flatten(1)
     method = IBOTDistillation(3, 2, 0.1, 0.05, 0.06, lambda2=0.5, swapped_assignment=is_swapped)
     ids = torch.arange(3)
-    batch = Batch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
+    batch = ImageBatch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
     taught = IBOTOutput(teacher, teacher, teacher, seen, None)
     _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [taught]), ibot)
     # MSN's head gives the softmax of scores, at its own temperature; see config/vissl_methods.py.

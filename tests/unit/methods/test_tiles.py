@@ -9,7 +9,7 @@ import torch
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.memory_bank import PIRLHead
 from vissl_zero.methods.pretext import (
@@ -56,7 +56,7 @@ def test_an_order_belongs_to_a_sample_not_to_its_row():
 
 
 def batch_of(images, ids, num_crops):
-    return Batch(
+    return ImageBatch(
         images=[images], num_crops=[num_crops], targets=None, sample_ids=torch.tensor(ids), num_global=len(ids)
     )
 

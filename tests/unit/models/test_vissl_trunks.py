@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from tests.unit.config.example_config import complaints, config
-from vissl_zero.config.derive.placement import placement
-from vissl_zero.config.derive.sharding import sharding_plan
+from vissl_zero.config.derive.placement_plan import placement
+from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.host import Host
 from vissl_zero.data.transforms.color import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError

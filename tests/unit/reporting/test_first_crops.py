@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vissl_zero.data.dataset import Batch
+from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.reporting.panels import crop_samples
 
@@ -37,11 +37,11 @@ def normalised(grey: int, side: int) -> torch.Tensor:
     return (image - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
-def batch() -> Batch:
+def batch() -> ImageBatch:
     """Two samples (sources 4 and 9), crops of 8 px first, then 2 of 12: grey 10 * crop + sample."""
     small = torch.stack([normalised(10 + sample, 8) for sample in range(2)])
     large = torch.stack([normalised(10 * crop + sample, 12) for crop in (2, 3) for sample in range(2)])
-    return Batch([small, large], [1, 2], None, torch.tensor([4, 9]), 2)
+    return ImageBatch([small, large], [1, 2], None, torch.tensor([4, 9]), 2)
 
 
 def test_crops_are_shown_as_they_were_before_normalisation() -> None:
@@ -62,5 +62,5 @@ def test_originals_are_small_and_may_be_unreadable() -> None:
 @pytest.mark.parametrize("num_samples", [1, 20])
 def test_a_few_samples_are_enough(num_samples: int) -> None:
     images = [torch.zeros(num_samples, 3, 4, 4)]
-    many = Batch(images, [1], None, torch.zeros(num_samples, dtype=torch.int64), num_samples)
+    many = ImageBatch(images, [1], None, torch.zeros(num_samples, dtype=torch.int64), num_samples)
     assert len(crop_samples(many, Flat(), [])) == min(8, num_samples)

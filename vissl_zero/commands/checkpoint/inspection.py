@@ -21,7 +21,7 @@ from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.manifest import MANIFEST_NAME, TensorInfo
 from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.errors import CheckpointError, ConfigError, printable
 from vissl_zero.reporting.quantity import bytes_text

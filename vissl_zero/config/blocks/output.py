@@ -11,7 +11,7 @@ from vissl_zero.config.vissl import with_vissl_keys
 
 @with_vissl_keys("CHECKPOINT")
 @dataclass
-class Checkpoint:
+class CheckpointConfig:
     """``CHECKPOINT``: when a run saves its state, and how it resumes."""
 
     DIR: str | None = None
@@ -78,7 +78,7 @@ class Hooks:
 
 
 @dataclass
-class OnlineProbe:
+class OnlineProbeConfig:
     """``ONLINE_PROBE``: a linear classifier on the trunk's features that is trained beside the model."""
 
     USE_PROBE: bool = False

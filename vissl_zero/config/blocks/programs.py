@@ -68,7 +68,7 @@ class ClusterSampling:
 
 @with_vissl_keys("CLUSTERFIT.FEATURES")
 @dataclass
-class ClusterFeatures:
+class ClusterFeaturesConfig:
     """``CLUSTERFIT.FEATURES``: what is clustered."""
 
     DATA_PARTITION: str = choice("TRAIN", "TRAIN", "TEST")
@@ -98,7 +98,7 @@ class ClusterFit:
     """Images that the centroids are computed from, drawn at random; -1: all."""
     DATA_LIMIT_SAMPLING: ClusterSampling = field(default_factory=ClusterSampling)
     """Which images those are."""
-    FEATURES: ClusterFeatures = field(default_factory=ClusterFeatures)
+    FEATURES: ClusterFeaturesConfig = field(default_factory=ClusterFeaturesConfig)
     """What is clustered."""
 
 

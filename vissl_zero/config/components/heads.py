@@ -15,7 +15,7 @@ from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
-    from vissl_zero.config.run import RunConfig
+    from vissl_zero.config.run_config import RunConfig
 
 
 @dataclass

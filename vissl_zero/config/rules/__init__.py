@@ -11,28 +11,28 @@ from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.host import Host
 from vissl_zero.config.rules import (
-    data,
-    model,
-    optimizer,
-    placement,
-    programs,
-    sharding,
-    slurm,
+    data_rules,
+    model_rules,
+    optimizer_rules,
+    placement_rules,
+    programs_rules,
+    sharding_rules,
+    slurm_rules,
 )
-from vissl_zero.config.rules import vissl as vissl_rules
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.rules import vissl_rules as vissl_rules
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 
 Rule = Callable[[RunConfig, Host], Problem | list[Problem] | None]
 
 RULES: tuple[Rule, ...] = (
-    *data.RULES,
-    *model.RULES,
-    *optimizer.RULES,
-    *sharding.RULES,
-    *placement.RULES,
-    *slurm.RULES,
-    *programs.RULES,
+    *data_rules.RULES,
+    *model_rules.RULES,
+    *optimizer_rules.RULES,
+    *sharding_rules.RULES,
+    *placement_rules.RULES,
+    *slurm_rules.RULES,
+    *programs_rules.RULES,
     *vissl_rules.RULES,
 )
 

@@ -23,10 +23,10 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.gradient_average import GradientAverage
-from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 
 @dataclass(eq=False)

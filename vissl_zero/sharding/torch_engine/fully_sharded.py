@@ -29,7 +29,6 @@ from vissl_zero.sharding.offload.disk_shard import disk_shard
 from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
-from vissl_zero.sharding.plan import PlannedUnit, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.prepare import Fill
 from vissl_zero.sharding.shard import shards_of
@@ -39,6 +38,7 @@ from vissl_zero.sharding.torch_engine.row_shard import hide_gradient
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_transfers import UnitOnDisk, stored_params, use_communicator
 from vissl_zero.sharding.torch_private import lazy_init, real_grad, set_real_grad
+from vissl_zero.sharding.wrap_plan import PlannedUnit, WrapPlan
 
 
 class FullySharded(ShardedModel):

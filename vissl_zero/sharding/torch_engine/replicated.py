@@ -22,11 +22,11 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
-from vissl_zero.sharding.plan import WrapPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
 from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages, ParameterMessages, plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 
 class Replicated(ShardedModel):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.plan import WrapPlan
+from vissl_zero.sharding.wrap_plan import WrapPlan
 
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 

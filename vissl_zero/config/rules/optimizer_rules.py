@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.derive.optimizer import (
+from vissl_zero.config.derive.optimizer_plan import (
     KEYS,
     OPTIONAL_KEYS,
     base_name,
@@ -21,7 +21,7 @@ from vissl_zero.config.derive.optimizer import (
 )
 from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS, SCHEDULERS
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from vissl_zero.config.derive.placement import GPU_NAMES, ranks
+from vissl_zero.config.derive.placement_plan import GPU_NAMES, ranks
 from vissl_zero.config.host import Host
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem, did_you_mean
 from vissl_zero.registry import HOOKS
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from vissl_zero.config.blocks.model import ActivationCheckpointing, AmpParams, GradClip
+from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
-from vissl_zero.config.derive.optimizer import base_name, uses_larc
-from vissl_zero.config.derive.placement import Placement
+from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
+from vissl_zero.config.derive.placement_plan import Placement
 from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import TASK_LEVELS
 
 # What only fairscale reads: key -> field of the plan, and the level that reads it.

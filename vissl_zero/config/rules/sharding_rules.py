@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.derive.offload import offload_problems
-from vissl_zero.config.derive.optimizer import base_name
-from vissl_zero.config.derive.placement import placement, ranks
-from vissl_zero.config.derive.sharding import HALF, TYPES, amp_type, chosen_level, level, typed_level
+from vissl_zero.config.derive.optimizer_plan import base_name
+from vissl_zero.config.derive.placement_plan import placement, ranks
+from vissl_zero.config.derive.sharding_plan import HALF, TYPES, amp_type, chosen_level, level, typed_level
 from vissl_zero.config.host import Host, read_profile
 from vissl_zero.config.rules.limits import one_of
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import STRATEGIES
 

@@ -249,7 +249,7 @@ class FeatureEvalSettings:
 
 @with_vissl_keys("MODEL")
 @dataclass
-class Model:
+class ModelConfig:
     """``MODEL``."""
 
     INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")

@@ -10,10 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
-from vissl_zero.config.blocks.model import Distillation, Model, default_loss
+from vissl_zero.config.blocks.model_and_loss import Distillation, ModelConfig, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, Meters, NearestNeighbor, OnlineProbe
 from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
+from vissl_zero.config.blocks.output import CheckpointConfig, Hooks, NearestNeighbor, OnlineProbeConfig
+from vissl_zero.config.blocks.programs import ClusterFit, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys
@@ -45,7 +47,7 @@ class RunConfig:
     both. kNN follows NEAREST_NEIGHBOR."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
-    MODEL: Model = field(default_factory=Model)
+    MODEL: ModelConfig = field(default_factory=ModelConfig)
     """Trunk, heads, precision."""
     LOSS: dict[str, Any] = field(default_factory=default_loss)
     """name: the loss; its keys are under that name."""
@@ -71,9 +73,9 @@ class RunConfig:
     """Images found by their features."""
     LOW_SHOT_BENCHMARK: LowShotBenchmark = field(default_factory=LowShotBenchmark)
     """Classifiers on few images."""
-    ONLINE_PROBE: OnlineProbe = field(default_factory=OnlineProbe)
+    ONLINE_PROBE: OnlineProbeConfig = field(default_factory=OnlineProbeConfig)
     """A linear probe that is trained beside the model."""
-    CHECKPOINT: Checkpoint = field(default_factory=Checkpoint)
+    CHECKPOINT: CheckpointConfig = field(default_factory=CheckpointConfig)
     """The run folder."""
     DISTRIBUTED: Distributed = field(default_factory=Distributed)
     """Processes."""

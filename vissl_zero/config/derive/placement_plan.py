@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vissl_zero.config.host import Host
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 
 GPU_NAMES = ("gpu", "cuda")
 

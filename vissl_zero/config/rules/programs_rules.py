@@ -18,7 +18,8 @@ from vissl_zero.config.programs import (
     TRAIN,
 )
 from vissl_zero.config.rules.limits import one_of
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.config.vissl_programs import CLUSTERING, PREDICTIONS, PROGRAMS, SVM_PROGRAMS, TRAIN
 from vissl_zero.errors import Problem
 
 # Names of features that are no inner layer's.

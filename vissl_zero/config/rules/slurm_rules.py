@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from vissl_zero.config.host import Host
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")

@@ -9,6 +9,7 @@ from typing import Any
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.components.trunks import patch_side
 from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 
 BUILT_IN = ("digits", "synthetic")
 _MULTI_CROP, _PATCHES_AND_IMAGE = ("size_crops",), ("crop_size_image", "crop_size_patches")

@@ -8,7 +8,7 @@ from typing import Any
 from vissl_zero.config.blocks.machine import Slurm
 from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.host import Host
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import OTHER_LOSSES, VisslKey, vissl_keys
 from vissl_zero.errors import Problem
 

@@ -10,7 +10,7 @@ from typing import Any
 from vissl_zero.config.blocks.optimizer import LinearEvalHead, Optimizer, ParamGroupKeys, Scheduler
 from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
-from vissl_zero.config.run import RunConfig
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import ALIASES
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS
@@ -198,7 +198,7 @@ _VALUES = ("value", "start_value", "end_value")
 
 
 @dataclass(frozen=True)
-class Schedules:
+class DerivedSchedules:
     """Schedules of a run as plain dicts; None: no schedule."""
 
     lr: dict[str, Any]
@@ -207,7 +207,7 @@ class Schedules:
     weight_decay_head: dict[str, Any] | None
 
 
-def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> Schedules:
+def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> DerivedSchedules:
     """All schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     has_own_lr = head.use_different_lr and not one_rate(block)
@@ -216,7 +216,7 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
     decay_head = None if head.use_different_wd and not one_rate(block) else decay
     if schedulers.weight_decay_head.name and not one_rate(block):
         decay_head = plain(schedulers.weight_decay_head)
-    return Schedules(
+    return DerivedSchedules(
         lr=lr,
         lr_head=scaled(schedulers.lr_head, global_batch, num_nodes) if has_own_lr else lr,
         weight_decay=decay,
