@@ -18,8 +18,8 @@ from vissl_zero.config.rules import (
     programs_rules,
     sharding_rules,
     slurm_rules,
+    vissl_rules,
 )
-from vissl_zero.config.rules import vissl_rules as vissl_rules
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 
