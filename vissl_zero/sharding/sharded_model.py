@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,34 @@ from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 from vissl_zero.sharding.wrap_plan import WrapPlan
 
 
+@dataclass(frozen=True)
+class ModelSetup:
+    """What every level is built from.
+
+    Attributes:
+        module: the model without wrapper; its names are the full names.
+        groups: parameter groups by full name.
+        build_optimizer: called once with this rank's shards; None for a model that is not trained.
+        plan: level, clipping, precision.
+        wrap_plan: the units.
+        device: of the computation.
+        fill: gives a unit its weights, where it was built without memory for them.
+    """
+
+    module: nn.Module
+    groups: Sequence[ParamGroup]
+    build_optimizer: OptimizerFactory | None
+    plan: ShardingPlan
+    wrap_plan: WrapPlan
+    device: torch.device
+    fill: Fill
+
+    @property
+    def trained(self) -> set[str]:
+        """Full names of the parameters that the optimizer updates."""
+        return {name for group in self.groups for name in group.params}
+
+
 class ShardedModel(Sharded):
     """A model whose parameters this rank holds whole or in part, with its optimizer.
 
@@ -58,34 +87,25 @@ class ShardedModel(Sharded):
     (``_before_shards_change``).
 
     Args:
-        model: what to call.
-        module: the model without wrapper, already sharded; its names are the full names.
-        groups: parameter groups by full name.
-        build_optimizer: called once with this rank's shards; None for a model that is not trained.
-        plan: level, clipping, precision.
-        wrap_plan: the units.
-        device: of the computation.
+        setup: model, optimizer and plans. The model is already sharded, by the subclass.
         group: the ranks among which parameters are sharded; None where every rank holds them whole.
         shards: this rank's part of every parameter; None: as ``fully_shard`` has cut them.
+        model: what to call, where that is a wrapper around the model.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory | None,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
+        setup: ModelSetup,
         group: dist.ProcessGroup | None,
         shards: Iterable[Shard] | None = None,
+        model: nn.Module | None = None,
     ):
-        self.model = model
+        module, groups, build_optimizer, plan = setup.module, setup.groups, setup.build_optimizer, setup.plan
+        self.model = module if model is None else model
         self._module = module
         self._plan = plan
-        self._wrap_plan = wrap_plan
-        self._device = device
+        self._wrap_plan = setup.wrap_plan
+        self._device = setup.device
         found = shards_of(module, group) if shards is None else shards
         self._shards = {shard.name: shard for shard in found}
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
@@ -109,7 +129,7 @@ class ShardedModel(Sharded):
             self.optimizer, adaptation = (build_optimizer or _no_optimizer)(optimizer_groups)
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
-        self._step_check = StepCheck(device)
+        self._step_check = StepCheck(setup.device)
         # Only now: the guard remembers where each parameter lies, and nothing may move one from here on.
         self._parameter_guard = ParameterGuard(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
@@ -217,7 +237,8 @@ class ShardedModel(Sharded):
         """See ``Sharded``."""
         wrap_plan = prepare(teacher, self._plan, self._device)
         with equal_values(fill or partial(materialize_, seed=self._plan.seed), teacher, self._device) as checked:
-            self._teacher = self._shard_teacher(teacher, wrap_plan, checked)
+            setup = ModelSetup(teacher, (), None, self._plan, wrap_plan, self._device, checked)
+            self._teacher = self._shard_teacher(setup)
         if follows:
             teaching.require_same_layout(self._teacher, self)
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
@@ -228,10 +249,11 @@ class ShardedModel(Sharded):
         self._wait_for_readers()
         teaching.follow(self._teacher, self, momentum, unit_rows)
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
+    def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
         """By default the teacher is whole on every rank, as the student is."""
-        fill(teacher, "")
-        return WholeTeacher(teacher.to(self._device), self._plan, wrap_plan, self._device)
+        setup.fill(setup.module, "")
+        setup.module.to(setup.device)
+        return WholeTeacher(setup)
 
     def average(self, decay: float) -> None:
         """See ``Sharded``."""
@@ -497,9 +519,9 @@ class ShardedModel(Sharded):
 class WholeTeacher(ShardedModel):
     """A teacher that every rank holds whole, as it does the student. See ``ShardedModel``."""
 
-    def __init__(self, module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device):
-        shards = [whole_shard(name, param) for name, param in module.named_parameters()]
-        super().__init__(module, module, (), None, plan, wrap_plan, device, None, shards)
+    def __init__(self, setup: ModelSetup):
+        shards = [whole_shard(name, param) for name, param in setup.module.named_parameters()]
+        super().__init__(setup, None, shards)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing is trained here."""

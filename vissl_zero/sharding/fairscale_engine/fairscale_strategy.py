@@ -20,6 +20,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.fairscale_engine.flat_sharded import FlatSharded
 from vissl_zero.sharding.fairscale_engine.owned_by_rank import GradientSharded, OptimizerSharded
 from vissl_zero.sharding.prepare import Fill, prepare
+from vissl_zero.sharding.sharded_model import ModelSetup
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 
 _TORCH = "Write config.ZERO.ENGINE=torch"
@@ -96,13 +97,14 @@ class FairscaleStrategy(Strategy):
             ModelsDifferError: the ranks hold different weights.
         """
         wrap_plan = prepare(model, plan, device)
+        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
         sharded: Sharded
         if plan.level == 3:
-            sharded = FlatSharded(model, groups, build_optimizer, plan, wrap_plan, device, fill)
+            sharded = FlatSharded(setup)
         else:
             fill(model, "")
-            build = OptimizerSharded if plan.level == 1 else GradientSharded
-            sharded = build(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+            model.to(device)
+            sharded = OptimizerSharded(setup) if plan.level == 1 else GradientSharded(setup)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", sharded.describe())
         return sharded

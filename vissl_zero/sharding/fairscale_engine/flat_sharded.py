@@ -24,12 +24,10 @@ from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.unit import is_recomputing
-from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.prepare import Fill
 from vissl_zero.sharding.shard import MIN_ROW_NORM, Shard
-from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.wrap_plan import ROOT, PlannedUnit, WrapPlan
 
 
@@ -267,18 +265,10 @@ class FlatSharded(ShardedModel):
     Gradients are reduced to pieces in every micro-batch.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory | None,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-        fill: Fill,
-    ):
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
         order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
-        root, units = _wrap(module, plan, wrap_plan, device, fill)
+        root, units = _wrap(module, plan, setup.wrap_plan, setup.device, setup.fill)
         self._units: list[FsdpUnit] = []
         segments: list[FlatShard] = []
         for unit, its_segments in segments_of(root):
@@ -287,17 +277,18 @@ class FlatSharded(ShardedModel):
             self._units.append(unit)
             segments += its_segments
         segments.sort(key=lambda segment: order[segment.name])
-        wrap_plan = dataclasses.replace(wrap_plan, units=units, whole_bytes=_whole_bytes(plan, wrap_plan, units))
+        whole_bytes = _whole_bytes(plan, setup.wrap_plan, units)
+        wrap_plan = dataclasses.replace(setup.wrap_plan, units=units, whole_bytes=whole_bytes)
         group = dist.group.WORLD
-        super().__init__(root, root, groups, build_optimizer, plan, wrap_plan, device, group, segments)
+        super().__init__(dataclasses.replace(setup, module=root, wrap_plan=wrap_plan), group, segments)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Gradients of earlier micro-batches wait as pieces; nothing is left for the last one."""
         return nullcontext()
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
+    def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
         """See ``ShardedModel``."""
-        return FlatSharded(teacher, (), None, self._plan, wrap_plan, self._device, fill)
+        return FlatSharded(setup)
 
     def describe(self) -> str:
         """See ``Sharded``."""

@@ -18,15 +18,13 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.gradient_average import GradientAverage
 from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
-from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
-from vissl_zero.sharding.wrap_plan import WrapPlan
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.strategy import StepResult
 
 
 @dataclass(eq=False)
@@ -119,23 +117,15 @@ class _OwnedByRank(ShardedModel):
     """What levels 1 and 2 have in common. See ``ShardedModel``.
 
     Args:
-        model: what to call.
-        module: the model without wrapper.
+        setup: as in ``ShardedModel``.
         oss: has dealt its parameters.
+        model: what to call, where that is a wrapper around the model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        oss: OSS,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-    ):
-        shards = list(owned_shards(module, oss))
+    def __init__(self, setup: ModelSetup, oss: OSS, model: nn.Module | None = None):
+        build_optimizer = setup.build_optimizer
+        assert build_optimizer is not None  # a teacher of these levels is a whole copy
+        shards = list(owned_shards(setup.module, oss))
         self._owned = [shard for shard in shards if isinstance(shard, OwnedShard)]
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
@@ -145,9 +135,11 @@ class _OwnedByRank(ShardedModel):
 
         # Beside the parameters that it owns, a rank holds all others in full.
         elsewhere = sum(shard.source.nbytes for shard in self._owned if not shard.is_owned)
-        wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=elsewhere)
+        wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=elsewhere)
         group = dist.group.WORLD
-        super().__init__(model, module, groups, build_inside, plan, wrap_plan, device, group, shards)
+        super().__init__(
+            dataclasses.replace(setup, build_optimizer=build_inside, wrap_plan=wrap_plan), group, shards, model
+        )
 
     def replicated(self) -> dict[str, Tensor]:
         """See ``Sharded``. All parameters are whole on every rank."""
@@ -181,18 +173,9 @@ class _OwnedByRank(ShardedModel):
 class OptimizerSharded(_OwnedByRank):
     """Level 1: OSS over averaged gradients. Parameters and gradients are whole on every rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-    ):
-        oss = deal(module, groups)
-        self._means = GradientAverage(list(module.parameters()), plan.timeout_s)
-        super().__init__(module, module, oss, groups, build_optimizer, plan, wrap_plan, device)
+    def __init__(self, setup: ModelSetup):
+        self._means = GradientAverage(list(setup.module.parameters()), setup.plan.timeout_s)
+        super().__init__(setup, deal(setup.module, setup.groups))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are averaged in the last micro-batch."""
@@ -212,16 +195,9 @@ class GradientSharded(_OwnedByRank):
     rank. Those that do not fit are freed where they are not owned. Between micro-batches all are whole.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-    ):
-        oss = deal(module, groups)
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
+        oss = deal(module, setup.groups)
         self._buffer_size = DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
         self._parallel = ShardedDataParallel(
             module,
@@ -233,7 +209,7 @@ class GradientSharded(_OwnedByRank):
             auto_refresh_trainable=False,
         )
         self._parallel.refresh_trainable()  # lays the parameters out for good: shards can point at them now
-        super().__init__(self._parallel, module, oss, groups, build_optimizer, plan, wrap_plan, device)
+        super().__init__(setup, oss, self._parallel)
         self._is_last = True
         self._reduced: set[str] = set()
         for shard in self._owned:

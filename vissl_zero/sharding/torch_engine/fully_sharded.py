@@ -7,8 +7,9 @@ pass; level 1 keeps them whole, without communication, until the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
@@ -32,8 +32,7 @@ from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.prepare import Fill
 from vissl_zero.sharding.shard import shards_of
-from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.torch_engine.row_shard import hide_gradient
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_transfers import UnitOnDisk, stored_params, use_communicator
@@ -48,25 +47,17 @@ class FullySharded(ShardedModel):
         comm: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory | None,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-        fill: Fill,
-    ):
-        mesh = _mesh(device, wrap_plan.num_ranks, plan.timeout_s)
-        trained = {name for group in groups for name in group.params}
+    def __init__(self, setup: ModelSetup):
+        module, plan, device, build_optimizer = setup.module, setup.plan, setup.device, setup.build_optimizer
+        mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
+        trained = setup.trained
         self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
-        store = stored_parameters(stored_params(module, wrap_plan, trained, mesh), plan.offload_params)
+        store = stored_parameters(stored_params(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
         with ExitStack() as undo:
             if store is not None:
                 undo.callback(store.close)  # or its files would stay
-            _wrap(module, plan, wrap_plan, mesh, store, fill)
+            _wrap(module, plan, setup.wrap_plan, mesh, store, setup.fill)
             wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
             guard_modules(wrapped)
             # Modules that are bound by a tied parameter are one unit.
@@ -103,7 +94,7 @@ class FullySharded(ShardedModel):
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
             elif store is not None:
                 self._own_store = store
-            super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+            super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards)
             module.register_load_state_dict_pre_hook(self._cut_loaded)
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.
@@ -139,9 +130,9 @@ class FullySharded(ShardedModel):
         if self._own_store is not None:
             self._own_store.close()
 
-    def _shard_teacher(self, teacher: nn.Module, wrap_plan: WrapPlan, fill: Fill) -> ShardedModel:
+    def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
         """See ``ShardedModel``."""
-        return FullySharded(teacher, (), None, self._plan, wrap_plan, self._device, fill)
+        return FullySharded(setup)
 
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""

@@ -10,23 +10,19 @@ copying, costs as much as the communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
-from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory, StepResult
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.strategy import StepResult
 from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages, ParameterMessages, plan_messages
 from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
-from vissl_zero.sharding.wrap_plan import WrapPlan
 
 
 class Replicated(ShardedModel):
@@ -36,19 +32,12 @@ class Replicated(ShardedModel):
         means: of the gradients; in a deterministic run they are taken after every micro-batch, in the order of ranks.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-    ):
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
         params = list(module.parameters())
         self.means = OrderedMeans(params) if plan.deterministic else GradientAverage(params, plan.timeout_s)
         # No group: gradients are averages on every rank, so each finds the same norms by itself.
-        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group=None)
+        super().__init__(setup, group=None)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are averaged in the last micro-batch; in all of them where the order of sums is fixed."""
@@ -65,23 +54,15 @@ class ReplicatedParameters(ShardedModel):
         comm: among all ranks.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        device: torch.device,
-    ):
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
         group = dist.group.WORLD
         assert group is not None
         self.comm = open_communicator(group, plan.timeout_s)
         for param in module.parameters():
             # Messages carry runs of a flattened parameter.
             param.data = param.data.contiguous()
-        trained = {name for parameter_group in groups for name in parameter_group.params}
-        shards = list(row_shards(module, trained, group.size(), group.rank()))
+        shards = list(row_shards(module, setup.trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._means: GradientAverage | None = None
         # Reversed: the backward pass finishes the last parameters first.
@@ -92,10 +73,13 @@ class ReplicatedParameters(ShardedModel):
         else:
             self._gradients = GradientMessages(rows, messages, self.comm)
         self._parameters = ParameterMessages(messages, self.comm)
-        build_optimizer = offloaded(build_optimizer, plan, None, shards)
+        assert setup.build_optimizer is not None  # a teacher of these levels is a whole copy
+        build_optimizer = offloaded(setup.build_optimizer, plan, None, shards)
         # The shards are views: what they share memory with is whole already.
-        wrap_plan = dataclasses.replace(wrap_plan, whole_bytes=0)
-        super().__init__(module, module, groups, build_optimizer, plan, wrap_plan, device, group, shards)
+        wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=0)
+        super().__init__(
+            dataclasses.replace(setup, build_optimizer=build_optimizer, wrap_plan=wrap_plan), group, shards
+        )
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

@@ -18,6 +18,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.parameter_guard import num_hooks
 from vissl_zero.sharding.prepare import Fill, prepare
+from vissl_zero.sharding.sharded_model import ModelSetup
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
 from vissl_zero.sharding.torch_engine.replicated import Replicated, ReplicatedParameters
@@ -50,15 +51,18 @@ class TorchStrategy(Strategy):
         wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", wrap_plan.describe())
+        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
         if plan.level == 0:
             fill(model, "")
-            return Replicated(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+            model.to(device)
+            return Replicated(setup)
         if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
             fill(model, "")
-            return ReplicatedParameters(model.to(device), groups, build_optimizer, plan, wrap_plan, device)
+            model.to(device)
+            return ReplicatedParameters(setup)
         # Only here: the classes above keep the parameters themselves, and with them their hooks.
         _refuse_hooked(model)
-        return FullySharded(model, groups, build_optimizer, plan, wrap_plan, device, fill)
+        return FullySharded(setup)
 
 
 def _refuse_hooked(model: nn.Module) -> None:
