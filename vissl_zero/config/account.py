@@ -22,16 +22,13 @@ from vissl_zero.config.compose import Composed, explained, plain_words, typed, u
 from vissl_zero.config.composition_errors import EXPLAINABLE, every_mistake, explain
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.host import Host
-from vissl_zero.config.internal_paths import public_equivalent
-from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
-from vissl_zero.config.programs import PROGRAMS, TRAIN
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run import RunConfig, schema
 from vissl_zero.config.run_config import Root, RunConfig
 from vissl_zero.config.vissl import DIFFERENCES, vissl_keys
-from vissl_zero.config.vissl_programs import PROGRAMS, TRAIN
+from vissl_zero.config.vissl_programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.errors import ConfigError, Problem
 
 _CORES = 64  # of the machines that are assumed

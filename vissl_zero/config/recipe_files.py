@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from vissl_zero.atomic import read_regular
-from vissl_zero.config.programs import PROGRAMS
+from vissl_zero.config.vissl_programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 
 _COMPLETE = {"trunk", "data", "optimizer"}

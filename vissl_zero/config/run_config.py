@@ -13,9 +13,13 @@ from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Traine
 from vissl_zero.config.blocks.model_and_loss import Distillation, ModelConfig, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import Checkpoint, Hooks, Meters, NearestNeighbor, OnlineProbe
+from vissl_zero.config.blocks.output import (
+    CheckpointConfig,
+    Hooks,
+    NearestNeighbor,
+    OnlineProbeConfig,
+)
 from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
-from vissl_zero.config.blocks.output import CheckpointConfig, Hooks, NearestNeighbor, OnlineProbeConfig
-from vissl_zero.config.blocks.programs import ClusterFit, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys

@@ -8,7 +8,6 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.components.trunks import patch_side
-from vissl_zero.config.run import RunConfig
 from vissl_zero.config.run_config import RunConfig
 
 BUILT_IN = ("digits", "synthetic")

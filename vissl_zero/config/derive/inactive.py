@@ -17,12 +17,9 @@ from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
-from vissl_zero.config.derive.optimizer import KEYS, one_rate
-from vissl_zero.config.programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS
-from vissl_zero.config.run import RunConfig
 from vissl_zero.config.derive.optimizer_plan import KEYS, one_rate
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import CLUSTERING, SVM_PROGRAMS
+from vissl_zero.config.vissl_programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.blocks.output import NearestNeighbor
-from vissl_zero.config.programs import ASSIGNMENTS, CLUSTERING, LOW_SHOT, PREDICTIONS, RETRIEVAL, TRAIN
-from vissl_zero.config.run import RunConfig
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import CLUSTERING, PREDICTIONS, TRAIN
+from vissl_zero.config.vissl_programs import ASSIGNMENTS, CLUSTERING, LOW_SHOT, PREDICTIONS, RETRIEVAL, TRAIN
 from vissl_zero.errors import ConfigError, Problem
 
 # VISSL's names of what the trunk gives to its heads.

@@ -7,7 +7,9 @@ from pathlib import Path
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.config.host import Host
-from vissl_zero.config.programs import (
+from vissl_zero.config.rules.limits import one_of
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.config.vissl_programs import (
     ASSIGNMENTS,
     CLUSTERING,
     LOW_SHOT,
@@ -17,9 +19,6 @@ from vissl_zero.config.programs import (
     SVM_PROGRAMS,
     TRAIN,
 )
-from vissl_zero.config.rules.limits import one_of
-from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import CLUSTERING, PREDICTIONS, PROGRAMS, SVM_PROGRAMS, TRAIN
 from vissl_zero.errors import Problem
 
 # Names of features that are no inner layer's.
