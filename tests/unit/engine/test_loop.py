@@ -129,7 +129,7 @@ def test_a_step_waits_for_the_device_once_and_for_a_step_that_is_over(tmp_path):
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     count = _Count()
     train(run, schedules, frozen, [count])
-    is_logged = {"method.py": 1}  # health of steps 2 and 4, out of the message that the loop has read
+    is_logged = {"supervised.py": 1}  # health of steps 2 and 4, out of the message that the loop has read
     assert count.by_step == {step: {"loop.py": 1} | (is_logged if step in (3, 5) else {}) for step in range(3, 8)}
 
 
