@@ -32,7 +32,7 @@ from vissl_zero.optim.elementwise import adamw
 from vissl_zero.sharding.offload.block_file import BlockFile, page_buffers
 from vissl_zero.sharding.offload.record_pipeline import NUM_THREADS, Cell, RecordPipeline
 from vissl_zero.sharding.offload.run_folder import RunFolder, new_run_name
-from vissl_zero.sharding.offload.state_place import Kernel
+from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 
 MIB = 2**20
@@ -134,7 +134,7 @@ def main() -> None:
     for param in params:
         param.grad = torch.full_like(param, 0.1)
     in_memory = adamw([{"params": params, "lr": 1e-3}])
-    kernel = Kernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
+    kernel = UpdateKernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
     folder = RunFolder(args.path, new_run_name(), rank=0)
     streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
     streams = {size: Stream(folder, num_bytes, size) for size in RECORD_SIZES}

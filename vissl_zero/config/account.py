@@ -25,8 +25,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run import RunConfig, schema
-from vissl_zero.config.run_config import Root, RunConfig
+from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.config.vissl import DIFFERENCES, vissl_keys
 from vissl_zero.config.vissl_programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.errors import ConfigError, Problem

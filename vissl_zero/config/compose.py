@@ -21,8 +21,7 @@ from vissl_zero.config.composition_errors import EXPLAINABLE, added_keys, every_
 from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
 from vissl_zero.config.recipes import recipe_folders, register_search_path
-from vissl_zero.config.run import RunConfig, schema
-from vissl_zero.config.run_config import Root, RunConfig
+from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
 from vissl_zero.config.vissl_programs import PROGRAMS, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean

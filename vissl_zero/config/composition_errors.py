@@ -22,8 +22,7 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.recipes import list_recipes, recipe_names
-from vissl_zero.config.run import schema
-from vissl_zero.config.run_config import Root
+from vissl_zero.config.run_config import schema
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.

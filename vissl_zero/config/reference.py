@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.run import RunConfig
-from vissl_zero.config.vissl import DIFFERENCES
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.config.vissl import DIFFERENCES
 
 _HEADER = """\
 # Every key

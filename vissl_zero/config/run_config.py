@@ -12,10 +12,10 @@ from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
 from vissl_zero.config.blocks.model_and_loss import Distillation, ModelConfig, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
-from vissl_zero.config.blocks.output import Checkpoint, Hooks, Meters, NearestNeighbor, OnlineProbe
 from vissl_zero.config.blocks.output import (
     CheckpointConfig,
     Hooks,
+    Meters,
     NearestNeighbor,
     OnlineProbeConfig,
 )

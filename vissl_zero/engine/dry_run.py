@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.config.machine_profile import Machine, read_profile
-from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
 from vissl_zero.config.host import MachineProfile, read_profile
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -28,9 +26,8 @@ from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.step_settings import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
-from vissl_zero.methods.supervised.method import require_classes
-from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.methods.supervised import require_classes
+from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups

@@ -32,8 +32,6 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.plan import WrapPlan, plan_wrap
-from vissl_zero.sharding.memory_model import ModelFacts, StepMemory, UpdateFacts, param_facts, step_memory
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers

@@ -20,11 +20,10 @@ from vissl_zero.sharding.cpu_comm.transports import SLOT_BYTES
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
-from vissl_zero.sharding.plan import ROOT, WrapPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
 from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
-from vissl_zero.sharding.wrap_plan import WrapPlan
+from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 KINDS = (
     "params",

@@ -18,6 +18,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding import teacher as teaching
+from vissl_zero.sharding.materialize import Fill, materialize_
 from vissl_zero.sharding.memory import (
     ActivationCounter,
     Storages,
@@ -28,7 +29,7 @@ from vissl_zero.sharding.memory import (
 )
 from vissl_zero.sharding.parameter_guard import ParameterGuard
 from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.prepare import Fill, materialize_, prepare
+from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.replica_check import StepCheck, digest_of, equal_values
 from vissl_zero.sharding.shard import Shard, shards_of, whole_shard

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.sharding.memory import Storages, tensors_of
-from vissl_zero.sharding.plan import ROOT, WrapPlan
 from vissl_zero.sharding.work import Work, WorkCounter, kernel_of
+from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 # Torch counts attention of its GPU kernels alone.
 _ATEN = torch.ops.aten

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.reference import keys_of, reference, with_differences
-from vissl_zero.config.run import RunConfig
-from vissl_zero.config.reference import keys_of, reference
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.methods.spec import with_table
 

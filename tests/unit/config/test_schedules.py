@@ -7,9 +7,8 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.blocks.optimizer import AutoLrScaling, Optimizer, Scheduler
 from vissl_zero.config.compose import compose
-from vissl_zero.config.derive.optimizer import peak, resolved_schedules, scaled
-from vissl_zero.config.resolve import resolve
 from vissl_zero.config.derive.optimizer_plan import peak, resolved_schedules, scaled
+from vissl_zero.config.resolve import resolve
 
 AUTO = AutoLrScaling(auto_scale=True, base_value=0.3, base_lr_batch_size=256)
 KEPT = AutoLrScaling(auto_scale=True, base_value=0.3, base_lr_batch_size=256, keep_shape=True)

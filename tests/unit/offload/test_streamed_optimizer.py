@@ -16,7 +16,7 @@ from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.sharding.offload import streamed_optimizer
 from vissl_zero.sharding.offload.record_pipeline import NUM_TRAYS
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
-from vissl_zero.sharding.offload.state_place import Kernel
+from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 
 BUILD = {
@@ -44,7 +44,7 @@ def _groups(params):
 def _streamed(name, path, params, is_fast_init=False):
     groups = _groups(params)
     proxies = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
-    kernel = Kernel(BUILD[name](proxies))
+    kernel = UpdateKernel(BUILD[name](proxies))
     folder = RunFolder(str(path), "vissl-zero-1", rank=0)
     return StreamedOptimizer(kernel, [group["params"] for group in groups], folder, is_fast_init)
 

@@ -11,7 +11,6 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model
 from vissl_zero.models.unit import Unit
 from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
-from vissl_zero.sharding.plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
 
 HALF = Precision(compute="bfloat16")

@@ -155,7 +155,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[O
     return plan, (*option_notes, *larc_notes, *_warm_up_notes(block, schedules))
 
 
-def _warm_up_notes(block: Optimizer, schedules: Schedules) -> list[str]:
+def _warm_up_notes(block: Optimizer, schedules: DerivedSchedules) -> list[str]:
     """What VISSL's scaling left out of a schedule."""
     return [
         f"config.OPTIMIZER.param_schedulers.{name}: on one machine the warm-up is left out, as in VISSL, because it "

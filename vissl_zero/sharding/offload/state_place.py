@@ -23,7 +23,7 @@ from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 STREAMABLE = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 
 
-class Kernel:
+class UpdateKernel:
     """Runs one update of a torch optimizer on pieces of tensors whose state comes from elsewhere.
 
     Args:
@@ -127,7 +127,7 @@ class StatePlace(ABC):
     file: BlockFile | None = None
     record_bytes: int = 0
 
-    def __init__(self, params: Sequence[nn.Parameter], kernel: Kernel):
+    def __init__(self, params: Sequence[nn.Parameter], kernel: UpdateKernel):
         self._params = params
         self._kernel = kernel
         self._positions = {param: position for position, param in enumerate(params)}
@@ -156,7 +156,7 @@ class StatePlace(ABC):
 class StateInMemory(StatePlace):
     """Tensors like those that the base optimizer would have. See ``StatePlace``."""
 
-    def __init__(self, params: Sequence[nn.Parameter], kernel: Kernel):
+    def __init__(self, params: Sequence[nn.Parameter], kernel: UpdateKernel):
         super().__init__(params, kernel)
         self.mapping = defaultdict(dict)
         if kernel.is_eager:
@@ -203,7 +203,7 @@ class StateOnDisk(StatePlace):
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        kernel: Kernel,
+        kernel: UpdateKernel,
         chunks: Sequence[Chunk],
         folder: RunFolder,
         is_fast_init: bool,

@@ -16,7 +16,7 @@ from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.record_pipeline import Cell, Item, RecordPipeline, Tray
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
-from vissl_zero.sharding.offload.state_place import Kernel, StateInMemory, StateOnDisk, StatePlace, UpdatePiece
+from vissl_zero.sharding.offload.state_place import StateInMemory, StateOnDisk, StatePlace, UpdateKernel, UpdatePiece
 
 RECORD_BYTES = 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
 _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
@@ -42,7 +42,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: UpdateKernel,
         groups: Sequence[Sequence[nn.Parameter]],
         folder: RunFolder | None,
         is_fast_init: bool,

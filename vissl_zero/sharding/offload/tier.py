@@ -18,7 +18,7 @@ from vissl_zero.sharding.offload.disk_shard import DiskShard
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder, new_run_name, stale_runs
-from vissl_zero.sharding.offload.state_place import Kernel
+from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.offload.whole_states import WholeStates, padded_bytes
 from vissl_zero.sharding.shard import Shard
@@ -82,7 +82,7 @@ def offloaded(
 
     def factory(groups: Groups) -> tuple[torch.optim.Optimizer, Adaptation | None]:
         optimizer, adaptation = build_optimizer([{**group, "params": _proxies(group)} for group in groups])
-        kernel = Kernel(optimizer, _KEY if where == "nvme" else _PARAM_KEY)
+        kernel = UpdateKernel(optimizer, _KEY if where == "nvme" else _PARAM_KEY)
         params = [list(group["params"]) for group in groups]
         together = [param for own in params for param in own]
         stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}

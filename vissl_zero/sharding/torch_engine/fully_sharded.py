@@ -25,12 +25,12 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.offload.disk_shard import disk_shard
 from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.prepare import Fill
 from vissl_zero.sharding.shard import shards_of
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.torch_engine.row_shard import hide_gradient

@@ -16,8 +16,9 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.parameter_guard import num_hooks
-from vissl_zero.sharding.prepare import Fill, prepare
+from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.sharded_model import ModelSetup
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy
 from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
