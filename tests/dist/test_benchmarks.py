@@ -16,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import state_of, write_checkpoint
 from tests.unit.evaluation.example_retrieval import make_revisited, retrieval_config
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
-from vissl_zero.checkpoint.foreign_weights import load_first_weights
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train

@@ -16,7 +16,7 @@ from tests.dist.test_method_parity import make_method_plan
 from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.checkpoint.foreign_weights import load_first_weights
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train

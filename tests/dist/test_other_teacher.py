@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from vissl_zero.checkpoint.foreign_weights import load_teacher
+from vissl_zero.checkpoint.first_weights import load_teacher
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vissl_zero.config.blocks.model import default_loss
+from vissl_zero.config.blocks.model_and_loss import default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS

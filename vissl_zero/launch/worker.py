@@ -15,7 +15,7 @@ import rich
 import torch
 
 from vissl_zero.atomic import read_object
-from vissl_zero.checkpoint.foreign_weights import load_first_weights, load_teacher
+from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.checkpoint.snapshot import RankCheck
