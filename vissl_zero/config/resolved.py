@@ -234,6 +234,11 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
     )
 
 
+def shards_parameters(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
+    """Whether a rank holds shards of parameters between steps; the arguments are ``keeps_parameters_whole``'s."""
+    return plan.level > 0 and not keeps_parameters_whole(plan, num_ranks, world_size, device_type)
+
+
 def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
     """The plan for the most processes below the present number, at least ``least``, that divide the micro-batch.
 

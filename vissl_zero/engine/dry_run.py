@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.host import MachineProfile, read_profile
-from vissl_zero.config.resolved import ResolvedRun, keeps_parameters_whole
+from vissl_zero.config.resolved import ResolvedRun, shards_parameters
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -248,8 +248,8 @@ def dry_run(plan: ResolvedRun) -> DryRun:
 def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
     """``built_whole`` and ``start_bytes`` of a ``DryRun``."""
     plan = stage.plan
-    # Level 0, and what keeps parameters, holds the whole model all the time.
-    if plan.sharding.level == 0 or keeps_parameters_whole(plan.sharding, num_ranks, plan.world_size, plan.device):
+    # What keeps parameters holds the whole model all the time.
+    if not shards_parameters(plan.sharding, num_ranks, plan.world_size, plan.device):
         return {}
     reason = why_whole(stage.model)
     return {"built_whole": reason, "start_bytes": whole_start_bytes(stage.model)} if reason else {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import SLOT_BYTES
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
@@ -242,7 +242,7 @@ class _Step:
         self.num_ranks, self.world_size, self.device_type = num_ranks, world_size, device_type
         self.num_nodes, self.micro_batches = num_nodes, micro_batches
         self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
-        self.is_fully_sharded = plan.level > 0 and not self.is_whole
+        self.is_fully_sharded = shards_parameters(plan, num_ranks, world_size, device_type)
         self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
         self.units: dict[str, list[str]] = {}
         for name, param in facts.params.items():
