@@ -1,9 +1,4 @@
-"""All hooks of a run, in the order in which they are called.
-
-The first lines of a run: what will be trained, what was decided for the user, how the model was wrapped.
-
-A watch on the model itself: one plain warning when it starts to collapse.
-"""
+"""The hooks of a run, in the order of their calls; here too: its first lines, and the watch for collapse."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from rich.console import Console
 
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.resolved import OffloadPlan, ResolvedRun
 from vissl_zero.config.vissl_programs import PROGRAMS
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
@@ -84,10 +79,13 @@ def opening_lines(run: Run) -> list[str]:
         f"data {described(data, 'TRAIN')} ({len(run.loader.source):,} images); "
         + (f"measured on {described(data, 'TEST')}" if data["TEST"]["DATA_SOURCES"] else "no test images")
     )
+    tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
+    if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:
+        lines.append(f"stored {', '.join(stored)}; figures of memory count the buffers that they pass through")
     if rates := plan.optimizer.head_lr_factors:
         lines.append(
             f"{len(rates)} classifiers side by side, learning rates times {', '.join(f'{r:g}' for r in rates)}; "
-            "the loss is their sum"
+            "the loss is their sum, and grows where the largest rates diverge; the best classifier counts"
         )
     if run.step:
         lines.append(f"resumed after step {run.step}")
@@ -95,6 +93,10 @@ def opening_lines(run: Run) -> list[str]:
     if plan.sharding.verbose:
         lines += ["wrap plan:", run.sharded.describe()]
     return lines
+
+
+def _place(tier: OffloadPlan) -> str:
+    return "in host memory" if tier.device == "cpu" else f"on the disk, {tier.nvme_path}"
 
 
 def _length(run: Run) -> str:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.reporting.example_run import make_record, make_run, play
-from vissl_zero.config.resolved import Precision, ShardingPlan
+from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.reporting.display import Display, LiveDisplay, can_redraw
 from vissl_zero.reporting.hooks import Opening
@@ -129,6 +129,14 @@ def test_redrawing_needs_a_capable_terminal(term: str, expected: bool, monkeypat
     monkeypatch.setenv("TERM", term)
     assert can_redraw(terminal()) is expected
     assert can_redraw(Console(file=io.StringIO(), force_terminal=True)) is False  # FORCE_COLOR with a file
+
+
+def test_the_opening_says_what_is_stored_where(tmp_path: Path) -> None:
+    disk, host = OffloadPlan(device="nvme", nvme_path="/scratch"), OffloadPlan(device="cpu")
+    sharding = ShardingPlan(level=3, offload_optimizer=disk, offload_params=host)
+    console = Console(file=io.StringIO(), width=80)
+    Opening(console).on_start(make_run(tmp_path, sharding=sharding))
+    assert "stored optimizer state on the disk, /scratch, parameters in host memory;" in text_of(console)
 
 
 def test_the_opening_says_notes_once_and_the_wrap_plan_when_asked(tmp_path: Path) -> None:
