@@ -1,6 +1,6 @@
 """What a run stores of itself at one step: this rank's part, its random state, and on rank 0 the manifest.
 
-Replicated state: how it is stored, and the replica check that finds ranks that differ.
+Replicated state is here too: how it is stored, and the replica check that finds ranks that differ.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A JSON file in VISSL's format::
 
 The first path of a split is DATA_PATHS, the second LABEL_PATHS. What stands in angle brackets is not filled in.
 
-Facebook's own stores and clusters in VISSL's recipes: told apart, answered with the public file, replaced.
+Paths of Facebook's own stores and clusters are found here too, and answered with the public file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the machine offers, found out without importing torch.
+"""Machines: what this one offers, and the profiles of others that plans are timed for. Imports no torch.
 
-Machines that plans are timed for: rates of one rank, by the name of a profile that ships or from a file.
+A profile holds the rates of one rank. It ships with the package under a name, or comes from a file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What a loader worker does: read, transform and collate one micro-batch.
+"""One micro-batch: how a loader worker reads, transforms and collates it, and what the loop, model and loss get.
 
-One micro-batch as the training loop, the model and the loss see it.
-
-Randomness that belongs to a sample, not to a process: why any number of ranks and workers makes the same pixels.
+Random numbers belong to a sample, not to a process, so any number of ranks and workers makes the same pixels.
 """
 
 from __future__ import annotations

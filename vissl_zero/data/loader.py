@@ -1,8 +1,7 @@
 """Training data: the same pixels in the same order at any number of ranks and of loader workers.
 
-Which samples are in which step, and which of them are this rank's. Pure arithmetic, no images.
-
-Images for evaluation: every one once, in the source's order, without augmentation.
+The order says which samples are in which step, and which of them are this rank's; it is pure arithmetic. Evaluation
+sees every image once, in the source's order, without augmentation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The training loop: steps, epochs, hooks. It knows nothing of levels, engines, methods or files.
 
-What to do when the loss is no longer finite: write what is known to a file, then end all ranks together.
+If the loss is no longer finite, the loop writes what is known to a file and ends all ranks together.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
 as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
 
-Forecast against measured memory of all runs under a folder.
+``plan --history`` compares forecast and measured memory of all runs under a folder.
 """
 
 from __future__ import annotations

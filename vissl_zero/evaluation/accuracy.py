@@ -1,6 +1,6 @@
-"""Supervised accuracy on images the model was not trained on: while it trains, and at the end.
+"""Accuracy on images that the model was not trained on, while it trains and at the end.
 
-The online probe's accuracy: on what the model trains on, and on images it was not trained on.
+It is that of supervised training and of linear evaluation, or the online probe's beside a self-supervised method.
 """
 
 from __future__ import annotations

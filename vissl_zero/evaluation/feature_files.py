@@ -5,7 +5,7 @@
 has ``features`` (n, F), ``image`` (n,), the place of each row's image in the split, and ``label`` (n,), -1 without
 labels. ``<SPLIT>_images.txt`` names the images, one a line, in their order.
 
-What a classifier says of each image, in files: VISSL's engine ``extract_label_predictions``.
+VISSL's engine ``extract_label_predictions`` writes what a classifier says of each image in the same way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Running a sharded model over images without training it: features of all ranks in the order of the images.
 
-How many dimensions features use: figures of a trunk's quality that need no labels.
+And how many dimensions they use (RankMe, LiDAR): figures of a trunk's quality that need no labels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source: the weighted vote of https://arxiv.org/abs/1805.01978, as DINO and VISSL use it.
 
-kNN evaluation of a run: before the first step, every k epochs if asked, and at the end.
+A run is evaluated before the first step, every k epochs if asked, and at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Pictures of what a trunk has learned: nearest neighbours, and what it makes of an image's patches.
 
-Nearest neighbours in feature space, as pictures for the report.
-
-What a vision transformer makes of an image's patches, as pictures: principal components and attention.
-
 Sources: figure 1 of DINOv2 (https://arxiv.org/abs/2304.07193: the first three principal components of patch features as
 red, green and blue) and figure 1 of DINO (https://arxiv.org/abs/2104.14294: attention of the class token).
 """

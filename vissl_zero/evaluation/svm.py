@@ -4,7 +4,7 @@ Source: VISSL's ``vissl/utils/svm_utils`` (svm_trainer.py, svm_low_shot_trainer.
 https://arxiv.org/abs/1905.01235: weights of 2 for images of the class and 1 for others, costs chosen by cross
 validation, average precision. Ranks share the classifiers among themselves.
 
-SVMs on the features of a run: ``train_svm`` and ``train_svm_low_shot``.
+The programs are ``train_svm`` and ``train_svm_low_shot``.
 """
 
 from __future__ import annotations

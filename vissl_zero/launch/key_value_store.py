@@ -1,7 +1,5 @@
 """The key-value store through which launchers on several machines meet: server, client, shared secret, interface.
 
-The server of a rendezvous: a small key-value store that only holders of a secret can use.
-
 torch's TCPStore listens on every interface and accepts anyone. This server listens on one address, and both sides
 prove with HMAC-SHA256 over fresh random numbers that they know the run's secret, before any other message. It holds
 what process groups need to start (addresses of peers), the time of each launcher's last heartbeat, and why the run
@@ -9,15 +7,9 @@ ended.
 
 Frames are a 4-byte length and fields of a 4-byte length each; nothing is ever unpickled.
 
-Client of ``KeyValueServer`` for launchers and ranks, and the variables that give ranks its address.
-
-Imports no torch.
-
-The secret that machines of a run prove to each other that they know: 32 random bytes in a file of the user's.
-
-The network interface through which another machine is reached.
-
-gloo takes the address that this machine's own name resolves to, which on many systems is a loopback address.
+The secret is 32 random bytes in a file of the user's. Environment variables give ranks the server's address and the
+interface through which machine 0 is reached: gloo takes the address that this machine's own name resolves to, which on
+many systems is a loopback address.
 """
 
 from __future__ import annotations

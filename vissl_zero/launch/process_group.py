@@ -1,6 +1,6 @@
 """Joining the other ranks, and leaving them cleanly.
 
-torch's Store over ``KeyValueServer``: what the ranks of several machines meet through.
+The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``.
 """
 
 from __future__ import annotations

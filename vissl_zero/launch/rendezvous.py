@@ -8,12 +8,8 @@ without naming a machine.
 A rendezvous lasts for one ``Generation`` of the run: until the ranks end. If the run may restart
 (``DISTRIBUTED.MAX_RESTARTS``), every launcher leaves it and joins the next one.
 
-One generation of a run on several machines: the messages between launchers from one start of the ranks to the next.
-
 Each generation has its own random name, and all its keys on launcher 0's server start with that name. So a launcher
 that is late, or that was lost and restarted, cannot join a generation that started without it.
-
-What one launcher knows of a run on several machines before it meets the others.
 """
 
 from __future__ import annotations

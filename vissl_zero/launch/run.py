@@ -1,9 +1,8 @@
 """Start a run: here, in N processes, or as one rank of a job that torchrun started.
 
-One live run in a run folder: ``run.lock`` says whose it is.
-
-The lock is the operating system's (``flock``), which ends with the process however that ends. Where a file system does
-not carry it from machine to machine, the file itself tells: host, process, job and a time stamp renewed every 30 s.
+A folder has one live run, and ``run.lock`` says whose it is. The lock is the operating system's (``flock``), which ends
+with the process however that ends. Where a file system does not carry it from machine to machine, the file itself
+tells: host, process, job and a time stamp renewed every 30 s.
 """
 
 from __future__ import annotations

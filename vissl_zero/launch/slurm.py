@@ -1,8 +1,7 @@
 """Submit a run to SLURM through submitit: ``config.SLURM.USE_SLURM=true``.
 
-What a run asks of SLURM: parameters for submitit, and the sbatch script that they become.
-
-What was submitted, noted in the run folder and in the user's home, so that it can be listed, followed, cancelled.
+What the run asks for becomes parameters of submitit, and they an sbatch script. What was submitted is noted in the run
+folder and in the user's home, so that it can be listed, followed and cancelled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What each task of a submitted job runs: a launcher of its share of the ranks, requeued when it saved and stopped.
 
-What a submitted job is read from: a copy of the code, and a folder that no other user can ever write to.
-
-submitit unpickles what it finds in the folder, so whoever can write into it, or replace it, runs code as the user.
+A job is read from a copy of the code, and from a folder that no other user can ever write to: submitit unpickles what
+it finds in the folder, so whoever can write into it, or replace it, runs code as the user.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one rank runs, started by the launcher (through ``rank_main``) or by torchrun.
 
-A run and its checkpoints: where it resumes, and the hooks that save it.
+It resumes from the newest checkpoint, and hooks save new ones.
 """
 
 from __future__ import annotations

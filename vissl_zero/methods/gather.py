@@ -14,9 +14,8 @@ without samples takes part with zero rows.
 Ranks hold consecutive parts of a batch, so rows in the order of ranks are in the order of samples, whatever the number
 of ranks.
 
-Sinkhorn's algorithm over the samples of all ranks (https://arxiv.org/abs/2006.09882, section 3.1).
-
-The queue of past embeddings that joins SwAV's assignment when batches are small.
+Sinkhorn's algorithm runs over the samples of all ranks (https://arxiv.org/abs/2006.09882, section 3.1). A queue of past
+embeddings joins SwAV's assignment when batches are small.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Both come out right if every rank returns either the mean over its own samples o
 or the same number for the whole batch, and whatever it takes from other ranks comes through ``methods/gather.py``,
 whose backward passes sum over ranks. A rank may have no samples; it must make the same collective calls.
 
-What methods that compare embeddings of crops have in common: crops out of rows, figures, collapse, momentum.
+What methods that compare embeddings of crops share is here too: crops out of rows, figures, collapse, momentum.
 """
 
 from __future__ import annotations

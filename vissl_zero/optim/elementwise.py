@@ -5,9 +5,8 @@ One kernel reads and writes each element once and needs no temporaries: with 20 
 tensor differently may move a last bit (5.6e-17 after 7 float64 steps): the ends of a tensor are computed without
 vector instructions, which round multiply-and-add once.
 
-SGD, Adam and AdamW whose every operation rounds once, so that an element's update does not depend on where it lies.
-
-torch's fused kernels compute most of a tensor with vector instructions and the elements beyond a multiple of 16
+A second form of SGD, Adam and AdamW rounds once per operation, so that an element's update does not depend on where it
+lies. torch's fused kernels compute most of a tensor with vector instructions and the elements beyond a multiple of 16
 without, and the two fuse different multiplications and additions (one rounding or two): cut a tensor elsewhere, as
 another ZeRO level does, and last bits move (float32, pieces of 13 elements, 5 steps: 8 to 10 % of SGD's elements, 1 %
 of AdamW's). Here every kernel is one multiplication, addition, division or square root, all of which IEEE 754 rounds

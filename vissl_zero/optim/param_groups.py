@@ -1,6 +1,6 @@
 """Which parameters decay and which belong to the head, decided by full name before anything is wrapped or flattened.
 
-From a plan to the optimizer that runs on this rank's shards, and the layer-wise adaptation of their gradients.
+From these groups and the plan comes the optimizer that runs on this rank's shards.
 """
 
 from __future__ import annotations

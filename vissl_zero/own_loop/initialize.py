@@ -1,6 +1,6 @@
 """ZeRO for a custom training loop: one call, no YAML needed.
 
-Which number formats ``initialize`` trains in, and the notes about them.
+Its number formats are those of the model and of the settings; notes say what was decided.
 
 The ranks that train together: those of torchrun, those already joined, or this process alone.
 """

@@ -4,12 +4,11 @@
 of losses that are made in another way (outputs in dataclasses, methods other than ``forward``, hooked features,
 gradient penalties, two backward passes), and says nothing. The mean here starts from the gradients themselves.
 
-Means over ranks whose sum always runs in the order of ranks: what makes levels agree bit for bit.
-
-A library's all-reduce and reduce-scatter add up in an order that depends on sizes, places and algorithms, and float
-addition is not associative. Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's
-first; so an element's mean does not depend on what else travels with it. It moves as many bytes as a reduce-scatter.
-Sharded gradients on the CPU go through ``sharding/cpu_comm``, which adds up in the same order.
+Means whose sum always runs in the order of ranks make levels agree bit for bit. A library's all-reduce and
+reduce-scatter add up in an order that depends on sizes, places and algorithms, and float addition is not associative.
+Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
+does not depend on what else travels with it. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
+go through ``sharding/cpu_comm``, which adds up in the same order.
 """
 
 from __future__ import annotations

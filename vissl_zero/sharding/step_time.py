@@ -1,8 +1,7 @@
-"""What a core of this machine really does, measured in seconds and remembered: the rates behind forecasts of time.
+"""How long a step takes at a level, relative to others: a roofline over the recorded operations, plus what travels.
 
-Only the CPU is measured. A GPU's rates are those of a profile (``config/host.py``).
-
-How long a step takes at a level, relative to others: a roofline over the recorded operations, plus what travels.
+The rates behind it are those of this machine's cores, measured in seconds and remembered. A GPU's rates are those of a
+profile (``config/host.py``).
 
 Every kernel takes the longer of its arithmetic and its memory traffic; messages, disk and host traffic add up and hide
 behind nothing. This ranks plans; it does not promise seconds.

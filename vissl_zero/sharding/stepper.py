@@ -1,6 +1,6 @@
-"""Norms of full parameters and gradients from the shards this rank holds, in one collective for all of them.
+"""The optimizer step that all levels share: unscale, agree on inf, clip, adapt, update.
 
-The optimizer step that all levels share: unscale, agree on inf, clip, adapt, update.
+Norms of full parameters and gradients come from the shards this rank holds, in one collective for all of them.
 """
 
 from __future__ import annotations

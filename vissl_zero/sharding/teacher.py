@@ -1,6 +1,6 @@
-"""A running average of the weights, kept shard by shard: an EMA teacher at no communication.
+"""A teacher: a frozen copy of the model that follows it slowly and has a forward pass of its own.
 
-A teacher: a frozen copy of the model that follows it slowly and has a forward pass of its own.
+A running average of the weights (``HOOKS.EMA_MODEL``) is the same without a forward pass, kept shard by shard.
 
 It is a companion of the student, sharded with the same plan into the same units, so the rows of the teacher that a
 rank holds belong to the rows of the student that it holds: following is local arithmetic, at every level, engine and

@@ -1,6 +1,7 @@
 """``vissl-zero checkpoint inspect | verify | diff``: what a checkpoint holds, whether it is whole, how two differ.
 
-Arguments, tables and texts of ``vissl-zero checkpoint``; text of a file reaches the terminal as plain text only.
+With it, the arguments, tables and texts of ``vissl-zero checkpoint``; text of a file reaches the terminal as plain text
+only.
 """
 
 from __future__ import annotations

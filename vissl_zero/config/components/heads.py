@@ -1,6 +1,6 @@
 """Keys of the heads that no method owns, written as ``MODEL.HEAD.PARAMS: [["name", {key: value}]]``.
 
-``LINEAR_EVAL_FEAT_POOL_OPS_MAP``: which layers the heads of a linear evaluation see; its form, without torch.
+And ``LINEAR_EVAL_FEAT_POOL_OPS_MAP``, which says what layers the heads of a linear evaluation see.
 """
 
 from __future__ import annotations

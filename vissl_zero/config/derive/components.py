@@ -1,6 +1,6 @@
 """The resolved MODEL and LOSS blocks: every key of the chosen trunk, heads and loss, typed and filled in.
 
-``auto``: the trunk, the images and their size, as the run has them that the weights to begin with are of.
+``auto`` takes the trunk, the images and their size from the run whose weights this one begins with.
 """
 
 from __future__ import annotations

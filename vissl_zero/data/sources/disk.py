@@ -1,9 +1,4 @@
-"""Image files on disk: in folders, or named by a list.
-
-Image files in folders.
-
-Image files named by a list: VISSL's ``disk_filelist``.
-"""
+"""Image files on disk: in folders (``disk_folder``), or named by a list (VISSL's ``disk_filelist``)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""SimCLR's colour distortion and blur, BYOL's solarization; images of one channel in colour.
+"""Colours: SimCLR's distortion and blur, BYOL's solarization, RandAugment, images of one channel in colour.
 
-RandAugment (https://arxiv.org/abs/1909.13719) as VISSL and timm have it, or as torchvision has.
+RandAugment (https://arxiv.org/abs/1909.13719) is that of VISSL and timm, or torchvision's.
 """
 
 from __future__ import annotations

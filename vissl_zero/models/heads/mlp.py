@@ -1,6 +1,6 @@
 """Linear layers with optional batch norm, ReLU and dropout, VISSL's probe of feature maps, and chains of heads.
 
-Projector and predictor, as BYOL, SimSiam and MoCo v3 have them.
+A projector and a predictor, as BYOL, SimSiam and MoCo v3 have them, are two of these in one head.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Messages among processes of one machine, through memory that all of them map.
-
-Messages among processes of several machines, through gloo.
-
-How the ranks of a group communicate: through shared memory or gloo.
-"""
+"""How the CPU ranks of a group communicate: through memory that all of them map, or, between machines, through gloo."""
 
 from __future__ import annotations
 

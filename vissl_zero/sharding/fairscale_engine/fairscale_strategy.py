@@ -1,6 +1,6 @@
-"""What fairscale cannot do, each with what to use instead.
+"""The fairscale engine: OSS, ShardedDataParallel and FullyShardedDataParallel, levels 1 to 3.
 
-The fairscale engine: OSS, ShardedDataParallel and FullyShardedDataParallel, levels 1 to 3.
+What fairscale cannot do is refused here, each with what to use instead.
 """
 
 from __future__ import annotations

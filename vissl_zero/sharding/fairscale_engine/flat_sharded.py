@@ -1,8 +1,6 @@
-"""One rank's part of one parameter where fairscale's FSDP cuts parameters flat, alone or joined with others.
+"""Level 3 of fairscale: its FullyShardedDataParallel around every unit. CUDA only.
 
-fairscale's FullyShardedDataParallel as this package needs it.
-
-Level 3 of fairscale: its FullyShardedDataParallel around every unit. CUDA only.
+It cuts parameters flat, alone or joined with others; a shard is one rank's part of one parameter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Full parameters dealt out to ranks by fairscale's OSS: who updates which, and how the others learn of it.
+"""Levels 1 and 2 of fairscale: each rank updates full parameters of its own, and all ranks hold all parameters.
 
-Levels 1 and 2 of fairscale: each rank updates full parameters of its own, and all ranks hold all parameters.
+fairscale's OSS deals them out: who updates which, and how the others learn of it.
 """
 
 from __future__ import annotations

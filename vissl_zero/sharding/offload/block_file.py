@@ -1,6 +1,4 @@
-"""What can go wrong with state that lives on a disk.
-
-A preallocated file of numbered records, read and written whole, with a checksum of each in memory.
+"""A preallocated file of numbered records, read and written whole, with a checksum of each in memory.
 
 Reads and writes go around the page cache (O_DIRECT) into page-aligned memory: state that is streamed once a step would
 push everything else out of the cache, and through the cache the same traffic runs at half of the speed or less

@@ -1,6 +1,6 @@
 """How the elements of many shards are cut into chunks, and which records of a file hold them. Pure.
 
-One tensor per shard, values or gradients, in a file.
+``TensorFile`` keeps one tensor per shard, values or gradients, in such a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the records of the next items, and write those of the last ones, while one item is being updated.
 
-Records of a file, read in the order in which they are expected to be wanted.
+Parameters are read ahead in the order in which the last step wanted them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The base optimizer, run on a few elements at a time, with their state passed in.
+"""Where the per-element state of a streamed optimizer is kept: in memory, or in a file of records.
 
-Where the per-element state of a streamed optimizer is kept: in memory, or in a file of records.
+The base optimizer runs on a few elements at a time, with their state passed in.
 """
 
 from __future__ import annotations

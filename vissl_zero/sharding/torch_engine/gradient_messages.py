@@ -1,6 +1,6 @@
-"""How gradients and updated parameters are packed into messages of limited size.
+"""Gradients on their way from the backward pass, where they are whole, to the ranks that need a part of them.
 
-Gradients on their way from the backward pass, where they are whole, to the ranks that need a part of them.
+They and updated parameters are packed into messages of limited size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Level 0: every rank holds everything, and gradients are averaged.
+"""Levels at which every rank holds the parameters whole: level 0, and levels 1 and 2 on the CPU.
 
-Levels 1 and 2 on the CPU: parameters stay whole where they are; gradients and updated rows travel in messages.
-
+At level 0 gradients are averaged. At levels 1 and 2 on the CPU gradients and updated rows travel in messages.
 ``fully_shard`` runs these levels too, and does so where this cannot: on GPUs, in half precision, with replicas of
 shard groups. It copies every gradient and parameter in and out of buffers, which on a CPU, where communication is
 copying, costs as much as the communication.

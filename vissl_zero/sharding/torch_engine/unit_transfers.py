@@ -1,7 +1,6 @@
 """How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives.
 
-A ``fully_shard`` unit whose shards are on disk: read before the all-gather, gradients spilled after backward.
-
+If a unit's shards are on disk, they are read before the all-gather, and gradients are spilled after the backward pass.
 ``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
 extended on the object: ``unshard`` and ``wait_for_unshard``, between which shards are read, and ``post_backward``,
 after which they have gradients.
