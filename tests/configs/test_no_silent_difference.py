@@ -28,6 +28,12 @@ OTHER_PROGRAMS = {
 }
 # What VISSL's key is about, where training does read it: display, speed, memory or a file, and no number of the run.
 NO_NUMBER = {
+    "STRATIFIED_SAMPLER": "read with its ENABLED alone, which is refused",
+    "POWER_LAW_SAMPLER": "read with its ENABLED alone, which is refused",
+    "ENABLE_QUEUE_DATASET": "which image stands in for a broken one; ON_BROKEN_IMAGE asks for that here",
+    "CHECKPOINT_MLP": "recomputation, the same numbers",
+    "VISION_TRANSFORMERS.name": "read nowhere in VISSL, where sizes define the network too",
+    "dino_loss.normalize_last_layer": "read nowhere in VISSL; that of dino_head counts",
     "USE_FEATURE_EXTRACTION_ENGINE": "which of VISSL's programs computes the features",
     "FEATURE_EXTRACTION_DIR": "where features lie that the run computes itself",
     "LOW_SHOT_BENCHMARK.FEATURES.PATH": "where features lie that the run computes itself",

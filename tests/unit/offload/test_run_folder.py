@@ -111,7 +111,8 @@ def _as_nobody(path: str) -> str:
 
 
 def test_a_folder_that_is_not_writable(tmp_path):
-    for parent in (tmp_path, *tmp_path.parents[:3]):
+    ours = [parent for parent in tmp_path.parents if "pytest-" in str(parent)]  # never what lies above, such as /tmp
+    for parent in (tmp_path, *ours):
         parent.chmod(0o755)
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o555)
