@@ -187,6 +187,9 @@ def _dispatch(arguments: list[str]) -> int:
         words = [*WORDS, *PROGRAMS]
         known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
         raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")
+    if {"--help", "-h"} & {*arguments}:  # Hydra's would take ten seconds to list every group and key
+        print(HELP, end="")
+        return 0
     from vissl_zero.commands.train import train
 
     return train(arguments)

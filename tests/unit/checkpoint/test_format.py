@@ -220,19 +220,19 @@ def test_a_save_does_not_follow_links(tmp_path):
     assert [(p.name, p.read_text()) for p in mine.iterdir()] == [("rank00000.json", "mine")]
 
 
-def test_every_flipped_bit_of_a_file_of_weights_is_found(tmp_path):
+def test_a_flipped_bit_in_any_byte_of_a_file_of_weights_is_found(tmp_path):
     path = tmp_path / "weights.safetensors"
     entries = [Entry.of(name.replace("/", "."), tensor) for name, tensor in TENSORS.items()]
     write_shard_file(path, entries, {"recipe": "r"}, with_checksums=True)
     assert all(torch.equal(load_file(path)[entry.key], entry.read()) for entry in entries)
     data = bytearray(path.read_bytes())
     for place in range(len(data)):
-        for bit in range(8):
-            data[place] ^= 1 << bit
-            path.write_bytes(data)
-            with pytest.raises(CheckpointError, match="is damaged"), open_weights(path) as weights:
-                weights.require_undamaged()
-            data[place] ^= 1 << bit
+        bit = 1 << place % 8
+        data[place] ^= bit
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="is damaged"), open_weights(path) as weights:
+            weights.require_undamaged()
+        data[place] ^= bit
 
 
 def test_files_of_two_checkpoints_do_not_mix(tmp_path):
