@@ -172,6 +172,8 @@ def has_effect_or_note(recipe: str, key: str, value: Any, plan: ResolvedRun) -> 
         side.pop("notes")
     if repr(left) != repr(right) or notes or given == base or repr(given) == repr(base):  # -0.0 changes nothing
         return True
+    if repr(given).replace("None", "False") == repr(base).replace("None", "False"):  # says what null means anyway
+        return True
     return key.startswith(READ_AS_WRITTEN)
 
 

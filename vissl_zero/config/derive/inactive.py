@@ -12,6 +12,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.optimizer import Scheduler
+from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
@@ -19,7 +20,7 @@ from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.derive.optimizer_plan import KEYS, one_rate
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS
+from vissl_zero.config.vissl_programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROGRAMS, TRAIN
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"
@@ -77,6 +78,17 @@ def _without_limit(split: str) -> Callable[[RunConfig], bool]:
 
 def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
+
+
+def _can_measure_top1(cfg: RunConfig) -> bool:
+    predicts_no_class = cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES
+    return bool(cfg.DATA.TEST.DATA_SOURCES) and not predicts_no_class
+
+
+def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
+    return lambda cfg: (
+        meter not in (cfg.METERS.name, *cfg.METERS.names) or not (cfg.TEST_MODEL and _can_measure_top1(cfg))
+    )
 
 
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
@@ -261,11 +273,21 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST", "METERS.name", "METERS.names", "METERS.model_output_mask"),
-        lambda cfg: (
-            not (cfg.DATA.TEST.DATA_SOURCES and cfg.TEST_MODEL)
-            or (cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES)
-        ),
+        lambda cfg: not (cfg.TEST_MODEL and _can_measure_top1(cfg)),
         "no top-1 on TEST is measured",
+    ),
+    Inactive(
+        ("TEST_MODEL",),
+        lambda cfg: cfg.PROGRAM == TRAIN and not _can_measure_top1(cfg),
+        "no top-1 on TEST is measured either way",
+    ),
+    *(
+        Inactive(
+            (f"METERS.{meter}.topk_values",),
+            _does_not_count(meter),
+            "METERS.names does not ask for it, or no top-1 on TEST is measured",
+        )
+        for meter in METERS
     ),
     Inactive(
         tuple(f"CHECKPOINT.{key}" for key in ("KEEP_LAST", "KEEP_EVERY", "ASYNC")),
