@@ -74,20 +74,20 @@ class _Own:
 
 _OWN = {
     "byol": _Own(epochs=12),
-    "data2vec": _Own(epochs=8, colour=0.0),
-    "dino": _Own(epochs=6),
-    "dinov2": _Own(epochs=6),
-    "ibot": _Own(epochs=6),
-    "ijepa": _Own(epochs=8, colour=0.0),
+    "data2vec": _Own(epochs=16, colour=0.0),
+    "dino": _Own(epochs=12),
+    "dinov2": _Own(epochs=12),
+    "ibot": _Own(epochs=12),
+    "ijepa": _Own(epochs=16, colour=0.0),
     "jigsaw": _Own(epochs=6, least_area=0.6),
     "mae": _Own(epochs=24, colour=0.0),
-    "msn": _Own(epochs=6),
+    "msn": _Own(epochs=12),
     "npid": _Own(epochs=12, views=1),
     "pirl": _Own(epochs=6),
     "rotnet": _Own(views=1),
     "simclr": _Own(epochs=12),
-    "simmim": _Own(epochs=8, colour=0.0),
-    "simsiam": _Own(epochs=6),
+    "simmim": _Own(epochs=16, colour=0.0),
+    "simsiam": _Own(epochs=20),
     "swav": _Own(epochs=6),
 }
 
