@@ -55,7 +55,6 @@ Train:
 Look before you train:
   vissl-zero config=<recipe> --dry-run              check everything and print the plan; train nothing
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
-  vissl-zero config=<recipe> --help                 the same, with Hydra's hints
   vissl-zero list recipes [--config-dir <folder>]   all recipes, also those in your own folder
   vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
   vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
