@@ -155,6 +155,9 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 
 
+PART = "part of these images"  # where TEST has none
+
+
 def described(data_cfg: Mapping[str, Any], split: str) -> str:
     """What a person calls the images of a split: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
     cfg = data_cfg[split]

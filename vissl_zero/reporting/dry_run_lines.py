@@ -9,7 +9,7 @@ import torch
 import vissl_zero
 from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.data.source import described
+from vissl_zero.data.source import PART, described
 from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.errors import printable
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
@@ -82,7 +82,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
         "images": f"{described(plan.config['DATA'], 'TRAIN')}; "
-        f"measured on {described(plan.config['DATA'], 'TEST') or 'parts of it'}",
+        f"measured on {described(plan.config['DATA'], 'TEST') or PART}",
         "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
         f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),

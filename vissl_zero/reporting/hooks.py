@@ -9,7 +9,7 @@ import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.config.resolved import OffloadPlan, ResolvedRun
 from vissl_zero.config.vissl_programs import PROGRAMS
-from vissl_zero.data.source import described
+from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
 from vissl_zero.evaluation.knn import KnnHook
@@ -75,10 +75,8 @@ def opening_lines(run: Run) -> list[str]:
         f"{_length(run)}; run folder {run.folder}",
     ]
     data = run.plan.config["DATA"]
-    lines.append(
-        f"data {described(data, 'TRAIN')} ({len(run.loader.source):,} images); "
-        + (f"measured on {described(data, 'TEST')}" if data["TEST"]["DATA_SOURCES"] else "no test images")
-    )
+    count = "" if data["TRAIN"]["DATA_LIMIT"] > 0 else f" ({len(run.loader.source):,} images)"
+    lines.append(f"data {described(data, 'TRAIN')}{count}; measured on {described(data, 'TEST') or PART}")
     tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
     if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:
         lines.append(f"stored {', '.join(stored)}; figures of memory count the buffers that they pass through")
