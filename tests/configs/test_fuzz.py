@@ -68,6 +68,7 @@ READ_AS_WRITTEN = (
     "HOOKS",
     "CHECKPOINT",
     "NEAREST_NEIGHBOR",
+    "ONLINE_PROBE",
     "DISTRIBUTED",
     "SLURM",
     "IMPORTS",
