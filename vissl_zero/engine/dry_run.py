@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,9 +143,12 @@ class Stage:
             )
 
 
-def set_stage(plan: ResolvedRun) -> Stage:
+def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
+    Args:
+        plan: of the run.
+        check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.
     """
@@ -169,6 +172,8 @@ def set_stage(plan: ResolvedRun) -> Stage:
         if method.has_teacher:
             origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
             teacher = method.make_teacher(origin)
+    if check is not None and not assumed:  # else the number of classes is assumed too
+        check(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _default_dtype(dtype):
         for module in filter(None, (model, method, teacher)):
@@ -217,9 +222,9 @@ def set_stage(plan: ResolvedRun) -> Stage:
     return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
 
 
-def dry_run(plan: ResolvedRun) -> DryRun:
-    """What a run will hold and how long it is; cost and errors as ``set_stage``."""
-    stage = set_stage(plan)
+def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:
+    """What a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
+    stage = set_stage(plan, check)
     found = stage.forecast()
     num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
     schedules = Schedules(plan, stage.groups, per_epoch)

@@ -12,6 +12,7 @@ import rich
 from rich.console import Console
 
 from vissl_zero.checkpoint.comparison import require_resumable
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
 from vissl_zero.checkpoint.resume import Found, opening_lines
 from vissl_zero.config.resolved import ResolvedRun
@@ -36,7 +37,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
     out = console or rich.get_console()
     out.print(title(plan), markup=False, highlight=False, soft_wrap=True)  # the model takes seconds, or a minute
     resumed = _resumed(plan)
-    run = dry_run(plan)
+    run = dry_run(plan, None if resumed else lambda model: load_first_weights(model, plan))
     for line in [*dry_run_lines(run), *resumed]:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if submission:

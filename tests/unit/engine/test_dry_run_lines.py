@@ -16,7 +16,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.dry_run import dry_run
-from vissl_zero.errors import ConfigError, LaunchError
+from vissl_zero.errors import CheckpointError, ConfigError, LaunchError
 from vissl_zero.launch.print_dry_run import DOES_NOT_FIT, print_dry_run
 from vissl_zero.reporting.dry_run_lines import verdict
 
@@ -64,6 +64,13 @@ def test_a_path_that_is_mistyped_is_no_other_machine(tmp_path):
         planned("quickstart/swav_digits", *words)
     with pytest.raises(ConfigError, match="Did you mean 'train'"):
         planned("quickstart/swav_digits", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path / 'trian'}]")
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    torch.save({"layer1.0.conv1.weight": torch.zeros(4, 3, 3, 3)}, tmp_path / "weights.pt")
+    weights = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={tmp_path / 'weights.pt'}"
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        said(planned("quickstart/swav_digits", weights, NO_QUEUE))
 
 
 def test_a_run_of_the_same_recipe_is_refused():
