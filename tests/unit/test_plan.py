@@ -74,7 +74,9 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
     enough = str(error.value).rsplit("config.ZERO.MEMORY_GB=", 1)[1].split()[0]
     fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={enough}"]))
     assert cli.main(["plan", RECIPE, "--memory-gb", "0.0001", "--png", "none"]) == 1
-    assert "too much" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "too much" in out and "no plan is known to fit. The smallest takes " in out
+    assert "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder>" in out
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,17 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
     yield from (f"not known: {reason}" for reason in sorted(unknown))
     if chosen is None:
-        yield "chosen: none; no plan is known to fit."
+        least = _smallest(planned)
+        at_least = (
+            "" if least is None else f" The smallest takes {bytes_text(least.forecast.step.peak_bytes)}: {least}."
+        )  # type: ignore[union-attr]
+        yield f"chosen: none; no plan is known to fit.{at_least}"
+        sharding = plan.sharding
+        if sharding.offload_optimizer.nvme_path is None and sharding.offload_params.nvme_path is None:
+            yield (
+                "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder> names it; a "
+                "smaller config.DATA.TRAIN.BATCHSIZE_PER_REPLICA or more processes take less on each."
+            )
         return
     assert chosen.forecast.step is not None
     step = chosen.forecast.step
@@ -113,9 +123,12 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
 
 
 def _to_draw(planned: Planned) -> Candidate | None:
+    return planned.chosen or _smallest(planned)
+
+
+def _smallest(planned: Planned) -> Candidate | None:
     known = [candidate for candidate in planned.candidates if candidate.forecast.step is not None]
-    smallest = min(known, key=lambda c: c.forecast.step.peak_bytes, default=None)  # type: ignore[union-attr]
-    return planned.chosen or smallest
+    return min(known, key=lambda c: c.forecast.step.peak_bytes, default=None)  # type: ignore[union-attr]
 
 
 def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:
