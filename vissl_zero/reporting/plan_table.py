@@ -53,9 +53,8 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     yield from (f"not known: {reason}" for reason in sorted(unknown))
     if chosen is None:
         least = _smallest(planned)
-        at_least = (
-            "" if least is None else f" The smallest takes {bytes_text(least.forecast.step.peak_bytes)}: {least}."
-        )  # type: ignore[union-attr]
+        step = None if least is None else least.forecast.step
+        at_least = "" if step is None else f" The smallest takes {bytes_text(step.peak_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
         sharding = plan.sharding
         if sharding.offload_optimizer.nvme_path is None and sharding.offload_params.nvme_path is None:
