@@ -101,6 +101,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
     """
     ours = {name: value.clone() for name, value in method.state_dict().items() if isinstance(value, Tensor)}
     said: list[str] = []
+    done: list[str] = []
     taken = _translated(str(loss_config["name"]), loss_config, state.tensors, ours)
     for name, value in taken.items():
         if name not in ours:
@@ -110,9 +111,9 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
             said.append(f"The loss's {name} is not imported: it has the shape {shapes}. It starts anew.")
             continue
         ours[name] = value.to(ours[name].dtype).clone()
-    done = sorted(name for name, value in taken.items() if name in ours and value.shape == ours[name].shape)
+        done.append(name)
     if done:
-        said.insert(0, f"State of the loss is imported: {', '.join(done)}.")
+        said.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
     elif ours:
         said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start anew.")
     return ours, said

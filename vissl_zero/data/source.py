@@ -134,6 +134,17 @@ def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, 
     return train, build_source(data_cfg, "TEST", seed, train.class_names)
 
 
+def splits_to_read(data_cfg: Mapping[str, Any], seed: int) -> dict[str, Source]:
+    """TRAIN and TEST, of those that have images, for programs that read each image once.
+
+    Where both name the same images, TEST's stood for TRAIN's, and TRAIN is left out.
+    """
+    train, test = build_eval_sources(data_cfg, seed)
+    if test is None:
+        return {"TRAIN": train}
+    return {"TEST": test} if data_cfg["TRAIN"] == data_cfg["TEST"] else {"TRAIN": train, "TEST": test}
+
+
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     """Labels of all images as a matrix; None where an image has none.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, all_reduce_sum, rank, world_size
 from vissl_zero.data.loader import eval_images, rank_slice
-from vissl_zero.data.source import Source, build_eval_sources
+from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches
@@ -167,15 +167,9 @@ class ExtractClusters(Hook):
     """
 
     def on_end(self, run: Run) -> None:
-        data = run.plan.config["DATA"]
-        train, test = build_eval_sources(data, run.plan.seed)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; scores must not
-        splits = {"TRAIN": train, "TEST": test}
-        if data["TRAIN"] == data["TEST"]:  # TEST's images stood for TRAIN's
-            del splits["TRAIN"]
-        for split, source in splits.items():
-            if source is not None:
-                self._assign(run, split, source)
+        for split, source in splits_to_read(run.plan.config["DATA"], run.plan.seed).items():
+            self._assign(run, split, source)
 
     def _assign(self, run: Run, split: str, source: Source) -> None:
         """Collective."""

@@ -27,7 +27,7 @@ from vissl_zero.atomic import read_object
 from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.loader import eval_images
-from vissl_zero.data.source import Source, build_eval_sources
+from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
@@ -202,15 +202,9 @@ class ExtractLabelPredictions(Hook):
     """
 
     def on_end(self, run: Run) -> None:
-        data = run.plan.config["DATA"]
-        train, test = build_eval_sources(data, run.plan.seed)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; predictions must not
-        splits = {"TRAIN": train, "TEST": test}
-        if data["TRAIN"] == data["TEST"]:  # TEST's images stood for TRAIN's
-            del splits["TRAIN"]
-        for split, source in splits.items():
-            if source is not None:
-                self._predict(run, split, source)
+        for split, source in splits_to_read(run.plan.config["DATA"], run.plan.seed).items():
+            self._predict(run, split, source)
         if run.is_main:
             line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vissl_zero.engine.planning import Past, Planned, overrides_of
 from vissl_zero.reporting.quantity import bytes_text
-from vissl_zero.sharding.candidates import Candidate, because
+from vissl_zero.sharding.candidates import Candidate, because, smallest
 from vissl_zero.sharding.memory_model import KINDS
 
 NAMES = {
@@ -52,7 +52,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
     yield from (f"not known: {reason}" for reason in sorted(unknown))
     if chosen is None:
-        least = _smallest(planned)
+        least = smallest(planned.candidates)
         step = None if least is None else least.forecast.step
         at_least = "" if step is None else f" The smallest takes {bytes_text(step.peak_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
@@ -122,12 +122,7 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
 
 
 def _to_draw(planned: Planned) -> Candidate | None:
-    return planned.chosen or _smallest(planned)
-
-
-def _smallest(planned: Planned) -> Candidate | None:
-    known = [candidate for candidate in planned.candidates if candidate.forecast.step is not None]
-    return min(known, key=lambda c: c.forecast.step.peak_bytes, default=None)  # type: ignore[union-attr]
+    return planned.chosen or smallest(planned.candidates)
 
 
 def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:

@@ -194,7 +194,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.peak_bytes)} GiB."
 
 
-def _smallest(candidates: Sequence[Candidate]) -> Candidate | None:
+def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
     """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
     known = [candidate for candidate in candidates if candidate.forecast.step is not None]
     return min(known, key=lambda c: (c.excess or 0, c.forecast.step.peak_bytes), default=None)  # type: ignore[union-attr]
@@ -211,7 +211,7 @@ def nothing_fits(
         others: what else would help.
         block: what stands before the two keys where problems name them.
     """
-    least = _smallest(candidates)
+    least = smallest(candidates)
     if least is None or least.forecast.step is None:
         reason = next((candidate.forecast.unknown for candidate in candidates), "")
         must = f"needs a forecast, and there is none ({reason})"

@@ -34,10 +34,7 @@ def svm(cfg: RunConfig, host: Host) -> list[Problem]:
     """SVMs are tested on TEST's images; LinearSVC solves what is asked for."""
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
-    found, options = [], cfg.SVM
-    if not cfg.DATA.TEST.DATA_SOURCES:
-        fix = "Write config.DATA.TEST.DATA_PATHS=<folder of images>."
-        found.append(Problem("config.DATA.TEST.DATA_SOURCES", "[]", "must name images: SVMs are tested on them", fix))
+    found, options = _no_test_images(cfg, "SVMs"), cfg.SVM
     if options.penalty == "l1" and (options.dual or options.loss != "squared_hinge"):
         got = f"'l1', dual {options.dual}, loss {options.loss!r}"
         must = "must be l2 unless dual is false and loss is squared_hinge"
@@ -85,10 +82,17 @@ def low_shot(cfg: RunConfig, host: Host) -> list[Problem]:
         found.append(Problem(f"{key}.LAMBDA", repr(values), must, f"Write {key}.LAMBDA=[1.0,0.1]."))
     if not options.LOGISTIC_REGRESSION.SEEDS:
         found.append(Problem(f"{key}.SEEDS", "[]", "must list a seed", f"Write {key}.SEEDS=[0]."))
-    if not cfg.DATA.TEST.DATA_SOURCES:
-        must, fix = "must name images: classifiers are tested on them", "Write config.DATA.TEST.DATA_PATHS=<folder>."
-        found.append(Problem("config.DATA.TEST.DATA_SOURCES", "[]", must, fix))
-    return found
+    return found + _no_test_images(cfg, "classifiers")
+
+
+def _no_test_images(cfg: RunConfig, tested: str) -> list[Problem]:
+    if cfg.DATA.TEST.DATA_SOURCES:
+        return []
+    must, fix = (
+        f"must name images: {tested} are tested on them",
+        "Write config.DATA.TEST.DATA_PATHS=<folder of images>.",
+    )
+    return [Problem("config.DATA.TEST.DATA_SOURCES", "[]", must, fix)]
 
 
 def retrieval(cfg: RunConfig, host: Host) -> list[Problem]:
