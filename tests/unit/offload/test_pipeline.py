@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, page_buffers
-from vissl_zero.sharding.offload.record_pipeline import NUM_TRAYS, Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.block_file import (
+    NUM_TRAYS,
+    PAGE,
+    BlockFile,
+    Cell,
+    PageBuffer,
+    RecordPipeline,
+    Tray,
+    page_buffers,
+)
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
 NUM_RECORDS = 5 * NUM_TRAYS

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.record_pipeline import Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
 
 # A cut inside a tensor falls on a multiple of this many elements, so that the kernels' vector loops, and with them the
 # last bit of every result, are what they are without a cut.

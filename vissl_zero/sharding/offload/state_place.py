@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
-from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
-from vissl_zero.sharding.offload.record_pipeline import Cell, RecordPipeline, Tray
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
 STREAMABLE = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.sharding.offload.block_file import BlockFile
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, Item, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.offload.record_pipeline import Cell, Item, RecordPipeline, Tray
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import StateInMemory, StateOnDisk, StatePlace, UpdateKernel, UpdatePiece
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.sharding.offload.block_file import BlockFile
-from vissl_zero.sharding.offload.record_pipeline import Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import copied
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES

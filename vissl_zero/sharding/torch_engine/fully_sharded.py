@@ -26,8 +26,7 @@ from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.materialize import Fill
-from vissl_zero.sharding.offload.disk_shard import disk_shard
-from vissl_zero.sharding.offload.host_shard import host_shard, needs_host_shards
+from vissl_zero.sharding.offload.offloaded_shards import disk_shard, host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.precision import dtype_of
