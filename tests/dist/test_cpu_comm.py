@@ -15,8 +15,8 @@ from tests.ranks import RankError, run_on_ranks
 from vissl_zero.sharding.cpu_comm import transports
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import GlooCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding.shard import RowShard, row_shards
 from vissl_zero.sharding.torch_engine.gradient_messages import plan_messages
-from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
 def _open(kind: str) -> CpuCommunicator:

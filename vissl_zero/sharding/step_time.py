@@ -31,8 +31,7 @@ from vissl_zero.config.host import MachineProfile, read_profile
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.memory_model import ModelFacts
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.step_trace import StepTrace
-from vissl_zero.sharding.work import Kernel
+from vissl_zero.sharding.step_trace import Kernel, StepTrace
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core

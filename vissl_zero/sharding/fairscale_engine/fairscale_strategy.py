@@ -15,11 +15,11 @@ from vissl_zero import collectives
 from vissl_zero.collectives import world_size
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.bare import Fill
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.fairscale_engine.flat_sharded import FlatSharded
 from vissl_zero.sharding.fairscale_engine.owned_by_rank import GradientSharded, OptimizerSharded
-from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.sharded_model import ModelSetup
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, Strategy

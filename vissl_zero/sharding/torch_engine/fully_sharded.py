@@ -22,17 +22,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.models.bare import Fill
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
-from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.offload.offloaded_shards import disk_shard, host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.shard import shards_of
+from vissl_zero.sharding.shard import hide_gradient, shards_of
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.torch_engine.row_shard import hide_gradient
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_transfers import UnitOnDisk, stored_params, use_communicator
 from vissl_zero.sharding.torch_private import lazy_init, real_grad, set_real_grad

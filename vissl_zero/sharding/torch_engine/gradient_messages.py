@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator, add_in_order
-from vissl_zero.sharding.torch_engine.row_shard import RowShard, WholeParameter
+from vissl_zero.sharding.shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
     call_after_backward,
     call_on_gradient,

@@ -18,10 +18,10 @@ from torch import Tensor
 from vissl_zero.sharding.cpu_comm.transports import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
+from vissl_zero.sharding.shard import RowShard, row_shards
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.strategy import StepResult
 from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages, ParameterMessages, plan_messages
-from vissl_zero.sharding.torch_engine.row_shard import RowShard, row_shards
 
 
 class Replicated(ShardedModel):

@@ -12,11 +12,11 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.materialize import Fill
 from vissl_zero.sharding.parameter_guard import num_hooks
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.sharded_model import ModelSetup

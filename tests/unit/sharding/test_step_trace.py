@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.sharding.work import Kernel, WorkCounter, kernel_of
+from vissl_zero.sharding.step_trace import Kernel, WorkCounter, kernel_of
 
 
 def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.sharding.materialize import materialize_
+from vissl_zero.models.bare import materialize_
 
 
 def _on_meta(build):
