@@ -331,7 +331,7 @@ TRUNKS = Registry(
         "efficientnet": (f"{_TRUNKS}.timm_by_keys", "EfficientNet B0 to B7."),
         "mobilenetv3_tv": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of torchvision."),
         "mobilenetv3_timm": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of timm."),
-        "resnet_sk": (f"{_TRUNKS}.resnet_sk", "SimCLR v2's ResNet with selective kernels."),
+        "resnet_sk": (f"{_TRUNKS}.resnet", "SimCLR v2's ResNet with selective kernels."),
         "alexnet_bvlc": (f"{_TRUNKS}.alexnet", "AlexNet as Caffe's BVLC has it."),
         "alexnet_colorization": (f"{_TRUNKS}.alexnet", "AlexNet of the colorization paper, on lightness alone."),
         "alexnet_deepcluster": (f"{_TRUNKS}.alexnet", "AlexNet of DeepCluster, on Sobel slopes."),
@@ -380,7 +380,7 @@ OPTIMIZERS = Registry(
             f"{_OPTIM}.whole_tensor",
             "Muon whose updates are normalised row by row, AdamW for the rest and for heads.",
         ),
-        "shampoo": (f"{_OPTIM}.shampoo", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
+        "shampoo": (f"{_OPTIM}.whole_tensor", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
         "adamw_8bit": (f"{_OPTIM}.eight_bit", "AdamW with state of 8 bits an element, by blocks of the full tensor."),
     },
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vissl_zero.checkpoint.reader import Checkpoint
+from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.weights import Weights, WeightsFile, weights_of
 from vissl_zero.config.derive.components import method_of
 from vissl_zero.config.plain_tree import find

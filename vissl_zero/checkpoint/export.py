@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from vissl_zero.atomic import replacing
-from vissl_zero.checkpoint.reader import Checkpoint
+from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import can_hold, write_torch_file
 from vissl_zero.checkpoint.transformer_layouts import STYLES as TRANSFORMER_STYLES

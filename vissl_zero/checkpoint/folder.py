@@ -1,14 +1,214 @@
-"""The folder of a run's checkpoints: ``<run folder>/checkpoints/step_<steps>``."""
+"""The folder of a run's checkpoints, ``<run folder>/checkpoints/step_<steps>``, and how one is read.
+
+Any range of any tensor is read, whoever wrote which part.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from vissl_zero.checkpoint.manifest import LaterFormatError
-from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
+import torch
+from torch import Tensor
+
+from vissl_zero.checkpoint.manifest import (
+    MANIFEST_NAME,
+    LaterFormatError,
+    Manifest,
+    PieceFacts,
+    RankManifest,
+    TensorInfo,
+    manifest_from,
+    rank_manifest_from,
+    read_json,
+)
+from vissl_zero.checkpoint.shard_file import DTYPES, ShardFile, opened
 from vissl_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where a run of elements of one tensor is stored."""
+
+    first_element: int
+    num_elements: int
+    stem: str
+
+
+class Checkpoint:
+    """A checkpoint whose files are all there and fit together; the data are checked by ``verify``.
+
+    Files are opened when first read and stay open until ``close``; it is a context manager. Reading takes no memory
+    beyond the tensor that is asked for.
+
+    Args:
+        path: the folder.
+    Attributes:
+        manifest: of the whole.
+        ranks: manifests of the ranks that wrote it, by file stem ("rank00000").
+        tensors: name -> TensorInfo. Names are ``model/<full name>`` (parameters), ``buffer/<full name>``,
+            ``optimizer/<key>/<full name of the parameter>``, ``criterion/<name>``; what differs between ranks stands
+            under ``of_rank/<rank>/...``.
+    Raises:
+        CheckpointError: something is missing, torn, truncated, from elsewhere or of a later version.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._files: dict[str, ShardFile] = {}
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link. Give the folder it points to.")
+        body, _ = read_json(path / MANIFEST_NAME)
+        self.manifest: Manifest = manifest_from(body, path / MANIFEST_NAME)
+        self.ranks: dict[str, RankManifest] = {}
+        found: dict[str, list[tuple[_Piece, PieceFacts]]] = {}
+        for stem, digest in sorted(self.manifest.ranks.items()):
+            rank_path = path / f"{stem}.json"
+            rank_body, rank_digest = read_json(rank_path)
+            if rank_digest != digest:
+                raise CheckpointError(f"{rank_path} is not the file that the manifest lists.")
+            rank = self.ranks[stem] = rank_manifest_from(rank_body, rank_path)
+            self._require_described(stem, rank)
+            for name, facts in rank.pieces.items():
+                piece = _Piece(facts.first_element, facts.num_elements, stem)
+                found.setdefault(name, []).append((piece, facts))
+        self.tensors: dict[str, TensorInfo] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
+        for name, parts in found.items():
+            # A piece without elements stands before the one that begins where it does: a search finds the last of them.
+            parts.sort(key=lambda part: (part[0].first_element, part[0].num_elements))
+            self.tensors[name] = _whole(name, parts, path)
+            self._pieces[name] = [piece for piece, _ in parts]
+
+    def read(self, name: str) -> Tensor:
+        """One full tensor, on the CPU.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file cannot be read.
+        """
+        info = self._info(name)
+        flat = torch.empty(info.num_elements, dtype=info.dtype)
+        self.read_into(name, 0, flat)
+        return flat.view(info.shape)
+
+    def read_range(self, name: str, first_element: int, num_elements: int) -> Tensor:
+        """Elements of one tensor, flattened: (num_elements,)."""
+        flat = torch.empty(num_elements, dtype=self._info(name).dtype)
+        self.read_into(name, first_element, flat)
+        return flat
+
+    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
+        """Fill ``out`` (1-d) with the elements from ``first_element`` on of a tensor flattened.
+
+        A contiguous CPU tensor of the stored dtype is filled in place; any other through a copy of the range.
+        """
+        info = self._info(name)
+        end = first_element + out.numel()
+        if not 0 <= first_element <= end <= info.num_elements:
+            raise CheckpointError(f"{name} has {info.num_elements} elements; {first_element} to {end} were asked for.")
+        is_direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
+        flat = out.detach() if is_direct else torch.empty(out.numel(), dtype=info.dtype)
+        pieces = self._pieces[name]
+        index = max(bisect_right(pieces, first_element, key=lambda piece: piece.first_element) - 1, 0)
+        for piece in pieces[index:]:
+            first, stop = max(piece.first_element, first_element), min(piece.first_element + piece.num_elements, end)
+            # The pieces are in order, so none of those that follow holds an element of the range.
+            if piece.first_element >= end:
+                break
+            if first < stop:
+                target = flat[first - first_element : stop - first_element]
+                self._file(piece.stem).read_into(name, first - piece.first_element, target)
+        if not is_direct:
+            out.detach().copy_(flat)
+
+    def scalars(self, parameter: str) -> dict[str, Any]:
+        """Optimizer state of a parameter that is one number each (Adam's ``step``)."""
+        found: dict[str, Any] = {}
+        for rank in self.ranks.values():
+            found |= rank.scalars.get(parameter, {})
+        return found
+
+    def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
+        """Read data against the checksums; a sentence for each damaged tensor.
+
+        Args:
+            stems: ranks' files to read; None: all.
+            names: tensors to read; None: all.
+        """
+        for stem in self.manifest.ranks if stems is None else stems:
+            try:
+                with opened(self.path / f"{stem}.safetensors") as file:
+                    for name, facts in self.ranks[stem].pieces.items():
+                        if (names is None or name in names) and file.digest(name) != facts.digest:
+                            yield f"{file.path} is damaged: the data of {name} do not fit their checksum."
+            except CheckpointError as error:
+                yield str(error)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {name}.")
+        return self.tensors[name]
+
+    def _file(self, stem: str) -> ShardFile:
+        if stem not in self._files:
+            self._files[stem] = ShardFile(self.path / f"{stem}.safetensors")
+        return self._files[stem]
+
+    def _require_described(self, stem: str, rank: RankManifest) -> None:
+        """The data file is the one that the rank's manifest describes, and has its size."""
+        with opened(self.path / f"{stem}.safetensors") as file:
+            if file.num_bytes != rank.num_bytes or file.header_digest != rank.header_digest:
+                raise CheckpointError(f"{file.path} is not the file that {stem}.json describes.")
+            shapes = {name: facts.num_elements for name, facts in rank.pieces.items()}
+            if shapes != {key: torch.Size(shape).numel() for key, shape in file.shapes.items()}:
+                raise CheckpointError(f"{file.path} holds other tensors than {stem}.json says.")
+            if any(DTYPES.get(facts.dtype) != file.dtypes[name] for name, facts in rank.pieces.items()):
+                raise CheckpointError(f"{file.path} holds tensors of other types than {stem}.json says.")
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open one checkpoint folder. See ``Checkpoint``.
+
+    Raises:
+        CheckpointError: it is not whole, not ours or too new.
+    """
+    return Checkpoint(Path(path))
+
+
+def _whole(name: str, parts: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
+    """The tensor that the parts, in their order, make up; they must cover it once."""
+    first = parts[0][1]
+    info = TensorInfo(name, DTYPES[first.dtype], first.shape)
+    if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in parts):
+        raise CheckpointError(f"{path}: the ranks disagree on type or shape of {name}.")
+    end = 0
+    for piece, _ in parts:
+        if piece.first_element != end:
+            raise CheckpointError(f"{path}: the parts of {name} overlap or leave gaps.")
+        end += piece.num_elements
+    if end != info.num_elements:
+        raise CheckpointError(f"{path}: the parts of {name} do not make up the whole.")
+    return info
+
 
 FOLDER_NAME = "checkpoints"
 _NAME = re.compile(r"step_(\d{9,})")

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.foreign_loss import LossState, loss_state
 from vissl_zero.checkpoint.foreign_optimizer import OptimizerState, optimizer_state
 from vissl_zero.checkpoint.fsdp_shards import full_tensors
-from vissl_zero.checkpoint.reader import Checkpoint
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
 from vissl_zero.checkpoint.transformer_layouts import to_timm

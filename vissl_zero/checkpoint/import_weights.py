@@ -16,9 +16,9 @@ from vissl_zero.checkpoint.foreign_loss import as_ours, method_of
 from vissl_zero.checkpoint.foreign_optimizer import OptimizerState
 from vissl_zero.checkpoint.manifest import IMPORTED, Manifest
 from vissl_zero.checkpoint.matching import COUNTERS, Match, match
+from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS
-from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.sharding.state import OPTIMIZER, Part

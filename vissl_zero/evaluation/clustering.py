@@ -22,7 +22,7 @@ from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches
-from vissl_zero.evaluation.whitening import Whitening
+from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
 
 ASSIGNMENTS = "cluster_assignments"  # folder in the run folder

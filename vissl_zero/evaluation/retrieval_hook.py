@@ -23,9 +23,8 @@ from vissl_zero.collectives import all_gather_objects, all_gather_rows
 from vissl_zero.data.decode import read_image
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.descriptors import descriptor, regional_maxima, unit_vectors
 from vissl_zero.evaluation.features import evaluating
-from vissl_zero.evaluation.retrieval import AT, scores
+from vissl_zero.evaluation.retrieval import AT, Whitening, descriptor, regional_maxima, scores, unit_vectors
 from vissl_zero.evaluation.retrieval_sets import (
     Box,
     RetrievalSet,
@@ -34,7 +33,6 @@ from vissl_zero.evaluation.retrieval_sets import (
     require_files,
     retrieval_set,
 )
-from vissl_zero.evaluation.whitening import Whitening
 from vissl_zero.registry import HOOKS
 
 FOLDER = "instance_retrieval"

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from vissl_zero.checkpoint.reader import Checkpoint
+from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.weights import (
     AVERAGED_WEIGHTS_FILE,
     TEACHER_WEIGHTS_FILE,

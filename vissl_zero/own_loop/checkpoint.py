@@ -11,11 +11,11 @@ import torch
 
 import vissl_zero
 from vissl_zero import collectives
+from vissl_zero.checkpoint.folder import open_checkpoint
 from vissl_zero.checkpoint.manifest import Manifest
-from vissl_zero.checkpoint.reader import open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
+from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts
-from vissl_zero.checkpoint.writer import commit, discard, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import check_same_update, take_group_options
 from vissl_zero.sharding.strategy import Sharded

@@ -21,8 +21,7 @@ from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.optim.eight_bit import AdamW8bit
 from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.optim.shampoo import Shampoo
-from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW
+from vissl_zero.optim.whole_tensor import MuonAdamW, NorMuonAdamW, Shampoo
 from vissl_zero.sharding.strategy import OptimizerFactory
 
 Groups = list[dict[str, Any]]

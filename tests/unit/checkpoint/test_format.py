@@ -16,9 +16,9 @@ from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_chec
 from vissl_zero.checkpoint.folder import prune, remove_leftovers
 from vissl_zero.checkpoint.manifest import LaterFormatError, Manifest
 from vissl_zero.checkpoint.resume import find_resumable
+from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import open_weights
-from vissl_zero.checkpoint.writer import commit, write_rank
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state import Part
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.checkpoint.manifest import Manifest
-from vissl_zero.checkpoint.writer import commit, write_rank
+from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.models.model import build_model
 from vissl_zero.sharding.state import Part
 

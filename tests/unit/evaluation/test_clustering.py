@@ -16,7 +16,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.clustering import ClusterFeatures, kmeans, nearest_centroids, unit_rows
-from vissl_zero.evaluation.whitening import Whitening
+from vissl_zero.evaluation.retrieval import Whitening
 
 
 def test_lloyd_s_algorithm_is_scikit_learn_s():

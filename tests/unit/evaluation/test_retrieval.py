@@ -19,11 +19,17 @@ from tests.unit.evaluation.example_run import make_plan
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.descriptors import descriptor, regional_maxima, regions, unit_vectors
-from vissl_zero.evaluation.retrieval import Wanted, scores
+from vissl_zero.evaluation.retrieval import (
+    Wanted,
+    Whitening,
+    descriptor,
+    regional_maxima,
+    regions,
+    scores,
+    unit_vectors,
+)
 from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
 from vissl_zero.evaluation.retrieval_sets import first, retrieval_set
-from vissl_zero.evaluation.whitening import Whitening
 
 MAPS = torch.sin(torch.arange(2 * 5 * 9, dtype=torch.float64) ** 2).reshape(1, 2, 5, 9)
 

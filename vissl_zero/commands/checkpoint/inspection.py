@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.checkpoint.comparison import TensorDifference, compare, facts_that_differ, settings_that_differ
-from vissl_zero.checkpoint.folder import find_checkpoints
+from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.manifest import MANIFEST_NAME, TensorInfo
-from vissl_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import without_vissl_keys
