@@ -48,6 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "DDP",
         "DDP, Muon",
         "fully_shard, Muon",
+        *(f"DeepSpeed ZeRO-{level}, Muon" for level in (1, 3)),
         *(f"vissl_zero level {level}{what}" for level in (1, 2, 3) for what in ("", ", Muon")),
     ),
     # torch.compile unit by unit beside the same level without it.

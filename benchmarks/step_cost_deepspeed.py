@@ -34,6 +34,7 @@ class DeepSpeed(System):
     level = 1
     offload: ClassVar[dict[str, Any]] = {}
     further: ClassVar[dict[str, Any]] = {}
+    is_muon: ClassVar[bool] = False
 
     def build(self, model: nn.Module, optimizer: str) -> None:
         """See ``System``."""
@@ -47,7 +48,13 @@ class DeepSpeed(System):
             "zero_optimization": sharding,
         }
         given = None
-        if self.offload:
+        if self.is_muon:
+            # Its own; a scatter of gradients is refused with it at ZeRO-3.
+            for param in model.parameters():
+                param.use_muon = param.dim() == 2  # type: ignore[attr-defined]
+            sharding["reduce_scatter"] = False
+            config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-4}}
+        elif self.offload:
             assert optimizer == "adamw"
             folder = Path(os.environ["NVME"]) / "deepspeed"
             sharding["offload_optimizer"] = {"nvme_path": str(folder), **self.offload}
@@ -76,13 +83,16 @@ class DeepSpeed(System):
         return storage_bytes(found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter))
 
 
-def _system(level: int, further: dict[str, Any] | None = None, **offload: Any) -> type[DeepSpeed]:
-    values = {"level": level, "offload": offload, "further": further or {}}
+def _system(
+    level: int, further: dict[str, Any] | None = None, *, is_muon: bool = False, **offload: Any
+) -> type[DeepSpeed]:
+    values = {"level": level, "offload": offload, "further": further or {}, "is_muon": is_muon}
     return type(f"DeepSpeed{level}", (DeepSpeed,), values)
 
 
 SYSTEMS |= {
     **{f"DeepSpeed ZeRO-{level}": _system(level) for level in (1, 2, 3)},
+    **{f"DeepSpeed ZeRO-{level}, Muon": _system(level, is_muon=True) for level in (1, 2, 3)},
     "DeepSpeed ZeRO-3, optimizer on CPU": _system(3, device="cpu", pin_memory=True),
     "DeepSpeed ZeRO-3, optimizer on NVMe": _system(3, device="nvme", pin_memory=True),
     "DeepSpeed ZeRO-3, optimizer on NVMe, pipelined": _system(

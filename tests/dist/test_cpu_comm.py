@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather through shared memory and through gloo, against the sums they stand for."""
+"""Collectives through shared memory and through gloo, against what they stand for."""
 
 from __future__ import annotations
 
@@ -74,6 +74,35 @@ def _bytes_sent(kind: str) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["shared memory", "gloo"])
 def test_a_rank_sends_three_quarters_to_three_others(kind: str) -> None:
     assert run_on_ranks(4, _bytes_sent, kind) == [{"gradients": 36_000, "parameters": 36_000}] * 4
+
+
+def _letter(sender: int, receiver: int) -> Tensor:
+    """Of another length for every pair, some longer than a slot, some empty."""
+    numel = (sender * 7919 + receiver * 2_503) % 9_000 if sender != 2 else 0
+    return _values(sender * 10 + receiver, numel).view(torch.uint8)
+
+
+def _everyone_to_everyone(kind: str) -> list[list[Tensor]]:
+    comm = _open(kind)
+    ranks, me = range(dist.get_world_size()), dist.get_rank()
+    sent = [[_letter(me, receiver)[:5], _letter(me, receiver)[5:]] for receiver in ranks]
+    found = [torch.zeros_like(_letter(sender, me)) for sender in ranks]
+    # Cut elsewhere than the sender has cut it, with a piece of nothing.
+    received = [[letter[:4000], letter[4000:4000], letter[4000:]] for letter in found]
+    most = max(len(_letter(a, b)) for a in ranks for b in ranks)
+    for _ in range(2):  # the second time slots have been used
+        comm.all_to_all(received, sent, most)
+    return [found, received[me]]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+def test_everyone_sends_everyone_something_else(kind: str, world_size: int) -> None:
+    for rank, (found, own) in enumerate(run_on_ranks(world_size, _everyone_to_everyone, kind)):
+        assert not any(part.any() for part in own)
+        for sender in set(range(world_size)) - {rank}:
+            assert found[sender].equal(_letter(sender, rank)), sender
 
 
 def _wait_for_one_that_dies(how: str) -> None:

@@ -19,6 +19,7 @@ from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding import teacher as teaching
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (
     ActivationCounter,
     Storages,
@@ -92,6 +93,7 @@ class ShardedModel(Sharded):
         group: the ranks among which parameters are sharded; None where every rank holds them whole.
         shards: this rank's part of every parameter; None: as ``fully_shard`` has cut them.
         model: what to call, where that is a wrapper around the model.
+        comm: among the ranks of ``group``, on the CPU, if there is one.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class ShardedModel(Sharded):
         group: dist.ProcessGroup | None,
         shards: Iterable[Shard] | None = None,
         model: nn.Module | None = None,
+        comm: CpuCommunicator | None = None,
     ):
         module, groups, build_optimizer, plan = setup.module, setup.groups, setup.build_optimizer, setup.plan
         self.model = module if model is None else model
@@ -123,7 +126,7 @@ class ShardedModel(Sharded):
         adaptation: Adaptation | None
         if plan.needs_whole_tensors and build_optimizer is not None and group is not None:
             self.optimizer = WholeTensorOptimizer(
-                build_optimizer, optimizer_groups, self._trained, group, plan.offload_optimizer
+                build_optimizer, optimizer_groups, self._trained, group, plan.offload_optimizer, comm
             )
             adaptation = self.optimizer.adaptation
         else:

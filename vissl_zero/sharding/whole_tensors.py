@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.update_rule import counter_keys
+from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.offload.offloaded_shards import DiskShard
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.run_folder import OffloadError
@@ -33,7 +34,6 @@ from vissl_zero.sharding.offload.whole_states import WholeStates
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import OptimizerFactory
 
-_ALIGNMENT = 16  # bytes: a message may be read as any number format
 ROUND_ELEMENTS = 2**20  # of a rank's full tensors at once, where these rest on a disk: fewer rounds, fewer messages
 
 
@@ -77,6 +77,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         shards: of all trained parameters, the same names in the same order on every rank.
         group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
         tier: where the state rests.
+        comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
     Raises:
         ConfigError: something is on a disk, and the optimizer makes state when it is built.
         OffloadError: a rank has no disk space or cannot use the folder.
@@ -96,8 +97,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         shards: Sequence[Shard],
         group: dist.ProcessGroup,
         tier: OffloadPlan,
+        comm: CpuCommunicator | None = None,
     ):
-        self._shards, self._group = list(shards), group
+        self._shards, self._group, self._comm = list(shards), group, comm
         self._stores = list({id(s.store): s.store for s in shards if isinstance(s, DiskShard)}.values())
         self._is_streamed = bool(self._stores) or tier.device == "nvme"
         # Whole on every rank, beside the rows that the optimizer updates: the owner has the values already.
@@ -263,69 +265,48 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _gather(self, tensors: Sequence[int]) -> list[nn.Parameter]:
         """Fill full tensors and their gradients from the shards of all ranks; returns those of this rank."""
-        # A value is left out ([is_held:] skips it) where the owner has it already.
-        outgoing = [
-            _packed(
-                [
-                    part
-                    for index in tensors
-                    if self._owners[index] == rank
-                    for part in _value_and_gradient(self._shards[index], self._is_held[index])
-                ]
-            )
-            for rank in range(self._group.size())
-        ]
+        has_grad = self._on_any_rank([self._shards[index].local.grad is not None for index in tensors])
+        # A value is left out where the owner has it already, a gradient where no rank has one.
+        has = {index: (not self._is_held[index], grad) for index, grad in zip(tensors, has_grad, strict=True)}
+        outgoing: list[list[Tensor]] = [[] for _ in self._spans]
+        for index in tensors:
+            outgoing[self._owners[index]] += _values_and_gradient(self._shards[index], *has[index])
         mine = self._mine(tensors)
-        # Each message ends with a flag per tensor: whether that rank had a gradient.
-        flags_at = [
-            sum((2 - self._is_held[index]) * spans[index][1] * whole.itemsize for index, whole in mine)
-            for spans in self._spans
-        ]
-        incoming = self._exchange(outgoing, [_padded(num_bytes + len(mine)) for num_bytes in flags_at])
-        for place, (index, whole) in enumerate(mine):
-            # Only now, when what was sent has gone.
+        incoming: list[list[Tensor]] = [[] for _ in self._spans]
+        for index, whole in mine:
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
             if self._is_held[index]:
                 whole.copy_(self._shards[index].source)
-            has_grad = any(int(message[start + place]) for message, start in zip(incoming, flags_at, strict=True))
+            has_values, has_gradient = has[index]
             # The optimizer leaves a tensor without gradient alone, which a gradient of zeros would not achieve.
-            whole.grad = torch.empty_like(whole) if has_grad else None
-        for message, spans in zip(incoming, self._spans, strict=True):
-            targets = []
-            for index, whole in mine:
-                first, numel = spans[index]
-                run = slice(first, first + numel)
-                grad = None if whole.grad is None else whole.grad.view(-1)[run]
-                # The same two parts, in the order in which their sender packed them.
-                targets += [(whole.detach().view(-1)[run], numel), (grad, numel)][self._is_held[index] :]
-            dtypes = [whole.dtype for index, whole in mine for _ in range(2 - self._is_held[index])]
-            _unpack(message, targets, dtypes)
+            whole.grad = torch.empty_like(whole) if has_gradient else None
+            for targets, spans in zip(incoming, self._spans, strict=True):
+                # The same parts, in the order in which their sender has them.
+                targets += [_rows(whole, spans[index])] * has_values
+                targets += [_rows(whole.grad, spans[index])] if whole.grad is not None else []
+        self._all_to_all(incoming, outgoing, {index: sum(what) for index, what in has.items()}, to_owners=True)
         return [whole for _, whole in mine]
 
     @torch.no_grad()
     def _scatter(self, tensors: Sequence[int]) -> None:
         """Copy updated rows from the owners of full tensors to the shards of all ranks."""
-        outgoing = []
-        for spans in self._spans:
-            parts: list[Tensor | bool] = []
-            for index, whole in self._mine(tensors):
-                first, numel = spans[index]
-                parts.append(whole.detach().view(-1)[first : first + numel])
-            outgoing.append(_packed(parts))
-        theirs = [
-            [self._shards[index] for index in tensors if self._owners[index] == rank]
-            for rank in range(self._group.size())
-        ]
-        sizes = [_padded(sum(shard.local.nbytes for shard in own)) for own in theirs]
+        mine = self._mine(tensors)
+        outgoing = [[_rows(whole, spans[index]) for index, whole in mine] for spans in self._spans]
+        incoming: list[list[Tensor]] = [[] for _ in self._spans]
         stored: dict[int, Tensor] = {}
-        for message, own in zip(self._exchange(outgoing, sizes), theirs, strict=True):
-            targets = []
-            for shard in own:
-                target = shard.local.detach()
-                if isinstance(shard, DiskShard):
-                    target = stored[shard.index] = torch.empty(shard.local.numel(), dtype=shard.local.dtype)
-                targets.append((target, shard.local.numel()))
-            _unpack(message, targets, [shard.local.dtype for shard in own])
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index in tensors:
+            shard = self._shards[index]
+            target = shard.local.detach()
+            if isinstance(shard, DiskShard):
+                target = stored[shard.index] = torch.empty(shard.local.numel(), dtype=shard.local.dtype)
+            elif not target.is_contiguous():
+                copies.append((target, target.contiguous()))
+                target = copies[-1][1]
+            incoming[self._owners[index]].append(target.view(-1))
+        self._all_to_all(incoming, outgoing, dict.fromkeys(tensors, 1), to_owners=False)
+        for target, rows in copies:
+            target.copy_(rows)
         for store in self._stores:  # a model has one
             store.write(stored)
 
@@ -333,18 +314,62 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Of ``tensors``, those that this rank owns."""
         return [(index, whole) for index in tensors if (whole := self._wholes[index]) is not None]
 
-    def _exchange(self, outgoing: list[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Send each rank its message, and empty the list of these. Returns the messages received, by rank."""
-        device = _device(self._shards[0]) if self._shards else torch.device("cpu")
+    def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Each flag, if it is set on at least one rank."""
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
+
+    def _all_to_all(
+        self,
+        received: Sequence[Sequence[Tensor]],
+        sent: Sequence[Sequence[Tensor]],
+        num_times: Mapping[int, int],
+        *,
+        to_owners: bool,
+    ) -> None:
+        """Move runs of elements between shards and full tensors; what stays on this rank is copied.
+
+        Args:
+            received, sent: by rank, tensors (n,).
+            num_times: by tensor, how many times its elements are sent: values, gradients or both.
+            to_owners: from shards to owners; else back.
+        """
+        me = self._group.rank()
+        for target, values in zip(received[me], sent[me], strict=True):
+            target.copy_(values)
+        if self._group.size() == 1:
+            return
+        # bytes[r][owner]: of the rows of rank r, what travels between it and the owner. Every rank knows all of them.
+        num_bytes = [[0] * self._group.size() for _ in self._spans]
+        for index, times in num_times.items():
+            for by_owner, spans in zip(num_bytes, self._spans, strict=True):
+                by_owner[self._owners[index]] += times * spans[index][1] * self._shards[index].local.itemsize
+        if not to_owners:
+            num_bytes = [list(column) for column in zip(*num_bytes, strict=True)]
+        others = [rank for rank in range(self._group.size()) if rank != me]
+        self.num_sent += sum(num_bytes[me][rank] for rank in others)
+        targets, parts = ([[_as_bytes(tensor) for tensor in own] for own in given] for given in (received, sent))
+        if self._comm is not None:
+            most = max(num for sender, row in enumerate(num_bytes) for to, num in enumerate(row) if sender != to)
+            self._comm.all_to_all(targets, parts, most)
+            return
+        sizes = [num_bytes[rank][me] * (rank != me) for rank in range(self._group.size())]
+        device = self._message_device()
+        leaving = [part.to(device) for rank in others for part in parts[rank]]
+        message = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *leaving])
+        arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        sent_sizes = [num * (rank != me) for rank, num in enumerate(num_bytes[me])]
+        dist.all_to_all_single(arrived, message, sizes, sent_sizes, group=self._group)
+        flat = [target for rank in others for target in targets[rank]]
+        for target, values in zip(flat, arrived.split([len(target) for target in flat]), strict=True):
+            target.copy_(values)
+
+    def _message_device(self) -> torch.device:
+        """Where the group's collectives take tensors."""
         if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in the host's memory
-            device = torch.device("cuda", torch.cuda.current_device())
-        sent_sizes = [len(message) for message in outgoing]
-        sent = torch.cat(outgoing).to(device)
-        outgoing.clear()  # messages are as large as the tensors: no more of them than needed at any time
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        self.num_sent += sum(sent_sizes) - sent_sizes[self._group.rank()]
-        dist.all_to_all_single(received, sent, list(sizes), sent_sizes, group=self._group)
-        return received.split(list(sizes))
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
 
 def _device(shard: Shard) -> torch.device:
@@ -352,11 +377,24 @@ def _device(shard: Shard) -> torch.device:
     return torch.device("cpu") if shard.is_on_disk else shard.local.device
 
 
-def _value_and_gradient(shard: Shard, is_held: bool) -> list[Tensor | bool]:
-    has_grad = shard.local.grad is not None
-    # Zeros in the place of a missing gradient: the size of a message must not depend on who has one.
-    grad = shard.grad() if has_grad else torch.zeros(shard.local.shape, dtype=shard.local.dtype, device=_device(shard))
-    return [*([] if is_held else [shard.values()]), grad, has_grad]
+def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> list[Tensor]:
+    """What of the rows is wanted, each as a tensor (n,)."""
+    found = [shard.values()] if has_values else []
+    if has_gradient:
+        # Zeros where this rank alone has none: the size of a message must not depend on who has one.
+        missing = shard.local.grad is None
+        zeros = torch.zeros(shard.local.shape, dtype=shard.local.dtype, device=_device(shard)) if missing else None
+        found.append(shard.grad() if zeros is None else zeros)
+    return [tensor.reshape(-1) for tensor in found]
+
+
+def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:
+    """The elements of a full tensor from ``span[0]`` on, ``span[1]`` of them: a view (n,)."""
+    return whole.detach().view(-1)[span[0] : span[0] + span[1]]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _require_no_state(optimizer: torch.optim.Optimizer) -> None:
@@ -370,29 +408,3 @@ def _end(states: WholeStates | None, stores: Sequence[ParameterStore]) -> None:
         states.close()
     for store in stores:
         store.close()
-
-
-def _packed(parts: Sequence[Tensor | bool]) -> Tensor:
-    """Tensors one behind the other as bytes, then the flags, then padding."""
-    tensors = [part.reshape(-1).contiguous().view(torch.uint8) for part in parts if isinstance(part, Tensor)]
-    flags = [part for part in parts if isinstance(part, bool)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    num_bytes = sum(len(tensor) for tensor in tensors) + len(flags)
-    tail = torch.zeros(len(flags) + _padded(num_bytes) - num_bytes, dtype=torch.uint8)
-    tail[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
-    return torch.cat([*tensors, tail.to(device)])
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _unpack(message: Tensor, targets: Sequence[tuple[Tensor | None, int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Copy the parts of a packed message to ``targets``: pairs of a tensor (None: skip) and its number of elements."""
-    start = 0
-    for (target, numel), dtype in zip(targets, dtypes, strict=True):
-        stop = start + numel * dtype.itemsize
-        if target is not None and numel:
-            # clone: a run may begin where this format must not, behind one of another format
-            target.copy_(message[start:stop].clone().view(dtype).view(target.shape))
-        start = stop

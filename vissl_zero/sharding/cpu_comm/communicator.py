@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,6 +145,40 @@ class CpuCommunicator(ABC):
             self.post(stop - start, input.dtype, fill, drain, is_scatter=False)
         self.finish()
 
+    def all_to_all(
+        self, received: Sequence[Sequence[Tensor]], sent: Sequence[Sequence[Tensor]], most_bytes: int
+    ) -> None:
+        """``received[r]`` becomes what rank r has in its ``sent[self.rank]``: the same bytes, however they are cut.
+
+        Nothing is packed: tensors are read and written where they are, a slot at a time.
+
+        Args:
+            received, sent: by rank, tensors of uint8 (n,); those of this rank itself are not looked at.
+            most_bytes: that a rank sends to another one; the same number on every rank.
+
+        Collective; moves ``most_bytes`` to every other rank.
+        """
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        writing = {rank: _Cursor(sent[rank]) for rank in others}
+        reading = {rank: _Cursor(received[rank]) for rank in others}
+
+        def fill(message: Tensor) -> None:
+            for rank, part in enumerate(message.view(self.num_ranks, -1)):
+                if rank != self.rank:
+                    for start, piece in writing[rank].pieces(len(part)):
+                        part[start : start + len(piece)].copy_(piece)
+
+        def drain(messages: Sequence[Tensor]) -> None:
+            for rank, part in enumerate(messages):
+                if rank != self.rank:
+                    for start, piece in reading[rank].pieces(len(part)):
+                        piece.copy_(part[start : start + len(piece)])
+
+        step = self.capacity(torch.uint8)
+        for start in range(0, most_bytes, step):
+            self.post(min(step, most_bytes - start), torch.uint8, fill, drain, is_scatter=True)
+        self.finish()
+
     def _spans(self, part: Tensor) -> list[tuple[int, int]]:
         step = self.capacity(part.dtype)
         return [(start, min(start + step, part.numel())) for start in range(0, part.numel(), step)]
@@ -172,6 +206,24 @@ class CpuCommunicator(ABC):
     @abstractmethod
     def _received(self, number: int) -> Sequence[Tensor]:
         """Message ``number`` of every rank, uint8 (slot_bytes,) laid out as it was sent. Waits for all of them."""
+
+
+class _Cursor:
+    """Walks over tensors (n,) as if they were one."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors, self._index, self._start = tensors, 0, 0
+
+    def pieces(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+        """The next elements, fewer at the end: views, each with its place among them."""
+        place = 0
+        while place < num_elements and self._index < len(self._tensors):
+            tensor = self._tensors[self._index]
+            piece = tensor[self._start : self._start + num_elements - place]
+            yield place, piece
+            place, self._start = place + len(piece), self._start + len(piece)
+            if self._start == len(tensor):
+                self._index, self._start = self._index + 1, 0
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor, *, is_mean: bool) -> None:

@@ -92,7 +92,7 @@ class FullySharded(ShardedModel):
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
             elif store is not None:
                 self._own_store = store
-            super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards)
+            super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards, comm=self.comm)
             module.register_load_state_dict_pre_hook(self._cut_loaded)
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.

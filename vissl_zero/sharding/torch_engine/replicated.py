@@ -76,9 +76,8 @@ class ReplicatedParameters(ShardedModel):
         build_optimizer = offloaded(setup.build_optimizer, plan, None, shards)
         # The shards are views: what they share memory with is whole already.
         wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=0)
-        super().__init__(
-            dataclasses.replace(setup, build_optimizer=build_optimizer, wrap_plan=wrap_plan), group, shards
-        )
+        setup = dataclasses.replace(setup, build_optimizer=build_optimizer, wrap_plan=wrap_plan)
+        super().__init__(setup, group, shards, comm=self.comm)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
