@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.small_trunk import SMALL_TRUNK
+from vissl_zero.launch.own_peers import LISTEN, connections
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -139,6 +141,8 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert metrics.exists(), "no step was taken"
+    by_launcher, by_ranks = _listeners(process.pid)
+    assert not by_launcher and {local.split(":")[0] for local in by_ranks} == {"0100007F"}, "127.0.0.1 alone"
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=80)
     assert process.returncode == 130
@@ -146,6 +150,22 @@ def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     assert err.count("Saving and stopping; Ctrl-C again ends at once") == 1
     time.sleep(0.5)
     assert not _processes_of_group(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_under_torchrun_too_the_rank_that_failed_first_speaks_first(tmp_path):
+    (tmp_path / "saboteur_of_tests.py").write_text(SABOTEUR)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "tools/run_distributed.py"), *SMALL, f"config.CHECKPOINT.DIR={tmp_path}/run"]
+    command += ["config.IMPORTS=[saboteur_of_tests]", "config.HOOKS.EXTRA=[saboteur]"]
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "SABOTAGE": "raise"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path, env=env)
+    ours, _, summary = done.stderr.partition("Root Cause (first observed failure)")
+    assert done.returncode == 1 and "RuntimeError: the cat sat on the keyboard" in summary, done.stderr
+    assert "rank      : 1" in summary.split("traceback")[0], summary
+    assert ours.index("[rank 1] Traceback") < (ours + "[rank 0]").index("[rank 0]"), ours
 
 
 @pytest.mark.timeout(300)
@@ -165,6 +185,18 @@ def test_torchrun_gives_the_same_losses(tmp_path):
 
     assert losses("torchrun") == pytest.approx(losses("run"), abs=1e-12)
     assert not (tmp_path / "outputs").exists()
+
+
+def _listeners(launcher: int) -> tuple[list[str], list[str]]:
+    """Addresses that the launcher and that other processes of its group listen on, as the kernel writes them."""
+    found: tuple[list[str], list[str]] = [], []
+    rows = {row.inode: row.local for row in connections() if row.state == LISTEN}
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # it has ended
+            if os.getpgid(pid := int(folder.parent.name)) == launcher:
+                inodes = [path.readlink().name[8:-1] for path in folder.iterdir()]
+                found[pid != launcher].extend(rows[inode] for inode in inodes if inode in rows)
+    return found
 
 
 def _processes_of_group(group: int) -> list[str]:

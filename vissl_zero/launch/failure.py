@@ -1,7 +1,7 @@
-"""How a failing rank reports the reason to its launcher: one JSON file per rank, in torchrun's format.
+"""How a failing rank reports the reason to its launcher: one JSON file per rank.
 
-torch's record has a resolution of one second, which cannot separate the rank that failed from those that lost their
-peer a moment later; ours adds nanoseconds.
+torchrun's record has a resolution of one second, which cannot separate the rank that failed from those that lost their
+peer a moment later, and no place for what a launcher must know to restart or not; ours has both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.errors import OutOfMemoryError, ProcessLostError, VisslZeroError
@@ -50,17 +51,24 @@ def write_failure(error: BaseException, rank: int) -> Failure:
     is_sentence = is_user_error or isinstance(error, ProcessLostError)
     text = str(error) if is_sentence else "".join(traceback.format_exception(error)).rstrip()
     failure = Failure(rank, time.time_ns(), is_user_error, text, isinstance(error, OutOfMemoryError))
-    if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
+    path, record = _record(error, failure)
+    if path is not None:
         try:
-            with replacing(Path(folder) / f"rank{rank}.json") as temporary:
-                temporary.write_text(json.dumps(failure.__dict__))
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(record))
         except OSError as problem:
-            print(f"[rank {rank}] {text}\n(not recorded in {folder}: {problem.strerror})", file=sys.stderr, flush=True)
-    elif path_name := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        info = {"py_callstack": text, "timestamp": str(failure.time_ns // 10**9)}
-        message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": info}}
-        Path(path_name).write_text(json.dumps(message))
+            print(f"[rank {rank}] {text}\n(not recorded in {path}: {problem.strerror})", file=sys.stderr, flush=True)
     return failure
+
+
+def _record(error: BaseException, failure: Failure) -> tuple[Path | None, dict[str, Any]]:
+    """Where the launcher looks for this rank's record, if one does, and what it wants to read there."""
+    if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
+        return Path(folder) / f"rank{failure.rank}.json", failure.__dict__
+    if path_name := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        info = {"py_callstack": failure.text, "timestamp": str(failure.time_ns // 10**9)}
+        return Path(path_name), {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": info}}
+    return None, {}
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: bool = False) -> Failure:

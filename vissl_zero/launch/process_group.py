@@ -1,14 +1,16 @@
 """Joining the other ranks, and leaving them cleanly.
 
-The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``.
+The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``; those of torchrun
+through the store that its agent serves.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,10 @@ from vissl_zero.launch.key_value_store import (
 )
 from vissl_zero.launch.own_peers import LISTEN, connections, own_connections, own_peers_only
 
+_FAILED = "vissl_zero/failed"
+_ANSWER_S = 2.0  # the store may be on a machine that is gone
+_store: dist.Store | None = None  # of the group that this process has joined last
+
 
 @contextmanager
 def process_group(backend: str, device: torch.device, timeout_s: float) -> Iterator[None]:
@@ -37,7 +43,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         timeout_s: of every collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store | None = None
+    store: dist.Store
     if address := os.environ.get(ADDRESS_VARIABLE):
         host, _, port = address.rpartition(":")
         secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
@@ -47,6 +53,10 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         store = dist.FileStore(path, world_size)
     else:
         _choose_interface(world_size)
+        # What torch would do itself; but it would keep the store, which ``is_first_to_fail`` needs, to itself.
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+    global _store
+    _store = store
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with own_peers_only() as is_guarded:
@@ -63,6 +73,27 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         yield
         dist.barrier()  # or a fast rank would close connections that a slower one still uses
         dist.destroy_process_group()
+    _store = None
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other rank of this process group has failed before this one; a rank that fails asks once.
+
+    The others fail because the first one ends, and it asks before it does: what their errors say need not be read.
+    False if nobody answers: then the machine that keeps count is gone.
+    """
+    if _store is None:
+        return True  # it has not met the others, so they have not taken it down
+    store, counts = _store, list[int]()
+
+    def count() -> None:
+        with suppress(RuntimeError):
+            counts.append(store.add(_FAILED, 1))
+
+    asking = Thread(target=count, daemon=True, name="first to fail")  # the call itself has no timeout
+    asking.start()
+    asking.join(_ANSWER_S)
+    return counts == [1]
 
 
 def require_own_peers() -> None:

@@ -1,4 +1,4 @@
-"""What one rank runs, started by the launcher (through ``rank_main``) or by torchrun.
+"""What one rank runs, started by the launcher (through ``rank_group``) or by torchrun.
 
 It resumes from the newest checkpoint, and hooks save new ones.
 """
@@ -25,8 +25,8 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.engine.loop import train
-from vissl_zero.launch.failure import write_failure
-from vissl_zero.launch.process_group import process_group
+from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE, write_failure
+from vissl_zero.launch.process_group import is_first_to_fail, process_group
 from vissl_zero.launch.rendezvous import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from vissl_zero.registry import load_plugins
 from vissl_zero.reporting import summary
@@ -34,6 +34,8 @@ from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
 from vissl_zero.sharding.memory import resident_bytes
+
+_AFTER_FIRST_S = 2.0
 
 
 def rank_device(plan: ResolvedRun) -> torch.device:
@@ -47,7 +49,7 @@ def train_rank(plan: ResolvedRun) -> int:
     Returns:
         Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
     """
-    tolerate_lost_output()  # torchrun starts other processes than ``rank_main``
+    tolerate_lost_output()  # torchrun starts other processes than ``rank_group`` does
     torch.set_num_threads(plan.threads_per_rank)
     if plan.sharding.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
@@ -98,17 +100,19 @@ def take_place() -> None:
 
 def fail(error: BaseException) -> int:
     """Report an error of this rank and give its exit code: 2 for a user's error, 1 otherwise."""
+    is_collected = FAILURE_FOLDER_VARIABLE in os.environ
+    if not is_collected and not is_first_to_fail():
+        # No launcher of ours picks the first failure: it is printed first, and torchrun, which compares whole seconds,
+        # reports the earliest record.
+        time.sleep(_AFTER_FIRST_S)
     failure = write_failure(error, int(os.environ.get("RANK", 0)))
-    if "VISSL_ZERO_FAILURES" not in os.environ:
-        # No launcher of ours collects the reports: print, but let the rank that failed first speak first.
-        lost_peer = isinstance(error, RuntimeError) and "peer" in str(error)
-        time.sleep(2.0 if lost_peer else 0.0)
+    if not is_collected:
         print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr, flush=True)
     return 2 if failure.is_user_error else 1
 
 
 def main() -> int:
-    """A rank started by ``launch/local.py``: ``argv[1]`` is the run folder."""
+    """A rank started by ``RankGroup``: ``argv[1]`` is the run folder."""
     take_place()
     try:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vissl_zero.errors import ConfigError, OutOfMemoryError, ProcessLostError
 from vissl_zero.launch import failure
@@ -25,13 +26,17 @@ def test_a_damaged_report_is_passed_over(tmp_path: Path, text: str) -> None:
     assert first_failure(tmp_path, {0: 1, 1: 1}).text == "why"
 
 
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
 def test_a_full_disk_leaves_no_half_report_and_the_text_goes_to_stderr(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launcher: str
 ) -> None:
     def full(*arguments: object, **keywords: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setenv(failure.FAILURE_FOLDER_VARIABLE, str(tmp_path))
+    if launcher == "ours":
+        monkeypatch.setenv(failure.FAILURE_FOLDER_VARIABLE, str(tmp_path))
+    else:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(Path, "write_text", full)
     write_failure(ConfigError("config.A: must be 1 (got 2). Write 1."), 3)
     assert "[rank 3] config.A: must be 1" in capsys.readouterr().err
@@ -56,3 +61,16 @@ def test_memory_that_ran_out_is_told_from_other_ends(tmp_path: Path, monkeypatch
     assert not first_failure(tmp_path, {0: -11}, is_short_of_memory=True).is_out_of_memory
     write_failure(OutOfMemoryError("an allocation of 1 GiB failed."), 0)
     assert first_failure(tmp_path, {0: 2}).is_out_of_memory
+
+
+def test_torchrun_reads_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    try:
+        raise RuntimeError("the cat sat on the keyboard")
+    except RuntimeError as error:
+        said = write_failure(error, 1)
+    found = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
+    assert found.timestamp == said.time_ns // 10**9
+    assert found.message["message"] == "RuntimeError: the cat sat on the keyboard"
+    assert "test_torchrun_reads_what_it_looks_for" in found.message["extraInfo"]["py_callstack"]

@@ -6,9 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from vissl_zero.launch import process_group
+from vissl_zero.launch.process_group import is_first_to_fail
 
 ROOT = Path(__file__).parents[3]
 RANK = """
@@ -112,3 +117,21 @@ def test_another_user_who_connects_over_another_interface_is_noticed(tmp_path: P
     text, code, _ = ranks_beside(tmp_path, "d0", "stays", user)
     assert (f"Another user of this machine (uid {user}) has connected" in text) == (user is not None), text
     assert user or code == 0, text
+
+
+class _SilentStore(dist.Store):
+    """As of a machine that is gone: it never answers."""
+
+    def add(self, key: str, amount: int) -> int:
+        threading.Event().wait()
+        return 1
+
+
+def test_the_rank_that_failed_first_is_known_whatever_the_errors_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_store", None)
+    assert is_first_to_fail(), "it has met nobody"
+    monkeypatch.setattr(process_group, "_store", dist.HashStore())
+    assert [is_first_to_fail() for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(process_group, "_store", _SilentStore())
+    monkeypatch.setattr(process_group, "_ANSWER_S", 0.1)
+    assert not is_first_to_fail()
