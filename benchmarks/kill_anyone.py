@@ -110,7 +110,7 @@ def _is_alive(pid: int) -> bool:
 def _role(command: str, parent: int) -> str:
     if "forkserver" in command:
         return "worker" if "forkserver" in Path(f"/proc/{parent}/cmdline").read_text() else "fork server"
-    names = {"vissl-zero-janitor": "janitor", "resource_tracker": "resource tracker", "rank_main": "rank"}
+    names = {"vissl-zero-janitor": "janitor", "resource_tracker": "resource tracker", "rank_group": "rank"}
     return next((role for word, role in names.items() if word in command), "launcher")
 
 

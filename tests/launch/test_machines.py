@@ -192,7 +192,7 @@ def test_a_killed_rank_and_a_lost_machine_are_survived(machines, tmp_path):
     overrides = [*length, "config.DISTRIBUTED.MAX_RESTARTS=2"]
     processes = both(machines, tmp_path, *overrides)
     wait_for_steps(tmp_path, 4, processes)
-    assert kill(machines[1], only="rank_main") == 1
+    assert kill(machines[1], only="rank_group") == 1
     wait_for_steps(tmp_path, 10, processes)
     kill(machines[0])
     lost_out, _ = processes[0].communicate(timeout=10)

@@ -75,7 +75,7 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
             assert word not in path.read_text(), f"{name} mentions {word}"
 
 
-@pytest.mark.parametrize("module", ["cli", "config.resolve", "registry", "launch.local"])  # ranks alone need it
+@pytest.mark.parametrize("module", ["cli", "config.resolve", "registry", "launch.run"])  # ranks alone need it
 def test_configuration_and_launcher_import_no_torch(module):
     code = f"import vissl_zero.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -88,3 +88,15 @@ def test_the_walks_of_the_architecture_page_name_files_that_exist_and_stay_short
         assert any((room / name).is_file() for room in rooms), name
     lengths = [table.count("\n| `") for table in walks.split("| file |")[1:]]
     assert all(length <= most for length, most in zip(lengths, (14, 6, 11), strict=True)), lengths
+
+
+def test_the_launchers_table_names_tests_and_tries_that_exist():
+    table = (PACKAGE.parent / "docs" / "cluster.md").read_text().split("| property |")[1].split("\n\n")[0]
+    tests = "".join(path.read_text() for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    tries = (PACKAGE.parent / "benchmarks" / "elastic_properties.py").read_text()
+    named = re.findall(r"`(test_\w+)`", table), re.findall(r"(?:\| |\. )`(\w+)`: ", table)
+    assert len(named[0]) >= 15 and len(named[1]) >= 10
+    for words, text in zip(named, (tests, tries), strict=True):
+        assert [word for word in words if f"def {word}(" not in text] == []
+    for name in re.findall(r"`(\w+\.py)`", table):
+        assert (PACKAGE / "launch" / name).is_file(), name

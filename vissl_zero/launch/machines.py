@@ -16,9 +16,9 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.key_value_store import load_secret
-from vissl_zero.launch.local import launch_local
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
-from vissl_zero.launch.run import prepare_folder
+from vissl_zero.launch.run import launch_local
+from vissl_zero.launch.run_folder import prepare_folder
 from vissl_zero.lifetime import Scratch
 
 

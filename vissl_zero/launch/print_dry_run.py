@@ -18,7 +18,7 @@ from vissl_zero.checkpoint.resume import Found, opening_lines
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.dry_run import dry_run
-from vissl_zero.launch.run import require_free, require_plain_files
+from vissl_zero.launch.run_folder import require_free, require_plain_files
 from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
 DOES_NOT_FIT = 1

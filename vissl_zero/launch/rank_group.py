@@ -1,7 +1,13 @@
-"""The ranks of a run on this machine: started together, watched, told of signals, and never outliving the launcher."""
+"""The ranks of a run on this machine: started together, watched, told of signals, and never outliving the launcher.
+
+Not ``torch.distributed.elastic``'s: the launcher would import torch before its ranks do, and a rank that saved and
+stopped would count as failed (docs/cluster.md has the list). A rank runs this module: ``main`` listens to signals
+before anything slow is imported.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,7 +23,8 @@ from vissl_zero.engine import stopping
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
 from vissl_zero.launch.key_value_store import STORE_PATH_VARIABLE
 from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
-from vissl_zero.lifetime import SCRATCH_VARIABLE
+from vissl_zero.lifetime import SCRATCH_VARIABLE, end_with_parent
+from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
@@ -25,7 +32,7 @@ _GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
 
 
 class RankGroup:
-    """``num_procs`` processes that run ``vissl_zero.launch.rank_main``.
+    """``num_procs`` processes that run ``main``.
 
     Rank 0 keeps the terminal (the live display needs it); the others write to ``<log folder>/rank<k>.log``.
 
@@ -67,7 +74,7 @@ class RankGroup:
             SCRATCH_VARIABLE: str(private),
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
-        command = [sys.executable, "-m", "vissl_zero.launch.rank_main", plan_folder]
+        command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder]
         for index in range(num_procs):
             own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
             with _output(log_folder, first_rank + index) as log:
@@ -149,3 +156,31 @@ def _output(log_folder: Path, rank: int) -> Iterator[Any]:
         return
     with (log_folder / f"rank{rank}.log").open("ab") as log:
         yield log
+
+
+def main() -> int:
+    """Train as one rank; see ``worker.main``."""
+    tolerate_lost_output()
+    end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
+    stopping.listen(ctrl_c=False)
+    # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
+    signal.signal(signal.SIGINT, _on_ctrl_c)
+    from vissl_zero.launch import worker
+
+    return worker.main()
+
+
+def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
+    stopping.ask("Ctrl-C", stopping.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone. One that is done has
+    # closed its files and left the group; taking down the interpreter under what is left of gloo's threads can only
+    # spoil that (seen once in a finished run on two machines: SIGABRT).
+    code = main()
+    for child in multiprocessing.active_children():  # workers that load data
+        child.kill()  # one that is stopped would not hear of SIGTERM
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,106 +1,39 @@
 """Start a run: here, in N processes, or as one rank of a job that torchrun started.
 
-A folder has one live run, and ``run.lock`` says whose it is. The lock is the operating system's (``flock``), which ends
-with the process however that ends. Where a file system does not carry it from machine to machine, the file itself
-tells: host, process, job and a time stamp renewed every 30 s.
+The ranks of one machine meet through files in a folder that only this user can enter: torch's TCPStore listens on every
+interface, even when told 127.0.0.1, so anyone who reaches the machine could join or disturb a run. They are restarted
+from the newest checkpoint if one is lost.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import socket
-import threading
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from vissl_zero.atomic import irregular, replacing
-from vissl_zero.config.fit_log import FitChoice
+from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, FitChoice, note
+from vissl_zero.config.host import num_oom_kills
 from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
+from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
+from vissl_zero.launch.failure import Failure, first_failure
+from vissl_zero.launch.rank_group import RankGroup
+from vissl_zero.launch.rendezvous import Rendezvous
+from vissl_zero.launch.run_folder import RunLock, prepare_folder
+from vissl_zero.lifetime import Scratch
+from vissl_zero.sharding.allocator import allocator_environment
 
-_OUR_FILES = {
-    "config.resolved.yaml",
-    "config.user.yaml",
-    "forecasts.jsonl",
-    "metrics.jsonl",
-    "report.png",
-    "run.lock",
-    "summary.json",
-    "weights.safetensors",
-    "weights_ema.safetensors",
-}
-_OUR_FOLDERS = ("features", "logs", "tensorboard")
+_NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
 
 
 def is_under_torchrun() -> bool:
     """Whether another launcher has already started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
-
-
-def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
-    """Make the run folder, lock it, write the user's and the resolved configuration into it. One process calls this.
-
-    Returns:
-        The lock, to be held as long as the run lives.
-    Raises:
-        LaunchError: another run is alive in the folder, it holds one that is not to be continued, or it cannot be
-            written.
-    """
-    folder = Path(plan.run_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        require_plain_files(folder)
-        lock = RunLock(folder)
-        try:
-            require_free(folder, plan)
-            with replacing(folder / "config.user.yaml") as temporary:
-                temporary.write_text(user_yaml, encoding="utf-8")
-            save_resolved(plan, folder / "config.resolved.yaml")
-        except BaseException:
-            lock.release()
-            raise
-    except OSError as error:
-        raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}).") from error
-    return lock
-
-
-def require_plain_files(folder: Path) -> None:
-    """Nothing in the folder is a link, which a run would write through, or a folder where the run has a file.
-
-    What stands inside ``checkpoints`` is left to the search for one to resume from, which passes over what is damaged.
-    """
-    for path in sorted(path for part in (folder, *map(folder.joinpath, _OUR_FOLDERS)) for path in _entries(part)):
-        kind = irregular(path.lstat())
-        if kind and (kind != "a folder" or path.name in _OUR_FILES):
-            raise LaunchError(
-                f"config.CHECKPOINT.DIR: {path} is {kind}, where a run writes its own files. Remove it, or name "
-                "another folder."
-            )
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
-
-
-def require_free(folder: Path, plan: ResolvedRun) -> None:
-    """The folder holds no run, or one that can be continued: it has a checkpoint, or ended before its first."""
-    if not (folder / "metrics.jsonl").exists():
-        return
-    has_checkpoint = any(folder.glob("checkpoints/step_*"))
-    if plan.config["CHECKPOINT"]["AUTO_RESUME"] and (has_checkpoint or not (folder / "summary.json").exists()):
-        return
-    raise LaunchError(
-        f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "
-        "Name another folder, or move that one away."
-    )
 
 
 def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[FitChoice] = ()) -> int:
@@ -126,8 +59,6 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[F
         from vissl_zero.launch.machines import launch_machine
 
         return launch_machine(plan, user_yaml, node_id)
-    from vissl_zero.launch.local import launch_local
-
     with prepare_folder(plan, user_yaml):
         with suppress(OSError, ValueError):  # the terminal is gone
             ranks = "1 process" if plan.procs_per_node == 1 else f"{plan.procs_per_node} processes"
@@ -137,7 +68,6 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[F
 
 def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
     from vissl_zero import collectives
-    from vissl_zero.engine import stopping
     from vissl_zero.launch.process_group import process_group
     from vissl_zero.launch.worker import fail, rank_device, train_rank
     from vissl_zero.sharding.allocator import allocator_advice
@@ -176,114 +106,141 @@ def _submission(plan: ResolvedRun) -> str:
     return script(plan)
 
 
-FILE_NAME = "run.lock"
-RENEW_S = 30.0
-STALE_S = 300.0  # ten missed renewals
-_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-
-
-class RunLock:
-    """Held from ``__init__`` to ``release``, or to the end of the process; one process per run takes it.
-
-    A lock whose owner is gone is taken over without a word: its process on this machine has ended, it belongs to an
-    earlier try of this very job (a requeue), or it was not renewed for ``STALE_S`` seconds.
+def launch_local(
+    plan: ResolvedRun,
+    rendezvous: Rendezvous | None = None,
+    plan_folder: Path | None = None,
+    began: float | None = None,
+    choices: Sequence[FitChoice] = (),
+) -> int:
+    """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
     Args:
-        folder: the run folder; exists.
-    Raises:
-        LaunchError: another run is alive in the folder; it is named.
-        OSError: the folder cannot be written.
+        plan: of the run.
+        rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
+            all together or not at all, by ``launch_member``.
+        plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
+        choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out. Not with ``rendezvous``.
+        began: when the time limit began to count, as Unix time; None: now.
+    Returns:
+        Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
+        sentence printed) or 1 (a crash, its traceback printed).
     """
-
-    def __init__(self, folder: Path):
-        self._path = folder / FILE_NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            # Before the lock is tried, so that a refusal can name the owner.
-            owner = _read(self._fd)
+    most_restarts = 0 if rendezvous else plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
+    num_procs = rendezvous.spec.procs if rendezvous else plan.procs_per_node
+    num_restarts = 0
+    began = began or time.time()
+    environment = _environment(plan, rendezvous, began)
+    if choices:
+        note(Path(plan.run_dir), choices[0], STARTED)
+    while True:
+        # The kernel counts for the whole machine: only what is added while the ranks run may be theirs.
+        num_kills = num_oom_kills()
+        # New in every attempt: torch's file store would still hold the addresses of the ranks before.
+        with Scratch() as private:
+            first_rank = rendezvous.first_rank() if rendezvous else 0
+            folder = str(plan_folder or plan.run_dir)
+            group = RankGroup(num_procs, first_rank, folder, private, _log_folder(plan), environment)
+            if rendezvous:
+                rendezvous.watch_over(group.end)
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _refused(folder, owner) from None
-            except OSError:
-                pass  # a file system without locks: the file decides
-            if owner and not _is_gone(owner, self._fd):
-                raise _refused(folder, owner)
-            self._write(_own_facts())
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="run lock", daemon=True)
-        self._thread.start()
-
-    def release(self) -> None:
-        """Let others have the folder. The file stays, empty: removing it could remove the next owner's."""
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        self._thread.join()
-        with suppress(OSError):
-            os.ftruncate(self._fd, 0)
-        os.close(self._fd)
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _write(self, facts: dict[str, Any]) -> None:
-        text = json.dumps(facts).encode()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text, 0)
-
-    def _renew(self) -> None:
-        while not self._ended.wait(RENEW_S):
-            with suppress(OSError):  # a full disk must not end the run
-                os.utime(self._fd)
+                codes = group.wait()
+            finally:
+                group.kill()
+            bad = {rank: code for rank, code in codes.items() if code not in _NOT_FAILED}
+            # A rank that ended before it handled signals had nothing to save.
+            is_early = any(-code in stopping.SIGNALS for code in bad.values())
+            if group.asked is not None and (not bad or is_early or group.was_killed_by_user):
+                return _stopped(plan, group.asked, codes, num_procs)
+            if not bad and len(codes) == num_procs:
+                return max(codes.values())
+            failure = first_failure(private, bad, is_short_of_memory=num_oom_kills() > num_kills)
+        if rendezvous and (cause := rendezvous.explain(failure)):
+            print(f"{cause}\nThe run folder is {plan.run_dir}", file=sys.stderr)
+            return rendezvous.exit_code
+        if failure.is_out_of_memory and choices and group.asked is None:
+            note(Path(plan.run_dir), choices[0], OUT_OF_MEMORY)
+            if len(choices) > 1 and num_restarts < most_restarts:
+                num_restarts += 1
+                choices = choices[1:]
+                plan = _smaller(choices[0], failure, num_restarts, most_restarts)
+                num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
+                continue
+        if failure.is_user_error:
+            print(failure.text, file=sys.stderr)
+            return 2
+        if group.asked is not None:
+            stopping.ask(group.asked.reason, group.asked.exit_code)
+            _explain(failure, plan)
+            print(f"It was asked to stop ({group.asked.reason}) and could no longer save.", file=sys.stderr)
+            return 1
+        if num_restarts >= most_restarts:
+            _explain(failure, plan)
+            return 1
+        num_restarts += 1
+        plan = _restarted(plan, failure, num_restarts)
+        num_procs = plan.procs_per_node
 
 
-def _own_facts() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()}
+def _smaller(choice: FitChoice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+    """Announce and note that the run continues with ``choice`` from the newest checkpoint; returns its plan."""
+    cause = failure.text.rstrip()
+    text = f"Going on with {choice.plan}, forecast to take {choice.forecast_bytes / 2**30:.3g} GiB a rank"
+    print(f"{cause}\n{text} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    folder = Path(choice.run.run_dir)
+    save_resolved(choice.run, folder / "config.resolved.yaml")
+    note(folder, choice, STARTED)
+    return choice.run
 
 
-def _job() -> str:
-    return next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "")
+def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:
+    """Announce a restart; returns the plan for it."""
+    least, most = plan.config["DISTRIBUTED"]["MIN_PROC_PER_NODE"], plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
+    fewer = with_fewer_ranks(plan, least) if least > 0 else None
+    cause = failure.text.rstrip()
+    ranks = "" if fewer is None else f" with {fewer.procs_per_node} of {plan.procs_per_node} processes"
+    print(f"{cause}\nRestarting{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    if fewer is None:
+        return plan
+    save_resolved(fewer, Path(fewer.run_dir) / "config.resolved.yaml")
+    return fewer
 
 
-def _born(pid: int) -> str:
-    """When a process of this machine started, in its own clock: a number may be given to another process later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
+    """The exit code of a run that was asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
+    # The request is for this process too, which may have other runs to start.
+    stopping.ask(asked.reason, asked.exit_code)
+    if len(codes) == num_procs and set(codes.values()) == {0}:
+        return 0
+    print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)
+    return asked.exit_code
 
 
-def _read(fd: int) -> dict[str, Any]:
-    try:
-        facts = json.loads(os.pread(fd, 10_000, 0))
-    except (ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+def _explain(failure: Failure, plan: ResolvedRun) -> None:
+    print(failure.text, file=sys.stderr)
+    where = f"rank {failure.rank} failed first; the run folder is {plan.run_dir}"
+    print(f"\n{where}\nOutput of ranks other than 0: {_log_folder(plan)}", file=sys.stderr)
 
 
-def _is_gone(owner: dict[str, Any], fd: int) -> bool:
-    if owner.get("host") == socket.gethostname():
-        pid = owner.get("pid")
-        return not isinstance(pid, int) or pid == os.getpid() or not _born(pid) or _born(pid) != owner.get("born")
-    if owner.get("job") and owner.get("job") == _job():
-        return True
-    renewed = os.fstat(fd).st_mtime
-    return time.time() - renewed > STALE_S
+def _log_folder(plan: ResolvedRun) -> Path:
+    return Path(plan.run_dir) / "logs"
 
 
-def _refused(folder: Path, owner: dict[str, Any]) -> LaunchError:
-    job = f", job {owner['job']}" if owner.get("job") else ""
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown machine')}{job}"
-    return LaunchError(
-        f"config.CHECKPOINT.DIR: a run is active in {folder} ({who}). "
-        "Name another folder, or end that run first; it can be resumed in the same folder."
-    )
+def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
+    """What the ranks inherit."""
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
+    if rendezvous is not None:
+        environment |= rendezvous.variables()
+    elif "GLOO_SOCKET_IFNAME" not in environment and Path("/sys/class/net/lo").exists():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
+    if plan.device == "cpu":
+        environment |= allocator_environment(plan.sharding, environment)
+    limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
+    if limit is not None:  # of all restarts together
+        stopping.end_at(began + 60 * limit)
+        environment[stopping.END_AT_VARIABLE] = str(stopping.deadline())
+        # The limit is for the ranks: here it would count as a request to this process, which may have other runs to
+        # start.
+        stopping.forget()
+    return environment

@@ -49,7 +49,7 @@ class SlurmTask:
         Raises:
             SystemExit: with the code of the run, unless it is 0.
         """
-        from vissl_zero.launch.run import RunLock
+        from vissl_zero.launch.run_folder import RunLock
 
         try:
             with RunLock(Path(self.run_dir)) if _number("SLURM_PROCID") == 0 else nullcontext():
@@ -64,9 +64,9 @@ class SlurmTask:
 
     def _launch(self) -> int:
         from vissl_zero.config.resolve import load_resolved
-        from vissl_zero.launch.local import launch_local
         from vissl_zero.launch.machines import launch_member
         from vissl_zero.launch.rendezvous import LauncherSpec
+        from vissl_zero.launch.run import launch_local
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")

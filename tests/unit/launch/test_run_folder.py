@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch.run import prepare_folder
+from vissl_zero.launch.run_folder import prepare_folder
 
 
 def test_both_configurations_are_there_at_once_or_not_at_all(tmp_path):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch.run import FILE_NAME, STALE_S, RunLock
+from vissl_zero.launch.run_folder import FILE_NAME, STALE_S, RunLock
 
-HOLD = "import sys, time; from pathlib import Path; from vissl_zero.launch.run import RunLock\n"
+HOLD = "import sys, time; from pathlib import Path; from vissl_zero.launch.run_folder import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
 
