@@ -1,13 +1,31 @@
-"""The launcher's ranks are its own: nothing else that this process has started ends with them."""
+"""Ranks end with their launcher, however that ends, and nothing else that it has started ends with them."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 from vissl_zero.launch.rank_group import RankGroup
+
+# Stands in for torch, so that ranks stay where they import it.
+WAITS = """
+import os, pathlib, time
+pathlib.Path(os.environ["VISSL_ZERO_SCRATCH"], f"rank.{os.getpid()}").touch()
+time.sleep(600)
+"""
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from vissl_zero.launch.rank_group import RankGroup
+
+folder = Path(sys.argv[1])
+RankGroup(2, 0, str(folder), folder, folder / "logs", dict(os.environ))
+time.sleep(600)
+"""
 
 
 def test_ending_the_ranks_ends_no_other_child_of_this_process(tmp_path: Path) -> None:
@@ -17,3 +35,25 @@ def test_ending_the_ranks_ends_no_other_child_of_this_process(tmp_path: Path) ->
         assert group.wait() == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
         assert other.poll() is None
         other.kill()
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(WAITS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) as launcher:
+        deadline = time.monotonic() + 60.0
+        while len(ranks := [int(file.suffix[1:]) for file in tmp_path.glob("rank.*")]) < 2:
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.02)
+        launcher.kill()
+    while left := [pid for pid in ranks if _is_running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
