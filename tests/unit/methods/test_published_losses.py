@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.unit.methods.batches import LossBatch
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent, symmetric_info_nce
 from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
@@ -34,6 +36,7 @@ from vissl_zero.methods.supervised import (
     binary_cross_entropy,
     soft_cross_entropy,
 )
+from vissl_zero.methods.swav import SwAVLoss, SwAVMomentumLoss, SwAVOutput
 from vissl_zero.models.keyed_random import set_random_key
 
 
@@ -79,6 +82,52 @@ def test_byol_and_simsiam():
     _is(byol_loss((A, B), (C, D)), 4 + 2 * negative_ad + 2 * negative_bc)
     _is(simsiam_loss((A, B), (C, D)), (negative_ad + negative_bc) / 2)
     _is(simsiam_loss((A, B), (A, B)), -0.042261560902032175)
+
+
+def _swav_rows() -> tuple[Tensor, list[Tensor], Tensor]:
+    """Embeddings of 4 crops of 6 images, two layers of prototypes, a queue for each of 2 crops; all of unit length."""
+    rows, seven, three, queue = (
+        F.normalize(_randn(seed, *shape), dim=-1)
+        for seed, shape in ((31, (24, 4)), (32, (7, 4)), (34, (3, 4)), (33, (2, 12, 4)))
+    )
+    return rows, [seven, three], queue
+
+
+def _swav(
+    method: type[SwAVLoss], layers: list[Tensor], queue: Tensor | None, rated: Tensor | None, **keys: Any
+) -> Tensor:
+    """The loss of ``_swav_rows``; of a teacher's embeddings ``rated``, where it has one."""
+    queue_length = {"queue": {"queue_length": 12}} if queue is not None else {}
+    widths = [len(layer) for layer in layers]
+    loss = method(num_crops=4, num_prototypes=widths, embedding_dim=4, **queue_length, **keys).double()
+    if queue is not None:
+        assert loss.queue is not None
+        loss.queue.push(queue)
+
+    def output(rows: Tensor, probe: Tensor | None) -> SwAVOutput:
+        probed = None if probe is None else [probe @ layer.T for layer in layers]
+        return SwAVOutput(rows, [rows @ layer.T for layer in layers], probed)
+
+    student = output(_swav_rows()[0], loss.probe())
+    taught = None if rated is None else [output(rated, loss.probe())]
+    return loss.loss([student], LossBatch([2, 2], torch.arange(6), 6), taught)
+
+
+def test_swav():
+    """facebookresearch/swav 06b1b7c main_swav.py; vissl 09270ed swav_loss.py, whose assignments aren't rounded here."""
+    _, layers, queue = _swav_rows()
+    _is(_swav(SwAVLoss, layers[:1], None, None), 7.834550920944263)
+    _is(_swav(SwAVLoss, layers[:1], queue, None), 7.831820032831375)
+    _is(_swav(SwAVLoss, layers, None, None), 5.9851686289033985)
+    _is(_swav(SwAVLoss, layers, None, None, temp_hard_assignment_iters=1), 6.185565634747238)
+
+
+def test_swav_momentum():
+    """vissl 09270ed swav_momentum_loss.py, without its rounding of assignments to float32."""
+    _, layers, queue = _swav_rows()
+    rated = F.normalize(_randn(35, 12, 4), dim=1)
+    _is(_swav(SwAVMomentumLoss, layers, None, rated), 6.157138529772165)
+    _is(_swav(SwAVMomentumLoss, layers, queue, rated), 5.887578526344469)
 
 
 def test_barlow_twins():
