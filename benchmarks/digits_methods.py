@@ -1,19 +1,22 @@
-"""Train every ``digits/<method>`` recipe to its end and note its kNN figures: what ``docs/methods.md`` shows.
+"""Train every ``digits/<method>`` recipe to its end and note its kNN figures and time: what ``docs/methods.md`` shows.
 
 Usage: python benchmarks/digits_methods.py [--processes N] [method ...]
 
 Writes ``vissl_zero/methods/figures.json`` (methods that are not named keep their figures) and the page's table. With
 another number of processes the batch of all of them stays that of the recipe, and ZeRO level 0 is used for one: the
-model is the same but for rounding.
+model is the same but for rounding. Seconds are of the whole command, evaluations included; the processor's are those
+of all processes together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ def main() -> None:
 
 
 def _train(recipe: str, processes: int) -> dict[str, float]:
-    """kNN top-1 before and after, and of raw pixels, in percent."""
+    """kNN top-1 before and after, and of raw pixels, in percent; seconds by the clock and of the processor."""
     run = compose(recipe).run
     batch = run.DATA.TRAIN.BATCHSIZE_PER_REPLICA * int(run.DISTRIBUTED.NUM_PROC_PER_NODE) // processes
     changes = [f"config.DISTRIBUTED.NUM_PROC_PER_NODE={processes}", f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}"]
@@ -48,12 +51,21 @@ def _train(recipe: str, processes: int) -> dict[str, float]:
         changes.append("config.ZERO.LEVEL=0")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "vissl_zero.cli", f"config={recipe}", f"config.CHECKPOINT.DIR={folder}/run"]
+        began, used = time.perf_counter(), _processor_seconds()
         subprocess.run([*command, *changes], check=True, stdout=subprocess.DEVNULL)
+        times = {"seconds": time.perf_counter() - began, "processor_seconds": _processor_seconds() - used}
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    return {
+    reached = {
         name: round(100 * summary[f"knn_top1_{key}"], 1)
         for name, key in (("untrained", "before"), ("trained", "after"), ("raw_pixels", "raw_pixels"))
     }
+    return reached | {name: round(seconds, 1) for name, seconds in times.items()}
+
+
+def _processor_seconds() -> float:
+    """Of all processes that have been waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

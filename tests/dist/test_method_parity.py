@@ -254,7 +254,7 @@ NUM_MICRO = 2  # in a step of every cell of the whole matrix
 @cache
 def _clip(method: str, norm: str) -> float:
     """A limit that all steps of the whole matrix reach."""
-    return 0.5 * min(plain(method, norm, NUM_MICRO).norms)
+    return 0.25 * min(plain(method, norm, NUM_MICRO).norms)
 
 
 def _make_cell(
