@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
+from vissl_zero.optim.update_rule import counter_keys, trial_state
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
 from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 
-STREAMABLE = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
+_BEGIN_WITH_ZEROS = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 
 
 class UpdateKernel:
@@ -33,18 +35,23 @@ class UpdateKernel:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
         is_eager: the optimizer makes state for all parameters at once, not when each is first updated.
+        begins_with_zeros: state of zeros makes a right first step. Otherwise the optimizer makes the state itself: a
+            piece without any is given to it.
     Raises:
         ConfigError: its state cannot be cut.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, key: str = "offload_optimizer_config.device"):
-        _require_streamable(optimizer, key)
+        self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
+        _require_streamable(optimizer, key, is_known=self.begins_with_zeros)
         self.optimizer = optimizer
         self.is_eager = any(optimizer.state.values())
         state = self._probe()
         self.keys = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0)
         self.scalars: dict[str, Any] = {
-            key: torch.zeros_like(value) for key, value in state.items() if key not in self.keys and value is not None
+            key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
+            for key, value in state.items()
+            if key not in self.keys and value is not None
         }
         # The trial step has left state of the proxies.
         optimizer.state = defaultdict(dict)
@@ -59,17 +66,22 @@ class UpdateKernel:
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
-        """One step on ``pieces``; parameters and per-element state change in place, scalars in ``piece.state``."""
+        """One step on ``pieces``; parameters and per-element state change in place, scalars in ``piece.state``.
+
+        State of a piece that ``is_first`` is made by the optimizer, and copied to where it belongs.
+        """
         # Schedules set rates in these very dicts, so the groups are borrowed for the step and not made anew.
         groups = self.optimizer.param_groups
         held = [group["params"] for group in groups]
         chosen: list[list[nn.Parameter]] = [[] for _ in groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
+        made: list[tuple[UpdatePiece, dict[str, Any]]] = []
         for piece in pieces:
             # A parameter over the same memory: what the step writes arrives in the buffer.
             param = nn.Parameter(piece.values)
             param.grad = piece.grad
-            state[param] = piece.state
+            state[param] = {} if piece.is_first else piece.state
+            made.append((piece, state[param]))
             chosen[piece.group].append(param)
         self.optimizer.state = state
         try:
@@ -80,8 +92,14 @@ class UpdateKernel:
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             self.optimizer.state = defaultdict(dict)
+        for piece, own in made:
+            if piece.is_first:
+                for key in self.keys:
+                    piece.state[key].copy_(own[key])
+                piece.state.update({key: own[key] for key in self.scalars})
 
 
+@dataclass(eq=False)
 class UpdatePiece:
     """Elements to update: views, all of one length.
 
@@ -89,22 +107,43 @@ class UpdatePiece:
         group: position of the parameter group.
         values, grad: (n,) elements and their gradient.
         state: the optimizer's: (n,) views by key, and a copy of the tensor's scalars.
+        is_first: there is no state yet, and the optimizer is to make it.
     """
 
-    def __init__(self, group: int, values: Tensor, grad: Tensor, state: dict[str, Any]):
-        self.group, self.values, self.grad, self.state = group, values, grad, state
+    group: int
+    values: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    is_first: bool = False
 
 
-def _require_streamable(optimizer: torch.optim.Optimizer, key: str) -> None:
-    name = type(optimizer).__name__
-    if type(optimizer) not in STREAMABLE:
-        must = "can be nvme only with SGD, LARC, LARS, Adam or AdamW, which are updated piece by piece"
-        fix = "Use one of them, or write device: cpu."
-        raise ConfigError([Problem(key, name, must, fix)])
+def _require_streamable(optimizer: torch.optim.Optimizer, key: str, *, is_known: bool) -> None:
+    if not is_known and (reason := _why_not(optimizer)):
+        must = f"can be nvme only with an optimizer that is updated piece by piece, and this one {reason}"
+        fix = "Use SGD, LARC, LARS, Adam, AdamW or Lion, or write device: cpu."
+        raise ConfigError([Problem(key, type(optimizer).__name__, must, fix)])
     if any(group.get("dampening") for group in optimizer.param_groups):
         must = "with nvme needs SGD without dampening: its first step differs from the others"
         fix = "Write dampening=0, or device: cpu."
         raise ConfigError([Problem(key, "nvme", must, fix)])
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Why the state of an element-wise optimizer cannot be cut, or nothing; found by trial."""
+    if hasattr(optimizer, "eval"):
+        return "has other weights to evaluate, which it computes from all of its state"
+    if any(optimizer.state.values()):
+        return "makes state when it is built"
+    like = nn.Parameter(torch.zeros(3))
+    state = trial_state(optimizer, 0, like)
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    if any(value.shape != like.shape or value.dtype != like.dtype for value in tensors):
+        return "keeps state of another shape or number format than a parameter's"
+    if any(isinstance(value, str | list | dict | tuple) for value in state.values()):
+        return "keeps state that is no number"
+    if counter_keys(optimizer):
+        return "counts its steps in its groups"
+    return ""
 
 
 _FILE = "optimizer.state"
@@ -138,6 +177,10 @@ class StatePlace(ABC):
     def params_with_state(self) -> list[nn.Parameter]:
         """All those updated so far."""
         return sorted(self.mapping, key=self.position_of)
+
+    def has_state(self, tensor: int) -> bool:
+        """Whether a parameter has been updated."""
+        return self._params[tensor] in self.mapping
 
     @abstractmethod
     def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
@@ -313,6 +356,10 @@ class _FileMapping(MutableMapping[Any, dict[str, Any]]):
 
     def __delitem__(self, param: Any) -> None:
         raise OffloadError("State of single parameters cannot be removed from NVMe.")
+
+    def __contains__(self, param: object) -> bool:
+        # The default would read the state.
+        return isinstance(param, nn.Parameter) and self._place.has(param)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._place.params_with_state())

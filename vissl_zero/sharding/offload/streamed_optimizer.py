@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -135,8 +135,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._distrust()
         with nullcontext() if self._store is None else self._store.updating():
             pieces: dict[int, UpdatePiece] = {}  # of each tensor one; all of them have made the same step
+            firsts = self._first_updates(active)
             items = [self._item(index) for index in active]
-            self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces))
+            self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces, firsts))
         for tensor, piece in pieces.items():
             self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
         self._trust()
@@ -160,12 +161,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         values, grad = self._store.parameters, self._store.gradients.records
         return [state, Cell(values, record), Cell(grad, record)]
 
-    def _update(self, index: int, tray: Tray, updated: dict[int, UpdatePiece]) -> tuple[int, ...]:
+    def _first_updates(self, active: Sequence[int]) -> set[int]:
+        """Tensors whose state the base optimizer is to make in this step."""
+        if self._kernel.begins_with_zeros:
+            return set()
+        # Known before the first chunk: from then on there is state of some of their elements.
+        tensors = {segment.tensor for index in active for segment in self._chunks[index].segments}
+        return {tensor for tensor in tensors if not self._place.has_state(tensor)}
+
+    def _update(
+        self, index: int, tray: Tray, updated: dict[int, UpdatePiece], firsts: Collection[int]
+    ) -> tuple[int, ...]:
         pieces = {}
         for segment in filter(self._has_grad, self._chunks[index].segments):
             state = self._place.views(index, segment, tray[_STATE].bytes) | self._place.scalars(segment.tensor)
             values, grad = self._values_and_grad(segment, tray)
-            pieces[segment.tensor] = UpdatePiece(self._group_of[segment.tensor], values, grad, state)
+            group, is_first = self._group_of[segment.tensor], segment.tensor in firsts
+            pieces[segment.tensor] = UpdatePiece(group, values, grad, state, is_first)
         self._kernel.update(list(pieces.values()))
         updated |= pieces
         # The gradient's column is never among them: the update has consumed it.
