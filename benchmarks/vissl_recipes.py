@@ -2,7 +2,7 @@
 
     python benchmarks/vissl_recipes.py <checkout of facebookresearch/vissl>
     python benchmarks/vissl_recipes.py <checkout> --overlays --match benchmark/linear   # more of them, or fewer
-    python benchmarks/vissl_recipes.py <checkout> --json scoreboard.json
+    python benchmarks/vissl_recipes.py <checkout> --json scoreboard.json --go-on        # what is not in the file yet
     python benchmarks/vissl_recipes.py <checkout> --whole                               # their parts are built, too
 
 It is ``vissl-zero explain <checkout>/configs/config``, shared among processes and kept. Every recipe is composed and
@@ -23,9 +23,17 @@ from functools import partial
 from pathlib import Path
 
 from vissl_zero.commands.explain import scoreboard
-from vissl_zero.config.account import account_of
+from vissl_zero.config.account import Account, account_of
 from vissl_zero.config.recipe_files import recipe_files
 from vissl_zero.engine.dry_run import set_stage
+from vissl_zero.errors import Problem
+
+
+def _saved(path: Path) -> list[Account]:
+    """Accounts that an earlier call has written."""
+    rows = json.loads(path.read_text())
+    problems = ("yours", "refused")
+    return [Account(**row | {key: [Problem(**one) for one in row[key]] for key in problems}) for row in rows]
 
 
 def main() -> None:
@@ -36,7 +44,8 @@ def main() -> None:
     parser.add_argument("--only-overlays", action="store_true", help="these alone")
     parser.add_argument("--match", default="", help="only recipes whose name holds this")
     parser.add_argument("--whole", action="store_true", help="build what the recipe names, too")
-    parser.add_argument("--json", type=Path, help="write every account here")
+    parser.add_argument("--json", type=Path, help="write every account here, as they come")
+    parser.add_argument("--go-on", action="store_true", help="keep what stands in --json, look at the others")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--accepted", action="store_true", help="list the accepted recipes")
     parser.add_argument("--refused", action="store_true", help="list the others with their problems")
@@ -49,16 +58,18 @@ def main() -> None:
         complete = set(recipe_files(root))
         chosen = [recipe for recipe in chosen if recipe not in complete]
     chosen = [recipe for recipe in chosen if args.match in str(recipe)]
-    accounts = []
+    accounts = _saved(args.json) if args.go_on and args.json.exists() else []
+    seen = {account.name for account in accounts}
+    left = [recipe for recipe in chosen if str(recipe) not in seen]
     with ProcessPoolExecutor(args.processes) as pool:
         look = partial(account_of, then=set_stage if args.whole else None)
-        for account in pool.map(look, chosen, chunksize=4):
+        for account in pool.map(look, left, chunksize=4):
             accounts.append(account)
             if len(accounts) % 20 == 0 or len(accounts) == len(chosen):
                 print(f"\r{len(accounts)} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(account) for account in accounts], indent=1))
     print(file=sys.stderr)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(account) for account in accounts], indent=1))
     print("\n".join(scoreboard(accounts)))
     for account in accounts:
         if args.accepted and account.is_accepted:

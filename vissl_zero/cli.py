@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.config.vissl_programs import PROGRAMS
+from vissl_zero.config.vissl_programs import ELSEWHERE, PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
@@ -183,6 +183,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return train([f"engine_name={word}", *rest])
     if word and word[0] not in "-+~" and "=" not in word:
+        if word in ELSEWHERE:
+            raise ConfigError(f"vissl-zero {word}: is not here. {ELSEWHERE[word]}")
         words = [*WORDS, *PROGRAMS]
         known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
         raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")

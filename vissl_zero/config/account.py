@@ -19,7 +19,7 @@ from vissl_zero.atomic import is_there
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalogue import missing, public_equivalent, use_catalogue
 from vissl_zero.config.compose import Composed, explained, plain_words, typed, unknown_engine, untyped
-from vissl_zero.config.composition_errors import EXPLAINABLE, every_mistake, explain
+from vissl_zero.config.composition_errors import EXPLAINABLE, every_mistake, explain, of_another_program
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile
@@ -80,6 +80,9 @@ def account_of(
         tree = untyped(plain_words(words))
     except EXPLAINABLE as error:
         account.refused += explained(error, words).problems
+        return account
+    if problems := of_another_program(tree):
+        account.refused += problems
         return account
     written = _written(tree)
     try:

@@ -17,13 +17,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
-from vissl_zero.config.composition_errors import EXPLAINABLE, added_keys, every_mistake, explain
+from vissl_zero.config.composition_errors import EXPLAINABLE, added_keys, every_mistake, explain, of_another_program
 from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
 from vissl_zero.config.recipes import recipe_folders, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
-from vissl_zero.config.vissl_programs import PROGRAMS, TRAIN
+from vissl_zero.config.vissl_programs import ELSEWHERE, PROGRAMS, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
@@ -117,8 +117,8 @@ def typed(
         written["PROGRAM"] = cfg.engine_name
     elif run.PROGRAM in PROGRAMS:
         begin_program(run, run.PROGRAM)
-    notes = use_own_names(run)
-    notes += use_own_images(run.DATA, {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides})
+    chosen = {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides}
+    notes = use_own_names(run, chosen) + use_own_images(run.DATA, chosen)
     notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
@@ -199,6 +199,8 @@ def _other_programs(cfg: DictConfig) -> list[Problem]:
 def unknown_engine(name: object) -> Problem:
     """An ``engine_name`` that is none of ours."""
     known = [TRAIN, *PROGRAMS]
+    if why := ELSEWHERE.get(str(name)):
+        return Problem("engine_name", repr(name), "must be a program that is here", why)
     return Problem("engine_name", repr(name), f"must be {' or '.join(known)}", did_you_mean(str(name), known).strip())
 
 
@@ -233,7 +235,11 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """
     first = explain(error, folders)
     try:
-        found = every_mistake(untyped(plain_words(overrides), folders))
+        tree = untyped(plain_words(overrides), folders)
+        found = of_another_program(tree)
+        if found:
+            return ConfigError(found)
+        found = every_mistake(tree)
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.

@@ -23,6 +23,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.recipes import list_recipes, recipe_names
 from vissl_zero.config.run_config import schema
+from vissl_zero.config.vissl_programs import DETECTION
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
@@ -267,6 +268,18 @@ def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none():
             yield from _paths(child, f"{prefix}{name}.")
+
+
+# Keys that all of Detectron2's files have one of, at their root.
+_OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
+
+
+def of_another_program(tree: DictConfig) -> list[Problem]:
+    """The problem of an untyped tree that is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
+    found = tree.get("config")
+    if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
+        return []
+    return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
 
 
 def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:

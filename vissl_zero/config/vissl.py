@@ -7,7 +7,7 @@ for VISSL composes and a mistyped key is still refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib.resources import files
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from vissl_zero.config.components.trunks import ANYNET, FIXED_BY_NAME
 from vissl_zero.config.vissl_methods import use_own_methods
 
 if TYPE_CHECKING:
@@ -157,8 +158,13 @@ def _empty_block(path: str) -> type:
     return block
 
 
-def use_own_names(cfg: RunConfig) -> list[str]:
-    """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes."""
+def use_own_names(cfg: RunConfig, chosen: Collection[str] = ()) -> list[str]:
+    """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes.
+
+    Args:
+        cfg: as composed.
+        chosen: keys under ``config:`` that the command line sets: what a recipe may leave over is a mistake there.
+    """
     notes = use_own_methods(cfg)
     model, teacher, optimizer = cfg.MODEL, cfg.DISTILLATION.TEACHER_MODEL, cfg.OPTIMIZER
     for block in (model, teacher):
@@ -166,10 +172,26 @@ def use_own_names(cfg: RunConfig) -> list[str]:
         block.WEIGHTS_INIT.STATE_DICT_KEY_NAME = ".".join(map(str, keys)) if isinstance(keys, list) else str(keys or "")
         block.TRUNK.NAME = ALIASES["trunks"].get(block.TRUNK.NAME, block.TRUNK.NAME)
         block.HEAD.PARAMS = [_head(entry) for entry in block.HEAD.PARAMS]
+    notes += _named_regnet(cfg.MODEL.TRUNK, chosen)
     model.HEAD.PARAMS = _chained(cfg, model.HEAD.PARAMS)
     for part in (optimizer, optimizer.base_optimizer):
         part.name = ALIASES["optimizers"].get(part.name or "", part.name)
     return notes
+
+
+def _named_regnet(trunk: Any, chosen: Collection[str]) -> list[str]:
+    """Of a RegNet's name and parameters the name counts, as in VISSL: overlays name another network than their base."""
+    block, path = trunk.REGNET, "MODEL.TRUNK.REGNET"
+    if trunk.NAME != "regnet" or block.name in (None, ANYNET):
+        return []
+    unset = type(block)()
+    left = [key for key in FIXED_BY_NAME if getattr(block, key) != getattr(unset, key)]
+    left = [key for key in left if f"{path}.{key}" not in chosen]
+    for key in left:
+        setattr(block, key, getattr(unset, key))
+    keys = ", ".join(f"config.{path}.{key}" for key in left)
+    have = "have" if len(left) > 1 else "has"
+    return [f"{keys} {have} no effect: the name {block.name} says them, as in VISSL."] if left else []
 
 
 def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.commands.vissl_files import _fsdp, vissl_names
+from tests.unit.commands.vissl_files import _fsdp, slices, vissl_names
 from vissl_zero.checkpoint import newest_checkpoint
 from vissl_zero.checkpoint.resume import restore
 from vissl_zero.cli import main
@@ -224,4 +224,15 @@ def test_a_file_without_state_of_the_loss_starts_it_anew(name, tmp_path, capsys)
     folder = _imported(tmp_path, recipe, words)
     said = " ".join(capsys.readouterr().out.split())
     assert ("anew" in said) and ("starts as a copy of the model" in said) == (name == "moco_v2")
+    assert _next_loss(recipe, words, folder) > 0
+
+
+def test_slices_begin_a_job_whose_teacher_is_a_copy(tmp_path, capsys):
+    """VISSL's slices hold trunk and heads alone (vissl/utils/checkpoint.py at 09270ed2, _save_slice_list)."""
+    recipe, words = "digits/dino", WORDS
+    watch = _went_on(recipe, words)
+    slices(*_names(watch.state, "model/", "buffer/"), tmp_path / "vissl.torch")
+    folder = _imported(tmp_path, recipe, words)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "VISSL, sliced" in said and "starts as a copy of the model" in said
     assert _next_loss(recipe, words, folder) > 0

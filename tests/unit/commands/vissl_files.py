@@ -94,7 +94,11 @@ def save_sharded(model: nn.Module, path: Path, world_size: int, flatten: bool) -
 
 def save_sliced(model: nn.Module, path: Path) -> Path:
     """A ``slice_list`` and its slices; gives their folder."""
-    trunk, heads = vissl_names(model)
+    return slices(*vissl_names(model), path)
+
+
+def slices(trunk: dict[str, Tensor], heads: dict[str, Tensor], path: Path) -> Path:
+    """As ``save_sliced``, of tensors under VISSL's names."""
     folder = path.with_name(f"{path.stem}_layers")
     folder.mkdir()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vissl_zero.config.account import account_of
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import recipe_file, recipe_files
@@ -130,6 +131,21 @@ def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:
         found = recipe_file(tmp_path / "config" / name / "eval.yaml")
         assert found.program == program and f"engine_name={program}" in found.overrides
     assert {recipe.program for recipe in recipe_files(tmp_path / "config")} == {"train_svm", "train_svm_low_shot"}
+
+
+def test_programs_and_files_that_are_not_here_say_what_does_the_same(tmp_path: Path) -> None:
+    assert "https://github.com/vpariza/open-hummingbird-eval" in _refused("engine_name=knn_segmentation")
+    pixels = "config.DATA.TRAIN.DATASET_NAMES=[VOC2012_SEGMENTATION]"
+    assert "must have a class for each image: this one has classes of pixels" in _refused(pixels)
+    file = tmp_path / "config/detect.yaml"
+    file.parent.mkdir()
+    file.write_text("SOLVER: {BASE_LR: 0.02}\nMODEL: {META_ARCHITECTURE: GeneralizedRCNN}\n")
+    with pytest.raises(ConfigError) as error:
+        compose("detect", [f"hydra.searchpath=['file://{tmp_path}']"])
+    assert [problem.must for problem in error.value.problems] == [
+        "must name a recipe, and this is a configuration of Detectron2"
+    ]
+    assert account_of(recipe_file(file)).refused == list(error.value.problems)
 
 
 def test_predictions_are_of_heads_that_have_weights(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
+from vissl_zero.errors import ConfigError
 
 LARC = "config.OPTIMIZER.use_larc=true"
 HEAD = "dims:[64,64,16],num_clusters:[30]"
@@ -51,3 +52,15 @@ def test_a_number_wins_over_the_task_and_says_so(tmp_path):
     resolved, _ = plan(tmp_path, task, "config.ZERO.LEVEL=1")
     assert resolved.sharding.level == 1
     assert f"config.ZERO.LEVEL=1 wins over {task}, which stands for level 3." in resolved.notes
+
+
+def test_of_a_regnets_name_and_parameters_the_name_counts(tmp_path):
+    """As in VISSL, whose overlays name a network over a base that gives parameters."""
+    regnet, name = "config.MODEL.TRUNK.REGNET", "config.MODEL.TRUNK.REGNET.name=regnet_y_400mf"
+    resolved, composed = plan(tmp_path, name)  # the recipe has parameters
+    block = resolved.config["MODEL"]["TRUNK"]["REGNET"]
+    assert block["name"] == "regnet_y_400mf" and block["depth"] is block["w_0"] is block["group_width"] is None
+    (note,) = (note for note in composed.notes if "REGNET" in note)
+    assert f"{regnet}.depth, {regnet}.w_0" in note and "have no effect: the name regnet_y_400mf says them" in note
+    with pytest.raises(ConfigError, match=r"must have a name or parameters, not both .got name and depth"):
+        plan(tmp_path, name, f"{regnet}.depth=4")  # who writes both on one line means the number

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
@@ -109,6 +110,60 @@ def test_each_layer_is_evaluated_as_by_a_probe_of_its_own():
         assert own.keys() == head.keys()
         for key, tensor in own.items():
             torch.testing.assert_close(head[key], tensor, rtol=0, atol=1e-10)
+
+
+RESNET_LAYERS = [
+    (["conv1", ["AdaptiveAvgPool2d", [[2, 2]]]], ["eval_mlp", {"in_channels": 64, "dims": [256, 10]}]),
+    (["res2", ["AdaptiveAvgPool2d", [[1, 1]]]], ["eval_mlp", {"in_channels": 64, "dims": [64, 10]}]),
+    (["res3", ["AdaptiveMaxPool2d", [[1, 1]]]], ["eval_mlp", {"in_channels": 128, "dims": [128, 10]}]),
+    (["res4", ["Identity", []]], ["mlp", {"dims": [256, 10]}]),
+    (["res5avg", ["Identity", []]], ["mlp", {"dims": [512, 10]}]),
+]
+
+
+def test_five_layers_of_a_trained_resnet_are_evaluated_as_by_probes_of_their_own(tmp_path):
+    def small():
+        config = make_config(USE_KNN=False)
+        config["DATA"]["TRAIN"]["DATA_LIMIT"] = 32
+        config["MODEL"]["TRUNK"] |= {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}
+        config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [512, 10]}]]
+        return config
+
+    def trained(config):
+        plan = make_plan(config)
+        run, schedules, frozen = build_run(plan, torch.device("cpu"), lambda model: load_first_weights(model, plan))
+        before = run.sharded.full_state()
+        train(run, schedules, frozen, [AccuracyHook()])
+        return run, before
+
+    run, before = trained(small())
+    weights = {name: tensor for name, tensor in run.sharded.full_state().items() if name.startswith("trunk.")}
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights.items())
+    torch.save(weights, tmp_path / "trunk.pt")
+
+    def evaluated(chosen):
+        config = small()
+        settings = config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+        settings |= {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True, "SHOULD_FLATTEN_FEATS": False}
+        settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"] = [entry for entry, _ in chosen]
+        config["MODEL"]["HEAD"]["PARAMS"] = copy.deepcopy([head for _, head in chosen])
+        config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] = str(tmp_path / "trunk.pt")
+        config["MODEL"]["NON_TRAINABLE_PARAMS"] = ["trunk"]
+        run, before = trained(config)
+        for name in (name for name in weights if not name.endswith("num_batches_tracked")):
+            torch.testing.assert_close(before[name], weights[name], rtol=0, atol=1e-6, msg=name)  # read in float32
+        return run.results["top1_by_layer"], run.sharded.full_state()
+
+    accuracies, state = evaluated(RESNET_LAYERS)
+    assert list(accuracies) == ["conv1", "res2", "res3", "res4", "res5avg"]
+    for index, layer in enumerate(RESNET_LAYERS):
+        alone, own = evaluated([layer])
+        assert alone == {layer[0][0]: accuracies[layer[0][0]]}
+        heads = {name: tensor for name, tensor in own.items() if name.startswith("heads.0.")}
+        assert heads
+        for name, tensor in heads.items():
+            together = state[name.replace("heads.0.", f"heads.{index}.", 1)]
+            torch.testing.assert_close(together, tensor, rtol=0, atol=1e-10, msg=f"{layer[0][0]} {name}")
 
 
 def test_widths_that_do_not_fit_are_named():

@@ -122,6 +122,23 @@ def test_residual_branches_start_at_zero_where_asked(depth: int) -> None:
     torch.testing.assert_close(block(x), x)
 
 
+@pytest.mark.parametrize("is_standardized", [False, True])
+def test_a_resnet_begins_as_vissl_s_where_asked(is_standardized: bool) -> None:
+    """VISSL rebuilds its layers after torchvision's initialisation (resnext.py at 09270ed2): torch's default is left."""
+    options = {"DEPTH": 18, "STANDARDIZE_CONVOLUTIONS": is_standardized}
+    own, theirs = ResNet(**options), ResNet(**options, FIRST_WEIGHTS="vissl")
+    for trunk in (own, theirs):
+        initialize_(trunk, 0)
+    for mine, its in zip(own.modules(), theirs.modules(), strict=True):
+        if isinstance(mine, nn.Conv2d) and isinstance(its, nn.Conv2d):
+            bound = 1 / math.sqrt(its.weight[0].numel())
+            assert 0.99 * bound < its.weight.abs().max() <= bound
+            assert abs(its.weight.std().item() / (bound / math.sqrt(3)) - 1) < 0.05
+            fan_out = mine.weight[:, 0].numel()
+            assert abs(mine.weight.std().item() / math.sqrt(2 / fan_out) - 1) < 0.05
+            assert (type(its).forward is not nn.Conv2d.forward) == is_standardized
+
+
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -237,7 +237,7 @@ class FeatureEvalSettings:
     """With EVAL_MODE_ON, train nothing; kNN's and extracted features are the trunk's, or, as vectors, those of each
     layer of LINEAR_EVAL_FEAT_POOL_OPS_MAP."""
     EVAL_TRUNK_AND_HEAD: bool = False
-    """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too."""
+    """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too; without it they are taken anyway."""
     ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True
     """Refuse weights of a head that have another shape; off: those start from scratch."""
     LINEAR_EVAL_FEAT_POOL_OPS_MAP: list[Any] = field(default_factory=list)

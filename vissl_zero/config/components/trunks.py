@@ -80,6 +80,9 @@ class ResNetConfig:
     """Channels per group of the first stage."""
     ZERO_INIT_RESIDUAL: bool = False
     """Start every residual branch at zero (weight of its last norm)."""
+    FIRST_WEIGHTS: str = choice("torchvision", "torchvision", "vissl")
+    """How convolutions begin: torchvision, normal by fan-out (https://arxiv.org/abs/1502.01852); vissl, as VISSL's do,
+    uniform within 1 / sqrt(fan-in), torch's default."""
     STANDARDIZE_CONVOLUTIONS: bool = False
     """Bring each filter to mean 0 and deviation 1 whenever it is applied (for GroupNorm)."""
     LAYER4_STRIDE: int = choice(2, 1, 2)
@@ -345,6 +348,8 @@ REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width
 # What makes one stage by stage.
 ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers", "strides")
 ANYNET = "anynet"
+# What a published name says by itself.
+FIXED_BY_NAME = ("bottleneck_multiplier", "block_type", "activation_type", "use_se", "se_ratio", *REGNET_PARAMETERS)
 
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:

@@ -215,6 +215,11 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "no weights are loaded",
     ),
     Inactive(
+        (f"{_EVAL}.EVAL_TRUNK_AND_HEAD",),
+        lambda cfg: not cfg.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON,
+        "without EVAL_MODE_ON the heads are taken from WEIGHTS_INIT anyway",
+    ),
+    Inactive(
         (f"{_EVAL}.LINEAR_EVAL_FEAT_POOL_OPS_MAP",),
         lambda cfg: not (are_tapped(cfg) or features_are_tapped(cfg)),
         "the trunk is not frozen in evaluation mode (EVAL_MODE_ON, FREEZE_TRUNK_ONLY)",

@@ -21,7 +21,7 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.options import typed_options
 from vissl_zero.config.rules.limits import one_of
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import RETRIEVAL
+from vissl_zero.config.vissl_programs import RETRIEVAL, SEGMENTATION
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
 
@@ -68,8 +68,13 @@ def labels(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 def datasets(cfg: RunConfig, host: Host) -> list[Problem]:
-    """Data sets that are named without paths are in a catalogue."""
-    return missing(cfg.DATA)
+    """Data sets that are named without paths are in a catalogue, and have classes of images, not of pixels."""
+    found = missing(cfg.DATA)
+    for name, split in splits(cfg).items():
+        if of_pixels := [dataset for dataset in split.DATASET_NAMES if dataset.endswith("_SEGMENTATION")]:
+            must = "must have a class for each image: this one has classes of pixels"
+            found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(of_pixels), must, SEGMENTATION))
+    return found
 
 
 def image_size(cfg: RunConfig, host: Host) -> list[Problem]:

@@ -276,7 +276,7 @@ def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
     settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
     if settings.EVAL_MODE_ON:
         return []
-    names = ("FREEZE_TRUNK_ONLY", "FREEZE_TRUNK_AND_HEAD", "EXTRACT_TRUNK_FEATURES_ONLY", "EVAL_TRUNK_AND_HEAD")
+    names = ("FREEZE_TRUNK_ONLY", "FREEZE_TRUNK_AND_HEAD", "EXTRACT_TRUNK_FEATURES_ONLY")
     fix = f"Write {key}.EVAL_MODE_ON=true."
     return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
 

@@ -15,6 +15,7 @@ from classy_vision.models.regnet import RegNetParams
 from vissl_zero.config.components.trunks import (
     ANYNET,
     ANYNET_PARAMETERS,
+    FIXED_BY_NAME,
     REGNET_PARAMETERS,
     RegNetConfig,
     anynet_problems,
@@ -26,8 +27,6 @@ from vissl_zero.models.unit import Unit
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK.REGNET"
-# Keys that a published name fixes.
-_FIXED_BY_NAME = ("bottleneck_multiplier", "block_type", "activation_type", "use_se", "se_ratio", *REGNET_PARAMETERS)
 
 
 @TRUNKS.register("regnet", config=RegNetConfig)
@@ -64,7 +63,7 @@ def _named(config: RegNetConfig) -> ClassyRegNet:
         fix = f"Known: {', '.join(regnet_names())}.{did_you_mean(config.name, regnet_names())}"
         raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "must name a published RegNet", fix)])
     default = RegNetConfig()
-    set_too = [key for key in _FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]
+    set_too = [key for key in FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]
     if set_too:
         fix = f"Leave out {', '.join(set_too)}, or leave out name and give {', '.join(REGNET_PARAMETERS)}."
         raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "decides the architecture by itself", fix)])

@@ -10,6 +10,7 @@ convolution is three of 3x3, and projections pool before they change the width. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,15 @@ from vissl_zero.registry import TRUNKS
 _EPS = 1e-5
 
 
+class TorchFirstConv2d(nn.Conv2d):
+    """A convolution that begins as torch's do, uniform within 1 / sqrt(fan-in)."""
+
+    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        drawn = torch.empty(self.weight.shape).uniform_(-bound, bound, generator=generator_for("weight"))
+        self.weight.data.copy_(drawn)
+
+
 class StandardizedConv2d(nn.Conv2d):
     """A convolution whose filters are brought to mean 0 and standard deviation 1 whenever it is applied."""
 
@@ -39,11 +49,21 @@ class StandardizedConv2d(nn.Conv2d):
         return self._conv_forward(x, centred * scale, self.bias)
 
 
-def standardize_convolutions(module: nn.Module) -> None:
-    """Turn every convolution in ``module`` into a ``StandardizedConv2d``, in place; parameters and names stay."""
+class TorchFirstStandardizedConv2d(StandardizedConv2d, TorchFirstConv2d):
+    """Both."""
+
+
+def replace_convolutions(module: nn.Module, is_standardized: bool, is_torch_first: bool) -> None:
+    """Turn every convolution in ``module`` into one of these classes, in place; parameters and names stay."""
+    both = {
+        (False, False): nn.Conv2d,
+        (True, False): StandardizedConv2d,
+        (False, True): TorchFirstConv2d,
+        (True, True): TorchFirstStandardizedConv2d,
+    }
     for layer in module.modules():
         if type(layer) is nn.Conv2d:
-            layer.__class__ = StandardizedConv2d
+            layer.__class__ = both[is_standardized, is_torch_first]
 
 
 class StagedTrunk(nn.Module):
@@ -126,6 +146,7 @@ _BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 }
 _NORMS = ("BatchNorm", "GroupNorm")
 _STEMS = ("RES_STEM_IN", "RES_STEM_CIFAR")
+_FIRST = ("torchvision", "vissl")
 
 
 @TRUNKS.register("resnet", config=ResNetConfig)
@@ -148,13 +169,13 @@ class ResNet(StagedTrunk):
         width = 64 * config.WIDTH_MULTIPLIER
         stages, feature_dim = _stages(config, width, norm)
         super().__init__(_stem(config, width, norm), stages, feature_dim)
-        if config.STANDARDIZE_CONVOLUTIONS:
-            standardize_convolutions(self)
+        replace_convolutions(self, config.STANDARDIZE_CONVOLUTIONS, config.FIRST_WEIGHTS == "vissl")
 
 
 def _check(config: ResNetConfig) -> None:
     problems = []
-    for key, known in (("DEPTH", tuple(_BLOCKS)), ("NORM", _NORMS), ("STEM_TYPE", _STEMS), ("LAYER4_STRIDE", (1, 2))):
+    choices = {"DEPTH": tuple(_BLOCKS), "NORM": _NORMS, "STEM_TYPE": _STEMS, "LAYER4_STRIDE": (1, 2)}
+    for key, known in {**choices, "FIRST_WEIGHTS": _FIRST}.items():
         if getattr(config, key) not in known:
             must = f"must be one of {', '.join(map(str, known))}"
             problems.append(Problem(f"{_KEY}.{key}", repr(getattr(config, key)), must, "Choose one of them."))
