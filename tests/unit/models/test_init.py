@@ -124,7 +124,7 @@ def test_residual_branches_start_at_zero_where_asked(depth: int) -> None:
 
 @pytest.mark.parametrize("is_standardized", [False, True])
 def test_a_resnet_begins_as_vissl_s_where_asked(is_standardized: bool) -> None:
-    """VISSL rebuilds its layers after torchvision's initialisation (resnext.py at 09270ed2): torch's default is left."""
+    """VISSL rebuilds its layers after torchvision's initialisation (resnext.py at 09270ed2), as torch builds them."""
     options = {"DEPTH": 18, "STANDARDIZE_CONVOLUTIONS": is_standardized}
     own, theirs = ResNet(**options), ResNet(**options, FIRST_WEIGHTS="vissl")
     for trunk in (own, theirs):
