@@ -77,7 +77,7 @@ _OWN = {
     "data2vec": _Own(epochs=16, colour=0.0),
     "dino": _Own(epochs=12),
     "dinov2": _Own(epochs=12),
-    "ibot": _Own(epochs=12),
+    "ibot": _Own(epochs=16),
     "ijepa": _Own(epochs=16, colour=0.0),
     "jigsaw": _Own(epochs=6, least_area=0.6),
     "mae": _Own(epochs=24, colour=0.0),
