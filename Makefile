@@ -30,7 +30,7 @@ test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The long tests.
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations; up to an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
