@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class TensorNorms:
     Attributes:
         param_sq: (T,) squared L2 norm of each parameter.
         grad_sq: (T,) of each gradient.
-        dot: (T,) inner product of each parameter with its gradient.
+        dot: (T,) inner product of each parameter with its gradient; zeros for an adaptation that does not need it.
     """
 
     param_sq: Tensor
@@ -31,7 +32,13 @@ class TensorNorms:
 
 
 class Adaptation(ABC):
-    """How far each tensor moves, relative to its own norm."""
+    """How far each tensor moves, relative to its own norm.
+
+    Attributes:
+        needs_dot: reads ``TensorNorms.dot``, which costs a pass over parameters and gradients.
+    """
+
+    needs_dot: ClassVar[bool] = True
 
     @abstractmethod
     def coefficients(
@@ -65,6 +72,8 @@ class Larc(Adaptation):
         clip: take the rate as an upper bound for the learning rate instead of a factor.
         eps: added to the denominator.
     """
+
+    needs_dot: ClassVar[bool] = False
 
     trust_coefficient: float = 0.001
     clip: bool = False

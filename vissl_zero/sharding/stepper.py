@@ -215,9 +215,13 @@ class Stepper:
         present = [float(shard.local.grad is not None) for shard in shards]
         rows = [grad_sq, self._constant("present", present, grad_sq)]
         if self._adaptation is not None:
-            # A dot product needs two of one length: without a gradient, both must be empty.
-            partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
-            rows += [squared_norms(params), dots(partners, grads)]
+            rows.append(squared_norms(params))
+            if self._adaptation.needs_dot:
+                # A dot product needs two of one length: without a gradient, both must be empty.
+                partners = [param if grad.numel() else grad for param, grad in zip(params, grads, strict=True)]
+                rows.append(dots(partners, grads))
+            else:
+                rows.append(torch.zeros_like(grad_sq))
         return rows
 
     def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
