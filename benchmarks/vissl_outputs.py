@@ -655,8 +655,8 @@ def _identity() -> Pairs:
 
 for _name, _why in {
     "mlp_res": "no recipe names it",
-    "eval_mlp_pooled": "no recipe names it",
-    "ibot_distillation_head": "no recipe names it",
+    "eval_mlp_pooled": "refused; one part names it (test/integration_test/models/deit_tiny_blocks)",
+    "ibot_distillation_head": "refused; two students of debugging/pretrain/swav_distillation name it",
     "mlp_fsdp": "mlp: every level trains the one class",
     "eval_mlp_fsdp": "eval_mlp: every level trains the one class",
     "swav_head_fsdp": "swav_head: every level trains the one class",
@@ -874,7 +874,7 @@ for _name, _why in {
     "ImgPilRandomColorJitter": "no recipe names it",
     "ImgPilResizeLargerSide": "IMG_RETRIEVAL resizes the images itself, tests/unit/evaluation/test_retrieval.py",
     "ImgToTensor": "no recipe names it; ToTensor",
-    "OneHotEncode": "no recipe names it",
+    "OneHotEncode": "several labels an image: refused; parts of benchmark/robustness_out_of_distribution name it",
     "VisslAutoAugment": "no recipe names it",
     "SSLTransformsWrapper": "applies a transform to every crop, as the pipeline does",
 }.items():

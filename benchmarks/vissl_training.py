@@ -34,13 +34,12 @@ from vissl_zero.config.components.heads import are_tapped
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
-from vissl_zero.config.derive.measuring import only_measures
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipe_files import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import PREDICTIONS, PROGRAMS
+from vissl_zero.config.vissl_programs import PREDICTIONS, PROGRAMS, RETRIEVAL
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
@@ -141,7 +140,8 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
     run.MODEL.AMP_PARAMS.USE_AMP, run.SLURM.USE_SLURM = False, False
     # Any file: it is not read here, but predictions must name one.
     run.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(images / "labels.npy") if run.PROGRAM == PREDICTIONS else ""
-    run.IMG_RETRIEVAL.DATASET_PATH, run.IMG_RETRIEVAL.N_PCA, run.IMG_RETRIEVAL.RESIZE_IMG = str(images), 4, 64
+    if run.PROGRAM == RETRIEVAL:
+        run.IMG_RETRIEVAL.DATASET_PATH, run.IMG_RETRIEVAL.N_PCA, run.IMG_RETRIEVAL.RESIZE_IMG = str(images), 4, 64
     run.MODEL.FSDP_CONFIG.mixed_precision, run.MODEL.FSDP_CONFIG.compute_dtype = False, "float32"
     side = ALEXNET_SIDES.get(name, 227) if name.startswith("alexnet") else SIDES.get(name, SIDE)
     side = TILES_SIDE if are_cut(run) else side
@@ -160,8 +160,7 @@ def small(run: RunConfig, images: Path, level: int) -> RunConfig:
         params = run.DATA.TRAIN.COLLATE_FUNCTION_PARAMS
         params["num_classes"] = _width(params.get("num_classes", MixingConfig().num_classes))
     _shrink_trunk(run, side)
-    if not only_measures(run):
-        _fit_heads(run, side)
+    _fit_heads(run, side)
     if takes_other_model(run):
         teacher = as_teacher(run)  # shares its blocks with DISTILLATION
         _shrink_trunk(teacher, side)
@@ -205,11 +204,11 @@ def _fit_heads(run: RunConfig, side: int) -> None:
     trunk = build_trunk({"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(run)})
     shapes: list[tuple[int, ...]] = [(int(trunk.feature_dim),)] * len(run.MODEL.HEAD.PARAMS)
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = [
+        [layer, ["AdaptiveAvgPool2d", [[2, 2]]] if "AvgPool" in pooling[0] else pooling]
+        for layer, pooling in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
+    ]
     if are_tapped(run):
-        settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = [
-            [layer, ["AdaptiveAvgPool2d", [[2, 2]]] if "AvgPool" in pooling[0] else pooling]
-            for layer, pooling in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
-        ]
         taps = Taps(trunk, settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP, should_flatten=settings.SHOULD_FLATTEN_FEATS)
         with torch.no_grad():
             shapes = [tuple(rows.shape[1:]) for rows in taps(trunk.eval()([torch.zeros(1, 3, side, side)]))]
