@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from memory_group import MemoryGroup
+
 MIB = 2**20
 STATE_BYTES = 16  # of one parameter: itself, its gradient and Adam's two averages, float32
 
@@ -90,34 +92,27 @@ class Limit:
 
     def __init__(self, num_bytes: int):
         self._num_bytes = num_bytes
-        name = f"vissl_zero_{os.getpid()}_{num_bytes}"
-        self.kind, self._group = "prlimit RLIMIT_DATA", None
-        for root, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-            group = Path(root) / name
-            with suppress(OSError):
-                group.mkdir()
-                (group / file).write_text(str(num_bytes))
-                self.kind, self._group = f"memory cgroup ({file})", group
-                break
+        self._group: MemoryGroup | None = None
+        self.kind = "prlimit RLIMIT_DATA"
+        with suppress(RuntimeError):
+            self._group = MemoryGroup(str(num_bytes), num_bytes)
+            self.kind = f"memory cgroup ({self._group.kind})"
 
     def enter(self) -> None:
         """Put this process under it; for ``preexec_fn``."""
         if self._group is not None:
-            (self._group / "cgroup.procs").write_text(str(os.getpid()))
+            self._group.enter()
         else:
             resource.setrlimit(resource.RLIMIT_DATA, (self._num_bytes, self._num_bytes))
 
     def kills(self) -> int:
         """How many processes under it the kernel has killed so far."""
-        names = ("memory.oom_control", "memory.events")
-        files = [self._group / name for name in names] if self._group is not None else []
-        lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        return 0 if self._group is None else self._group.kills()
 
     def remove(self) -> None:
         """Undo it; no process may be in it any more."""
         if self._group is not None:
-            self._group.rmdir()
+            self._group.close()
 
 
 def run(width: int, num_blocks: int, num_steps: int, folder: str | None, limit: Limit | None) -> dict[str, Any] | None:

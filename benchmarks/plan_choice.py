@@ -19,6 +19,7 @@ loaded before the clock starts, as a run's workers do.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -30,12 +31,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from memory_group import NO_LIMIT, MemoryGroup
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
@@ -46,7 +49,6 @@ from vissl_zero.sharding.allocator import allocator_environment
 NUM_RANKS = 2
 NUM_STEPS, NUM_WARM = 14, 2
 SHARES = (0.2, 0.5, 0.8)  # of the way from the smallest forecast to the largest
-NO_LIMIT = 2**40
 TRUNKS = {
     "regnet": [
         "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 64, w_a: 48.0, "
@@ -58,6 +60,18 @@ TRUNKS = {
         "NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 256, MLP_DIM: 1024}}"
     ],
 }
+IMPORTED = (  # by the runs, sooner or later
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "PIL.ImageFile",
+    "timm",
+    "sklearn.datasets",
+    "vissl_zero.engine.build",
+    "vissl_zero.engine.dry_run",
+    "vissl_zero.engine.loop",
+    "vissl_zero.sharding.memory",
+)
 _HEAD = "config.MODEL.HEAD.PARAMS="
 METHODS = {
     "supervised": [_HEAD + "[[mlp, {dims: [-1, 10]}]]"],
@@ -108,47 +122,17 @@ def candidates_of(name: str, batch: int) -> list[dict[str, Any]]:
         assert step is not None, candidate.forecast.unknown
         with tempfile.TemporaryDirectory() as folder:
             run = resolve(with_candidate(cfg, candidate), folder, recipe=recipe, host=Host(num_cores=1))
-        row = {"plan": str(candidate), "peak": step.peak_bytes, "seconds": candidate.forecast.seconds}
+        row = {
+            "plan": str(candidate),
+            "tensors": step.peak_bytes,
+            "peak": step.resident_bytes,
+            "seconds": candidate.forecast.seconds,
+        }
         found.append({**row, "by_kind": step.by_kind, "run": run})
     return found
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """A memory cgroup of a rank, version 1 or 2.
-
-    Raises:
-        RuntimeError: none can be made here.
-    """
-
-    def __init__(self, name: str, num_bytes: int):
-        for root, limit, peak in (
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-            ("/sys/fs/cgroup", "memory.max", "memory.peak"),
-        ):
-            path = Path(root) / f"vissl_zero_{os.getpid()}_{name}"
-            with suppress(OSError):
-                path.mkdir()
-                (path / limit).write_text(str(num_bytes))
-                self._path, self._peak = path, path / peak
-                return
-        raise RuntimeError("No memory cgroup can be made here. Run as root, outside a container that forbids it.")
-
-    def enter(self) -> None:
-        """Put this process into it. What it has so far is not counted there."""
-        (self._path / "cgroup.procs").write_text(str(os.getpid()))
-
-    def close(self) -> int:
-        """Remove it; most bytes it held."""
-        taken = int(self._peak.read_text())
-        for _ in range(50):
-            with suppress(OSError):
-                self._path.rmdir()
-                break
-            time.sleep(0.1)
-        return taken
 
 
 class Repeated:
@@ -167,7 +151,24 @@ class Repeated:
             yield first
 
 
-def train_rank(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> None:
+def own_pages() -> None:
+    """Write to every page that a forked process shares with its parent, so that none is counted as new later."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    with Path("/proc/self/maps").open() as maps:
+        areas = [line.split() for line in maps]
+    with Path("/proc/self/pagemap").open("rb", 0) as entries:
+        for span, rights, *rest in areas:
+            if not rights.startswith("rw-p") or (rest[3:] and rest[3].startswith("[v")):
+                continue
+            start, end = (int(number, 16) for number in span.split("-"))
+            entries.seek(start // page * 8)
+            for index, byte in enumerate(entries.read((end - start) // page * 8)[7::8]):
+                if byte & 0x80:  # it is there
+                    cell = ctypes.c_char.from_address(start + index * page)
+                    cell.value = cell.value
+
+
+def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -> None:
     """In a forked process: train, and write down seconds of steps and bytes."""
     import torch
     import torch.distributed as dist
@@ -175,7 +176,6 @@ def train_rank(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> None
     from vissl_zero.engine.build import build_run
     from vissl_zero.engine.hook import Hook, Run, Step
     from vissl_zero.engine.loop import train
-    from vissl_zero.sharding.memory import peak_bytes, resident_bytes
 
     wall: list[float] = []
     cpu: list[float] = []
@@ -188,49 +188,40 @@ def train_rank(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> None
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
-    gc.collect()  # writes to all objects: pages shared with the parent become this process's own, before it is counted
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set so far is forgotten
-    before = resident_bytes() or 0
+    gc.collect()
+    own_pages()
     group.enter()
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     run.loader = Repeated(run.loader)  # type: ignore[assignment]
     train(run, schedules, frozen, [Clock()])
-    grown = peak_bytes(torch.device("cpu")) - before
     run.sharded.close()
     steps = slice(NUM_WARM, None)
     found = {
         "wall": [b - a for a, b in pairwise(wall)][steps],
         "cpu": [b - a for a, b in pairwise(cpu)][steps],
-        "grown": grown,
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 def serve() -> None:
     """Import everything; then, for every line (a file with a plan, a limit and a folder), fork ranks and await them."""
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
-    import vissl_zero.engine.build
-    import vissl_zero.engine.dry_run
-    import vissl_zero.engine.loop
-    import vissl_zero.sharding.memory
-
-    assert torch and vissl_zero
+    for module in IMPORTED:
+        import_module(module)
     for number, line in enumerate(sys.stdin):
         file, limit, folder = json.loads(line)
         plan: ResolvedRun = pickle.loads(Path(file).read_bytes())
-        groups = [Group(f"{number}_{rank}", limit) for rank in range(NUM_RANKS)]
+        groups = [MemoryGroup(f"{number}_{rank}", limit) for rank in range(NUM_RANKS)]
         ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
         codes = _await(ranks)
-        taken = [group.close() for group in groups]
+        taken = [group.most() for group in groups]
+        for group in groups:
+            group.close()
         found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
         reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
         print(json.dumps({"codes": codes, "taken": taken, "ranks": reports}), flush=True)
 
 
-def _fork(plan: ResolvedRun, rank: int, group: Group, folder: Path) -> int:
+def _fork(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -> int:
     process = os.fork()
     if process:
         return process
@@ -308,7 +299,7 @@ class Servers:
 def measure(rows: list[dict[str, Any]], servers: Servers, rounds: int) -> None:
     """Run every candidate, in turns; ``wall``, ``cpu`` and ``taken`` are added."""
     for row in rows:
-        row |= {"wall": [], "cpu": [], "taken": 0, "grown": 0}
+        row |= {"wall": [], "cpu": [], "taken": 0}
     for _ in range(rounds):
         for row in rows:
             found = servers.run(row["run"])
@@ -317,7 +308,6 @@ def measure(rows: list[dict[str, Any]], servers: Servers, rounds: int) -> None:
             for key in ("wall", "cpu"):  # a step is over when the slower rank is
                 row[key] += [max(pair) for pair in zip(*(rank[key] for rank in found["ranks"]), strict=True)]
             row["taken"] = max(row["taken"], *found["taken"])
-            row["grown"] = max(row["grown"], *(rank["grown"] for rank in found["ranks"]))
 
 
 def budgets_of(rows: list[dict[str, Any]]) -> list[int]:
@@ -390,8 +380,10 @@ def tables(recipes_done: dict[str, Any]) -> Iterator[str]:
         f"Kendall's tau, all: {kendall(pairs):.3f}; median of recipes {statistics.median(taus):.3f}, "
         f"least {min(taus):.3f}; median relative error {statistics.median(errors):.1%}"
     )
+    within = sum(abs(share) <= 0.08 for share in over)
     yield (
-        f"memory taken over forecast: median {statistics.median(over):+.1%}, from {min(over):+.1%} to {max(over):+.1%}"
+        f"memory over forecast: median {statistics.median(over):+.1%}, from {min(over):+.1%} to {max(over):+.1%}, "
+        f"within 8 %: {within} of {len(over)}"
     )
     yield (
         "| recipe | budget, MiB | chosen | forecast, MiB | taken, MiB | chosen plan | next cheaper | "
@@ -436,10 +428,10 @@ def main() -> None:
     if given.verbose:
         for name, recipe in done.items():
             for row in recipe["candidates"]:
+                sizes = " ".join(f"{row[key] / 2**20:6.1f}" for key in ("tensors", "peak", "taken"))
                 print(
                     f"{name:18} {row['plan']:52} {row['seconds']:7.3f} {step_time(row):7.3f} "
-                    f"{statistics.median(row['wall']):7.3f}  {row['peak'] / 2**20:6.1f} {row['taken'] / 2**20:6.1f} "
-                    f"{row['grown'] / 2**20:6.1f}"
+                    f"{statistics.median(row['wall']):7.3f}  {sizes}"
                 )
     if done:
         print("\n".join(tables(done)))

@@ -14,7 +14,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.planning import fitted, plan_run, with_candidate
 
-pytestmark = pytest.mark.slow  # four runs on real ranks, and a forecast of every plan
+pytestmark = pytest.mark.slow  # a dozen runs on real ranks, and a forecast of every plan
 
 RECIPE = "digits/supervised"
 COMMON = (
@@ -23,6 +23,8 @@ COMMON = (
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8",
 )
+WIDE = ("config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 2048, 2048, 10]}]]",)
+HOST = Host(num_cores=1)
 
 
 def trained(plan: ResolvedRun) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -36,7 +38,7 @@ def trained(plan: ResolvedRun) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     composed = compose(RECIPE, [*COMMON, "config.ZERO.LEVEL=0"])
-    plan = resolve(composed.run, tmp_path_factory.mktemp("plain"), recipe=RECIPE, host=Host(num_cores=1))
+    plan = resolve(composed.run, tmp_path_factory.mktemp("plain"), recipe=RECIPE, host=HOST)
     return run_on_ranks(2, trained, plan)[0]
 
 
@@ -54,21 +56,51 @@ def candidates(disk):
 @pytest.mark.parametrize("wanted", ["level 0, recomputed", "level 1", "level 3, recomputed"])
 def test_fit_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
     """The budget is what the wanted plan takes; of those that fit it is taken where it is the cheapest."""
-    peak = next(c.forecast.step.peak_bytes for c in candidates if str(c) == wanted)
+    peak = next(c.forecast.step.resident_bytes for c in candidates if str(c) == wanted)
     composed = compose(RECIPE, [*COMMON, "config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={peak / 2**30}"])
     cfg, notes, written = fitted(composed)
-    plan = resolve(cfg, tmp_path, recipe=RECIPE, written=written, notes=notes, host=Host(num_cores=1))
+    plan = resolve(cfg, tmp_path, recipe=RECIPE, written=written, notes=notes, host=HOST)
     assert plan.global_batch == 16 and plan.sharding.level <= int(wanted[6])
-    losses, state = run_on_ranks(2, trained, plan)[0]
-    assert losses == pytest.approx(plain[0], abs=1e-10)
-    assert all(torch.allclose(state[name], value, rtol=0, atol=1e-10) for name, value in plain[1].items())
+    assert_trains(plan, plain)
 
 
-def test_a_plan_with_everything_on_a_disk_trains_the_same(plain, candidates, tmp_path):
-    candidate = next(c for c in candidates if c.sharding.offload_params.device == "nvme")
-    cfg = with_candidate(compose(RECIPE, [*COMMON]).run, candidate)
-    plan = resolve(cfg, tmp_path, recipe=RECIPE, host=Host(num_cores=1))
-    assert plan.sharding.offload_params.device == plan.sharding.offload_optimizer.device == "nvme"
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "level 2",
+        "level 3",
+        "level 1, recomputed",
+        "level 1, optimizer on nvme",
+        "level 3, recomputed, optimizer on nvme",
+        "level 3, optimizer on nvme, parameters on nvme",
+    ],
+)
+def test_every_tier_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
+    candidate = next(c for c in candidates if str(c) == wanted)
+    plan = resolve(with_candidate(compose(RECIPE, [*COMMON]).run, candidate), tmp_path, recipe=RECIPE, host=HOST)
+    assert plan.sharding.level == candidate.sharding.level
+    assert plan.sharding.offload_params.device == candidate.sharding.offload_params.device
+    assert_trains(plan, plain)
+
+
+def test_a_budget_that_only_a_disk_meets_trains_what_level_0_trains(disk, tmp_path):
+    """Of a model wide enough for its state to be larger than the buffers of a disk."""
+    words = [*COMMON, *WIDE, f"config.ZERO.offload_optimizer_config.nvme_path={disk}"]
+    every = plan_run(compose(RECIPE, [*words, "config.DRY_RUN=true"]).run, RECIPE).candidates
+    needed = {c.sharding.offload_optimizer.device: c.forecast.step.resident_bytes for c in reversed(every)}
+    least = min(c.forecast.step.resident_bytes for c in every if c.sharding.offload_optimizer.device == "none")
+    assert needed["nvme"] < least, "no budget asks for the disk"
+    budget = f"config.ZERO.MEMORY_GB={needed['nvme'] / 2**30}"
+    cfg, notes, written = fitted(compose(RECIPE, [*words, "config.ZERO.LEVEL=fit", budget]))
+    plan = resolve(cfg, tmp_path / "fit", recipe=RECIPE, written=written, notes=notes, host=HOST)
+    assert plan.sharding.offload_optimizer.device == "nvme"
+    plain = resolve(compose(RECIPE, [*COMMON, *WIDE, "config.ZERO.LEVEL=0"]).run, tmp_path, recipe=RECIPE, host=HOST)
+    assert_trains(plan, run_on_ranks(2, trained, plain)[0])
+
+
+def assert_trains(plan, plain):
+    """Losses and weights to 1e-10."""
     losses, state = run_on_ranks(2, trained, plan)[0]
     assert losses == pytest.approx(plain[0], abs=1e-10)
+    assert state.keys() == plain[1].keys()
     assert all(torch.allclose(state[name], value, rtol=0, atol=1e-10) for name, value in plain[1].items())

@@ -12,7 +12,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "offload_memory.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_rank_takes_three_units_and_the_buffers_where_the_plain_run_is_killed(tmp_path: Path) -> None:
+def test_a_rank_takes_three_units_and_the_buffers_where_the_plain_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     bound = runpy.run_path(str(SCRIPT))["bound"]
     found = bound(str(tmp_path), width=1024, num_blocks=36, num_steps=2)
     if "cgroup" not in found["kind"]:

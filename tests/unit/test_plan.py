@@ -26,6 +26,7 @@ def test_json_has_every_level_with_its_peak_and_marks_the_cheapest_that_fits(cap
     candidates = json.loads(capsys.readouterr().out)["candidates"]
     assert {candidate["level"] for candidate in candidates} == {0, 1, 2, 3}
     assert all(candidate["peak_bytes"] == sum(candidate["by_kind"].values()) for candidate in candidates)
+    assert all(candidate["resident_bytes"] > candidate["peak_bytes"] for candidate in candidates)
     assert [candidate["chosen"] for candidate in candidates] == [True] + [False] * (len(candidates) - 1)
     times = [candidate["relative_time"] for candidate in candidates]
     assert times == pytest.approx(sorted(times), abs=1e-3)
@@ -46,11 +47,11 @@ def test_more_ranks_take_less_of_what_is_sharded(capsys):
 
 def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     every = planned("config.ZERO.MEMORY_GB=1").candidates
-    budget = sorted(c.forecast.step.peak_bytes for c in every)[1] / 2**30
+    budget = sorted(c.forecast.step.resident_bytes for c in every)[1] / 2**30
     words = ["config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={budget}"]
     cfg, notes, written = fitted(compose(RECIPE, words))
     chosen = planned(*words[1:]).chosen
-    assert chosen.excess == 0 and chosen.forecast.step.peak_bytes <= budget * 2**30
+    assert chosen.excess == 0 and chosen.forecast.step.resident_bytes <= budget * 2**30
     again = resolve(compose(RECIPE, overrides_of(chosen)).run, "/nowhere", recipe=RECIPE)
     fit = resolve(cfg, "/nowhere", recipe=RECIPE, written=written, notes=notes)
     assert fit.sharding == again.sharding == chosen.sharding
@@ -69,7 +70,7 @@ def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
 
 
 def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
-    with pytest.raises(ConfigError, match=r"is too little for every plan .* the smallest takes 0\.00\d+ GiB") as error:
+    with pytest.raises(ConfigError, match=r"is too little for every plan .* the smallest takes 0\.0\d+ GiB") as error:
         fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=0.0001"]))
     enough = str(error.value).rsplit("config.ZERO.MEMORY_GB=", 1)[1].split()[0]
     fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={enough}"]))

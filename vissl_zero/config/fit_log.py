@@ -22,7 +22,7 @@ class FitChoice:
     Attributes:
         run: resolved.
         plan: for people.
-        forecast_bytes: its peak of a rank, where it computes.
+        forecast_bytes: most a rank would hold where it computes: on the CPU resident, on a GPU allocated.
         budget_bytes: what it was to fit into.
     """
 

@@ -257,6 +257,7 @@ class MachineProfile:
         disk: bytes a second of a rank's share of a local disk.
         operation_s: seconds that one operation costs beside what it computes.
         convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
+        fresh: bytes a second of memory that the system hands out anew, on a CPU; None: it costs nothing.
         memory_gb: GiB where a rank computes; None: not said, and the device here or an assumed one counts.
         source: where the figures are from.
     """
@@ -271,6 +272,7 @@ class MachineProfile:
     disk: float
     operation_s: float
     convolution_share: float = 1.0
+    fresh: float | None = None
     memory_gb: float | None = None
     source: str = ""
 
@@ -322,7 +324,7 @@ def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in given or item.name not in ("memory_gb", "convolution_share"):
+        elif item.name in given or item.name not in ("memory_gb", "convolution_share", "fresh"):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

@@ -80,7 +80,7 @@ class Fitted:
     def choice(self, run: ResolvedRun) -> FitChoice:
         """For the launcher, with ``cfg`` resolved."""
         assert self.candidate.forecast.step is not None
-        return FitChoice(run, str(self.candidate), self.candidate.forecast.step.peak_bytes, self.budget.memory)
+        return FitChoice(run, str(self.candidate), self.candidate.forecast.step.resident_bytes, self.budget.memory)
 
 
 def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, Any]]:
@@ -238,7 +238,7 @@ class Past:
     Attributes:
         folder: of the run.
         plan: for people.
-        forecast_bytes: peak of a rank; None: not known.
+        forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
         measured_bytes: of rank 0: what the process grew by over what it held before the model was built (CPU), or what
             torch had allocated at most (GPU); None: the run has not come to its end, or ran out of memory.
         outcome: "done", "out of memory" or "not done".
@@ -289,4 +289,4 @@ def _forecast(path: Path) -> tuple[str, int | None]:
         forecast = dry_run(load_resolved(path)).forecast
     except VisslZeroError:
         return "?", None
-    return f"level {forecast.wrap_plan.level}", None if forecast.step is None else forecast.step.peak_bytes
+    return f"level {forecast.wrap_plan.level}", None if forecast.step is None else forecast.step.resident_bytes

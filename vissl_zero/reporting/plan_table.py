@@ -30,7 +30,7 @@ NAMES = {
 def plan_table(planned: Planned) -> Table:
     """One row per candidate, cheapest first."""
     table = Table(box=None, pad_edge=False)
-    titles = ("", "plan", "time", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
+    titles = ("", "plan", "time", "needed", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
     for title in titles:
         table.add_column(title, justify="left" if title in ("", "plan", "fits") else "right", no_wrap=True)
     for candidate in planned.candidates:
@@ -54,7 +54,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     if chosen is None:
         least = smallest(planned.candidates)
         step = None if least is None else least.forecast.step
-        at_least = "" if step is None else f" The smallest takes {bytes_text(step.peak_bytes)}: {least}."
+        at_least = "" if step is None else f" The smallest takes {bytes_text(step.resident_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
         sharding = plan.sharding
         if sharding.offload_optimizer.nvme_path is None and sharding.offload_params.nvme_path is None:
@@ -186,10 +186,11 @@ def _row(candidate: Candidate, kinds: Sequence[str]) -> list[str]:
     step, time = candidate.forecast.step, candidate.relative_time
     head = ["=>" if candidate.is_chosen else "", str(candidate), "?" if time is None else f"{time:.2f}"]
     if step is None:
-        return [*head, *["?"] * (len(kinds) + 3), "not known"]
+        return [*head, *["?"] * (len(kinds) + 4), "not known"]
     fits = "yes" if candidate.fits else f"{bytes_text(candidate.excess or 0)} too much"
     held = [bytes_text(step.by_kind[kind]) for kind in kinds]
-    return [*head, bytes_text(step.peak_bytes), *held, bytes_text(step.host_bytes), bytes_text(step.disk_bytes), fits]
+    sizes = bytes_text(step.resident_bytes), bytes_text(step.peak_bytes)
+    return [*head, *sizes, *held, bytes_text(step.host_bytes), bytes_text(step.disk_bytes), fits]
 
 
 def _json(candidate: Candidate) -> dict[str, Any]:
@@ -204,6 +205,7 @@ def _json(candidate: Candidate) -> dict[str, Any]:
         "micro_batches": candidate.micro_batches,
         "batch_per_rank": candidate.batch_per_rank,
         "peak_bytes": None if step is None else step.peak_bytes,
+        "resident_bytes": None if step is None else step.resident_bytes,
         "by_kind": None if step is None else step.by_kind,
         "phase": None if step is None else step.phase,
         "unit": None if step is None else step.unit,

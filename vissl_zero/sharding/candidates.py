@@ -35,7 +35,7 @@ class Budget:
         step = forecast.step
         if step is None:
             return None
-        over = max(0, step.peak_bytes - self.memory)
+        over = max(0, step.resident_bytes - self.memory)
         if self.host is not None:
             over += max(0, step.host_bytes - self.host)
         if self.disk is not None:
@@ -169,7 +169,7 @@ def after_failures(candidates: Sequence[Candidate], share_left: float) -> list[C
     Each is the cheapest of those that fit with a forecast of at most ``share_left`` of the one before; the last is the
     smallest of all, by however little.
     """
-    fitting = [(c.forecast.step.peak_bytes, c) for c in candidates if c.fits and c.forecast.step is not None]
+    fitting = [(c.forecast.step.resident_bytes, c) for c in candidates if c.fits and c.forecast.step is not None]
     found: list[Candidate] = []
     most = float("inf")
     for peak, candidate in fitting:  # cheapest first
@@ -185,19 +185,19 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
     step = candidates[index].forecast.step
     assert step is not None
-    text = f"the cheapest that fits, {_gib(step.peak_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
+    text = f"the cheapest that fits, {_gib(step.resident_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
     if not index:
         return f"{text}."
     last = candidates[index - 1]
     if last.forecast.step is None:
         return f"{text}; of {last} the memory is not known."
-    return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.peak_bytes)} GiB."
+    return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.resident_bytes)} GiB."
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
     """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
     known = [candidate for candidate in candidates if candidate.forecast.step is not None]
-    return min(known, key=lambda c: (c.excess or 0, c.forecast.step.peak_bytes), default=None)  # type: ignore[union-attr]
+    return min(known, key=lambda c: (c.excess or 0, c.forecast.step.resident_bytes), default=None)  # type: ignore[union-attr]
 
 
 def nothing_fits(
@@ -216,7 +216,7 @@ def nothing_fits(
         reason = next((candidate.forecast.unknown for candidate in candidates), "")
         must = f"needs a forecast, and there is none ({reason})"
         return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
-    need = least.forecast.step.peak_bytes
+    need = least.forecast.step.resident_bytes
     must = f"is too little for every plan that trains the same; the smallest takes {_gib(need)} GiB ({least})"
     has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
     # To a thousandth and a bit.

@@ -135,17 +135,6 @@ class Forecaster:
             wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
-        if isinstance(trace, StepTrace):
-            seconds = step_seconds(
-                trace,
-                facts,
-                plan,
-                subject.world_size,
-                subject.num_nodes,
-                micro_batches,
-                subject.machine or machine_for(subject.device_type),
-                subject.device_type,
-            )
         if isinstance(trace, StepTrace) and plan.engine != "torch":
             unknown = f"the {plan.engine} engine's own buffers are not modelled"
         elif isinstance(trace, StepTrace):
@@ -160,6 +149,18 @@ class Forecaster:
                     num_nodes=subject.num_nodes,
                     micro_batches=micro_batches,
                 )
+        if isinstance(trace, StepTrace):
+            seconds = step_seconds(
+                trace,
+                facts,
+                plan,
+                subject.world_size,
+                subject.num_nodes,
+                micro_batches,
+                subject.machine or machine_for(subject.device_type),
+                subject.device_type,
+                0 if step is None else step.cleared_bytes,
+            )
         return Forecast(wrap_plan, self._rest(plan, wrap_plan, facts, num_ranks, trace), step, unknown, seconds)
 
     @property

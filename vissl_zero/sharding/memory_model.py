@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
+from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
 from vissl_zero.sharding.cpu_comm.transports import SLOT_BYTES
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.resident import PROCESS_BYTES, BlockReplay
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
 from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
 from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
@@ -116,7 +118,10 @@ class StepMemory:
     """A forecast step of the rank that holds most.
 
     Attributes:
-        peak_bytes: most at any moment, where it computes.
+        peak_bytes: most of all tensors at any moment, where it computes.
+        resident_bytes: most that the process holds for them on a CPU, beyond itself before the model is built: with
+            what lies free between blocks, and what kernels and libraries add. On a GPU ``peak_bytes``.
+        cleared_bytes: that the system hands out anew in a step, and clears before; 0 on a GPU, where torch keeps them.
         by_kind: bytes at that moment; see ``KINDS``.
         phase: "teacher", "forward", "backward" or "update": in which the peak falls.
         unit: the module entered last before it; empty for the model itself.
@@ -127,6 +132,8 @@ class StepMemory:
     """
 
     peak_bytes: int
+    resident_bytes: int
+    cleared_bytes: int
     by_kind: dict[str, int]
     phase: str
     unit: str
@@ -257,6 +264,7 @@ class _Step:
         self.taught: set[str] = set()
         self.pending: dict[str, int] = {}
         self.place = 0
+        self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
 
     # -- what is there throughout ------------------------------------------------------------------------------
 
@@ -333,16 +341,22 @@ class _Step:
 
     # -- what changes --------------------------------------------------------------------------------------------
 
-    def change(self, kind: str, num_bytes: int) -> None:
-        """At the present place."""
-        if num_bytes:
+    def change(self, kind: str, *blocks: int) -> None:
+        """At the present place: blocks that come, by their bytes, or a negative number of bytes that go."""
+        if num_bytes := sum(blocks):
             self.changes[kind].append((self.place, num_bytes))
+            self.blocks.append((self.place, kind, [size for size in blocks if size]))
+
+    def spike(self, num_bytes: int, kind: str) -> None:
+        """A block that comes and goes at the present place."""
+        self.spikes.append((self.place, num_bytes, kind))
 
     def gather(self, unit: str, gathered: set[str], kind: str) -> None:
         """A unit's parameters become whole."""
         if self.is_fully_sharded and unit in self.units and unit not in gathered:
             gathered.add(unit)
-            self.change(kind, int(self.whole_unit(unit) * self.compute_share))
+            params = (self.facts.params[name] for name in self.units[unit])
+            self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
             if self.plan.offload_params.device == "nvme":  # its shards, and a buffer that is not kept
                 shards = self.whole_unit(unit) // self.num_ranks
                 self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
@@ -360,9 +374,9 @@ class _Step:
         if self.micro_batches == 1:
             return
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
-            self.change("grads", sum(param.num_bytes for param in self.trained.values()))
+            self.change("grads", *(param.num_bytes for param in self.trained.values()))
         elif self.is_fully_sharded:
-            self.change("grads", sum(map(self.reduced, self.trained.values())))
+            self.change("grads", *map(self.reduced, self.trained.values()))
 
     def reduced(self, param: ParamFacts) -> int:
         """Bytes of a gradient's part, as it comes from reducing it."""
@@ -470,7 +484,8 @@ class _Step:
         if not whole:
             return
         names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
-        shards = sum(self.reduced(self.facts.params[name]) for name in names)
+        parts = [self.reduced(self.facts.params[name]) for name in names]
+        shards = sum(parts)
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
@@ -478,7 +493,7 @@ class _Step:
             self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
         elif self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
-            self.change("grads", shards)
+            self.change("grads", *parts)
 
     # -- sums ----------------------------------------------------------------------------------------------------
 
@@ -513,8 +528,11 @@ class _Step:
         drawn = _drawn(total)
         (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
         host, disk = self.elsewhere()
+        resident, cleared = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0)
         return StepMemory(
             peak_bytes=int(total[peak]),
+            resident_bytes=resident,
+            cleared_bytes=cleared,
             by_kind={kind: int(values[peak]) for kind, values in series.items()},
             phase=phase,
             unit=unit,
@@ -523,6 +541,28 @@ class _Step:
             timeline={kind: values[drawn].tolist() for kind, values in series.items()},
             phases=[name for name, _ in phases],
         )
+
+    def resident(self) -> tuple[int, int]:
+        """What a CPU rank holds at most, and what is cleared in a step: blocks are replayed on the allocator's heap."""
+        facts, update = self.facts, self.facts.updates[self.num_ranks]
+        constants: dict[str, int] = {}
+        for kind, num_bytes in self.constants():
+            constants[kind] = constants.get(kind, 0) + num_bytes
+        replay = BlockReplay(heap_of(self.plan))
+        if constants.pop("params", 0) > sum(param.itemsize for param in facts.params.values()):
+            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
+        replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
+        constants.pop("teacher", 0)
+        if self.is_whole:
+            replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
+            constants.pop("grads", 0)
+        images, state = constants.pop("inputs", 0), constants.pop("optimizer", 0)
+        parts = [self.part(param) for param in self.trained.values()]
+        share = state / max(1, sum(parts) * update.num_state_keys)
+        states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
+        temporary = update.temporary_bytes if self.plan.offload_optimizer.device == "none" else 0
+        replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
+        return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
         """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""

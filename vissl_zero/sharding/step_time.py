@@ -62,7 +62,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    share = seconds / 7
+    share = seconds / 8
     try:
         near = _exchange(share)  # forks: before anything else
         flops = _matmul(torch.float32, share)
@@ -77,6 +77,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             disk=_disk(folder, share),
             operation_s=_operation(share),
             convolution_share=_convolution(share) / flops,
+            fresh=_fresh(share),
             source=f"measured on this machine, torch {torch.__version__}; far_link is half of near_link by assumption",
         )
     finally:
@@ -137,6 +138,19 @@ def _convolution(seconds: float) -> float:
 def _stream(seconds: float) -> float:
     a, b = torch.ones(_STREAMED // 4), torch.ones(_STREAMED // 4)
     return 3 * _STREAMED / _best(lambda: a.add_(b), seconds)
+
+
+def _fresh(seconds: float) -> float:
+    """Bytes a second that are mapped, written to and returned."""
+
+    def run() -> None:
+        with mmap.mmap(-1, _STREAMED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                fresh.madvise(mmap.MADV_HUGEPAGE)  # as ranks are started (allocator.py)
+            for start in range(0, _STREAMED, mmap.PAGESIZE):
+                fresh[start] = 1
+
+    return _STREAMED / _best(run, seconds)
 
 
 def _operation(seconds: float) -> float:
@@ -218,6 +232,7 @@ def step_seconds(
     micro_batches: int,
     machine: MachineProfile,
     device_type: str,
+    cleared_bytes: int = 0,
     num_threads: int = 1,
 ) -> float:
     """Estimated seconds of one step of a rank.
@@ -229,6 +244,7 @@ def step_seconds(
         micro_batches: per step.
         machine: its rates.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
+        cleared_bytes: of ``StepMemory``.
         num_threads: of a rank, on the CPU: they share the arithmetic.
     """
     num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
@@ -256,6 +272,8 @@ def step_seconds(
         sent = cut * (rounds * grads + gathers * params * share) / group_link
         if plan.level == 3:
             sent += cut * micro_batches * taught * share / group_link
+            # Between parameters and messages all is copied once more: read and written.
+            sent += 2 * (rounds * grads + (gathers * params + micro_batches * taught) * share) / machine.memory
         replicas = world_size // num_ranks
         sent += 2 * (replicas - 1) / replicas * part / link
     # The update reads and writes state and parameters, and reads gradients.
@@ -272,4 +290,6 @@ def step_seconds(
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
     elif plan.offload_params.device == "cpu" and device_type == "cuda":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
+    if machine.fresh is not None:
+        compute += cleared_bytes / machine.fresh
     return micro_batches * compute + sent + update

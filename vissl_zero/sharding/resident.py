@@ -1,0 +1,135 @@
+"""Resident memory of a CPU rank: a recorded step, replayed block by block on the allocator's heap (``heap.py``)."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+from vissl_zero.sharding.heap import Heap
+from vissl_zero.sharding.step_trace import Moment, StepTrace
+
+# Beside tensors, once the model is built: its modules, autograd's graph, kernels' scratch, gloo's threads.
+PROCESS_BYTES = 20 * 2**20
+_NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
+
+
+class BlockReplay:
+    """Puts the blocks of a step on a heap, in the order of the step.
+
+    Args:
+        heap: empty.
+
+    Attributes:
+        cleared_bytes: that the system hands out anew in every step.
+    """
+
+    def __init__(self, heap: Heap):
+        self._heap = heap
+        self._live: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # kind -> number and bytes, oldest first
+        self._activations: dict[int, list[int]] = defaultdict(list)  # bytes -> numbers
+        self._handed: tuple[int, int] | None = None
+        self.cleared_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was resident so far."""
+        return self._heap.peak_bytes
+
+    def keep(self, sizes: Iterable[int]) -> None:
+        """Blocks that stay for good."""
+        for size in sizes:
+            self._heap.allocate(size)
+
+    def run(
+        self,
+        trace: StepTrace,
+        changes: Sequence[tuple[int, str, list[int]]],
+        spikes: Sequence[tuple[int, int, str]],
+        images: int,
+        states: Sequence[int],
+        temporaries: Sequence[int],
+    ) -> None:
+        """Some steps.
+
+        Args:
+            trace: of a micro-batch.
+            changes: place among its deltas and marks, kind, and bytes of blocks that come, or of all that go, negative.
+            spikes: place, bytes, kind of what comes and goes at once.
+            images: bytes of those of a step.
+            states: optimizer state that the first update makes.
+            temporaries: of an update.
+        """
+        at: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
+        for place, kind, sizes in changes:
+            at[place].append((kind, sizes))
+        for place, size, kind in spikes:
+            if kind != "grads":  # those are gradients that stay a moment longer
+                at[place].append((kind, [size, -size]))
+        marks = [mark.place + index for index, mark in enumerate(trace.marks)]
+        handed = {  # activations that become a finished gradient
+            mark.place - 1
+            for mark in trace.marks
+            if mark.moment == Moment.GRADIENT and mark.place and trace.deltas[mark.place - 1] == -mark.num_bytes
+        }
+        last = len(trace.deltas) + len(trace.marks)
+        for step in range(_NUM_STEPS):
+            cleared = self._heap.cleared_bytes
+            loaded = self._heap.allocate(images) if images else None
+            index, next_mark = 0, 0
+            for place in range(last):
+                if next_mark < len(marks) and marks[next_mark] == place:
+                    next_mark += 1
+                    self._change(at.get(place, ()))
+                else:
+                    self._delta(trace.deltas[index], index in handed)
+                    index += 1
+            for place in sorted(place for place in at if place >= last):
+                self._change(at[place])
+            if step == 0:
+                self.keep(states)
+            for number in [self._heap.allocate(size) for size in temporaries if size]:
+                self._heap.free(number)
+            self._end(loaded)
+            self.cleared_bytes = self._heap.cleared_bytes - cleared
+
+    def _delta(self, num_bytes: int, is_handed: bool) -> None:
+        if num_bytes > 0:
+            self._activations[num_bytes].append(self._heap.allocate(num_bytes))
+        elif self._activations[-num_bytes]:
+            number = self._activations[-num_bytes].pop()  # of equal ones, the newest goes first
+            if is_handed:
+                self._handed = number, -num_bytes
+            else:
+                self._heap.free(number)
+
+    def _change(self, changes: Iterable[tuple[str, list[int]]]) -> None:
+        for kind, sizes in changes:
+            for size in sizes:
+                if size < 0:
+                    self._go(kind, -size)
+                elif self._handed is not None and kind == "grads" and self._handed[1] == size:
+                    self._live[kind].append(self._handed)
+                    self._handed = None
+                else:
+                    self._live[kind].append((self._heap.allocate(size), size))
+        if self._handed is not None:  # sent at once, or added to what is there
+            self._heap.free(self._handed[0])
+            self._handed = None
+
+    def _go(self, kind: str, num_bytes: int) -> None:
+        live = self._live[kind]
+        while num_bytes > 0 and live:
+            number, size = live.popleft()
+            self._heap.free(number)
+            num_bytes -= size
+
+    def _end(self, loaded: int | None) -> None:
+        """Of a step: gradients and what the loop held go."""
+        for live in self._live.values():
+            while live:
+                self._heap.free(live.popleft()[0])
+        for numbers in self._activations.values():
+            while numbers:
+                self._heap.free(numbers.pop())
+        if loaded is not None:
+            self._heap.free(loaded)
