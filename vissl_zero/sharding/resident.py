@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from vissl_zero.sharding.heap import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
-# Beside tensors, beyond what is imported: the model's modules, autograd's graph, scratch memory of kernels, gloo's threads.
+# Beside tensors, beyond what is imported: the model's modules, autograd's graph, scratch of kernels, gloo's threads.
 # What was left of eight plans of a ViT and a ResNet-18 on two ranks (torch 2.13, x86): 17 to 27 MiB.
 PROCESS_BYTES = 24 * 2**20
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
