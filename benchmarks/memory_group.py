@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 NO_LIMIT = 2**40
-_VERSIONS = (  # root, and the files of the limit, of what is held now, of the most so far, and of what was killed
+_VERSIONS = (  # root, and the files of the limit, of the most held so far, and of what was killed
     (
         "/sys/fs/cgroup/memory",
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"),
+        ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"),
     ),
-    ("/sys/fs/cgroup", ("memory.max", "memory.current", "memory.peak", "memory.events")),
+    ("/sys/fs/cgroup", ("memory.max", "memory.peak", "memory.events")),
 )
 
 
@@ -35,7 +35,7 @@ class MemoryGroup:
             with suppress(OSError):
                 path.mkdir()
                 self._path, self.kind = path, files[0]
-                self._limit, self._held, self._most, self._events = (path / file for file in files)
+                self._limit, self._most, self._events = (path / file for file in files)
                 try:
                     self.limit(num_bytes)
                 except OSError:
@@ -52,24 +52,18 @@ class MemoryGroup:
         """
         self._limit.write_text(str(num_bytes))
 
-    def lower(self) -> int:
-        """Lower the limit to what the processes hold now; returns it."""
-        while True:
-            num_bytes = self.held() + 2**20
-            with suppress(OSError):
-                self.limit(num_bytes)
-                return num_bytes
-
     def enter(self) -> None:
         """Put this process into it; also for ``preexec_fn``."""
         (self._path / "cgroup.procs").write_text(str(os.getpid()))
 
     def held(self) -> int:
-        """Bytes that its processes hold, files in the kernel's cache included."""
-        return int(self._held.read_text())
+        """Bytes that its processes hold and that the kernel cannot take from them: no cached files."""
+        lines = dict(line.split() for line in (self._path / "memory.stat").read_text().splitlines())
+        names = ("total_rss", "total_shmem") if "total_rss" in lines else ("anon", "shmem")
+        return sum(int(lines[name]) for name in names)
 
     def most(self) -> int:
-        """Most bytes they have held."""
+        """Most bytes that were counted, files in the kernel's cache included."""
         return int(self._most.read_text())
 
     def kills(self) -> int:

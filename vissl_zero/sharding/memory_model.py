@@ -347,10 +347,6 @@ class _Step:
             self.changes[kind].append((self.place, num_bytes))
             self.blocks.append((self.place, kind, [size for size in blocks if size]))
 
-    def spike(self, num_bytes: int, kind: str) -> None:
-        """A block that comes and goes at the present place."""
-        self.spikes.append((self.place, num_bytes, kind))
-
     def gather(self, unit: str, gathered: set[str], kind: str) -> None:
         """A unit's parameters become whole."""
         if self.is_fully_sharded and unit in self.units and unit not in gathered:
@@ -439,6 +435,7 @@ class _Step:
                 self.change("grads", -total)
             else:
                 self.spikes.append((self.place, total, "communication"))
+                self.blocks.append((self.place, "grads", [total, -total]))  # the bucket stays in their place
 
     def buckets(self) -> Iterator[Sequence[str]]:
         """Names of gradients that leave together, in the order in which they may."""

@@ -64,7 +64,7 @@ class BlockReplay:
         for place, kind, sizes in changes:
             at[place].append((kind, sizes))
         for place, size, kind in spikes:
-            if kind != "grads":  # those are gradients that stay a moment longer
+            if kind not in ("grads", "communication"):  # what stays a moment longer, and buckets, which stay
                 at[place].append((kind, [size, -size]))
         marks = [mark.place + index for index, mark in enumerate(trace.marks)]
         handed = {  # activations that become a finished gradient
