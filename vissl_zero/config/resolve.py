@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from vissl_zero.config.blocks.model_and_loss import default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
+from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
+from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.derive.components import (
     as_teacher,
     head_options,
@@ -20,18 +21,17 @@ from vissl_zero.config.derive.components import (
     trunk_options,
     with_run_of_weights,
 )
-from vissl_zero.config.derive.data_plan import with_image_size
-from vissl_zero.config.derive.inactive import inactive_keys
-from vissl_zero.config.derive.measuring import only_measures, tests_alone, without_training
-from vissl_zero.config.derive.optimizer_plan import optimizer_plan
-from vissl_zero.config.derive.placement_plan import GPU_NAMES, global_batch, placement, ranks
-from vissl_zero.config.derive.sharding_plan import sharding_plan
+from vissl_zero.config.derive.data_plan import DATA_RULES, with_image_size
+from vissl_zero.config.derive.inactive import VISSL_RULES, inactive_keys, no_effect
+from vissl_zero.config.derive.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
+from vissl_zero.config.derive.model_rules import MODEL_RULES
+from vissl_zero.config.derive.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
+from vissl_zero.config.derive.placement_plan import GPU_NAMES, PLACEMENT_RULES, global_batch, placement, ranks
+from vissl_zero.config.derive.sharding_plan import SHARDING_RULES, sharding_plan
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.config.plain_tree import find, leaves
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.rules import problems
-from vissl_zero.config.rules.vissl_rules import no_effect
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
 from vissl_zero.config.vissl import without_vissl_keys
@@ -40,6 +40,20 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
+
+
+Rule = Callable[[RunConfig, Host], Problem | list[Problem] | None]
+
+# All of them run, and all problems are reported together. A rule is a pure function of the configuration and the host.
+RULES: tuple[Rule, ...] = (
+    *DATA_RULES,
+    *MODEL_RULES,
+    *OPTIMIZER_RULES,
+    *SHARDING_RULES,
+    *PLACEMENT_RULES,
+    *PROGRAM_RULES,
+    *VISSL_RULES,
+)
 
 
 def resolve(
@@ -113,6 +127,37 @@ def resolve(
         interpolations=interpolations,
         copies=copies_of(derived, cfg, interpolations) if interpolations else {},
     )
+
+
+def problems(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Everything that is wrong with a configuration: values by themselves, then keys together; each problem once."""
+    found = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
+    for rule in RULES:
+        try:
+            verdict = rule(cfg, host)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
+            if not found:
+                raise
+            continue  # it stumbles over a value that is among the problems already
+        found += [verdict] if isinstance(verdict, Problem) else verdict or []
+    return list(dict.fromkeys(found))
+
+
+def unread_blocks(cfg: RunConfig) -> set[str]:
+    """Paths of blocks that this run does not read: of other trunks and losses, and of what is switched off."""
+    name = cfg.MODEL.TRUNK.NAME
+    others = {*TRUNK_BLOCKS.values()} - {TRUNK_BLOCKS.get(name), FURTHER_BLOCKS.get(name)}
+    unread = {f"config.MODEL.TRUNK.{block}" for block in others}
+    unread |= {f"config.LOSS.{name}" for name in cfg.LOSS if name not in ("name", cfg.LOSS.get("name"))}
+    schedules, head = cfg.OPTIMIZER.param_schedulers, cfg.OPTIMIZER.head_optimizer_params
+    off = {
+        "SLURM": not cfg.SLURM.USE_SLURM,
+        "MODEL.GRAD_CLIP": not cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP,
+        "OPTIMIZER.param_schedulers.lr_head": not head.use_different_lr,
+        "OPTIMIZER.param_schedulers.weight_decay": not schedules.weight_decay.name,
+        "OPTIMIZER.param_schedulers.weight_decay_head": not schedules.weight_decay_head.name,
+    }
+    return unread | {f"config.{path}" for path, is_off in off.items() if is_off}
 
 
 def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:

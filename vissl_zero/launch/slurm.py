@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import read_object, replacing
+from vissl_zero.config.derive.placement_plan import is_unsafe
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.rules.slurm_rules import is_unsafe
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.run_folder import prepare_folder
 from vissl_zero.launch.slurm_task import SlurmTask, private_folder, snapshot

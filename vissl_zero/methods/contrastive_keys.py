@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vissl_zero.config.constraints import above_zero, at_least
 from vissl_zero.config.derive.placement_plan import micro_batch
-from vissl_zero.config.rules.limits import above_zero, at_least
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS

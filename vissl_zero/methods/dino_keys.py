@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from vissl_zero.config.constraints import number
-from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.config.constraints import above_zero, at_least, number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS

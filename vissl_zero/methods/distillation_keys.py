@@ -139,8 +139,8 @@ _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
     """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
-    from vissl_zero.config.rules import model_rules as rules
-    from vissl_zero.config.rules.vissl_rules import refused
+    from vissl_zero.config.derive import model_rules as rules
+    from vissl_zero.config.derive.inactive import refused
 
     shadow, found = as_teacher(cfg), list[Problem]()
     for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):

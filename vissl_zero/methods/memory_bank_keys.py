@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from vissl_zero.config.constraints import number
-from vissl_zero.config.rules.limits import one_of
+from vissl_zero.config.constraints import number, one_of
 from vissl_zero.errors import Problem
 from vissl_zero.methods.pretext_keys import GRIDS, towers_of, wrong_tiles, wrong_towers
 from vissl_zero.methods.spec import MethodSpec, are_cut, crops_of, head_width, loss_keys, one_head, two_views

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.rules.limits import above_zero, at_least
+from vissl_zero.config.constraints import above_zero, at_least
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS

@@ -8,7 +8,7 @@ from typing import Any
 
 from vissl_zero.config.compose import load
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules import problems
+from vissl_zero.config.resolve import problems
 from vissl_zero.config.run_config import RunConfig
 
 CPU_HOST = Host(num_gpus=0, why_no_gpu="no NVIDIA driver is loaded", num_cores=8)

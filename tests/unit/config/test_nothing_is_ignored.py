@@ -11,8 +11,8 @@ from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
 from vissl_zero.config.derive.placement_plan import placement
 from vissl_zero.config.derive.sharding_plan import IMPLIED, sharding_plan
 from vissl_zero.config.host import Host
+from vissl_zero.config.resolve import problems
 from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.config.rules import problems
 
 MODEL, FSDP, ZERO = "MODEL__", "MODEL__FSDP_CONFIG__", "ZERO__"
 OPTIMIZER, PARAM = "ZERO__offload_optimizer_config__", "ZERO__offload_param_config__"

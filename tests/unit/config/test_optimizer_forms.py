@@ -13,8 +13,8 @@ from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.derive.optimizer_plan import optimizer_plan
 from vissl_zero.config.derive.sharding_plan import level
+from vissl_zero.config.resolve import problems
 from vissl_zero.config.resolved import LarcPlan
-from vissl_zero.config.rules import problems
 from vissl_zero.config.run_config import RunConfig
 
 SDP = {"MODEL__SHARDED_DDP_SETUP__USE_SDP": True}

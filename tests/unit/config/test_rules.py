@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
+from vissl_zero.config.derive.data_plan import EXTENSIONS
 from vissl_zero.config.host import Host
-from vissl_zero.config.rules.data_rules import EXTENSIONS
 from vissl_zero.data import decode
 
 REFUSALS = {

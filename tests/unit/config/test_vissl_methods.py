@@ -7,8 +7,8 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import loss_options
-from vissl_zero.config.rules import problems
-from vissl_zero.config.rules.vissl_rules import no_effect
+from vissl_zero.config.derive.inactive import no_effect
+from vissl_zero.config.resolve import problems
 from vissl_zero.errors import ConfigError
 
 TRAIN = "config.DATA.TRAIN.TRANSFORMS"

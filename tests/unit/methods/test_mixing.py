@@ -8,7 +8,7 @@ import torch
 from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
-from vissl_zero.config.rules import problems
+from vissl_zero.config.resolve import problems
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.contrastive import SimCLR

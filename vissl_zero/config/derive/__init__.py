@@ -1,1 +1,1 @@
-"""Every derived value of a run, one topic a file; pure functions of the configuration and the host."""
+"""One topic a file: the rules across its keys, and the values that follow; pure functions of configuration and host."""

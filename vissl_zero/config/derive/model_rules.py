@@ -320,7 +320,7 @@ def weights(cfg: RunConfig, host: Host) -> Problem | None:
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
-RULES = (
+MODEL_RULES = (
     trunk,
     regnet,
     vision_transformer,
