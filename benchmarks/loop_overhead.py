@@ -28,8 +28,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
-from vissl_zero.engine.loop import train
-from vissl_zero.engine.step_settings import Schedules
+from vissl_zero.engine.loop import Schedules, train
 from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.hooks import build_hooks
 

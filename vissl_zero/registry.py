@@ -445,18 +445,24 @@ HOOKS = Registry(
             "vissl_zero.evaluation.feature_files",
             "Writes what the heads predict of all images.",
         ),
-        "train_svm": ("vissl_zero.evaluation.svm", "Trains linear SVMs on features; mean average precision."),
+        "train_svm": (
+            "vissl_zero.evaluation.linear_classifiers",
+            "Trains linear SVMs on features; mean average precision.",
+        ),
         "cluster_features_and_label": (
             "vissl_zero.evaluation.clustering",
             "Clusters features; images with clusters for labels.",
         ),
-        "low_shot_test": ("vissl_zero.evaluation.low_shot", "Logistic regressions on few images; top-1."),
+        "low_shot_test": ("vissl_zero.evaluation.linear_classifiers", "Logistic regressions on few images; top-1."),
         "extract_cluster": ("vissl_zero.evaluation.clustering", "Writes the prototype that each image is nearest to."),
         "instance_retrieval_test": (
             "vissl_zero.evaluation.retrieval_hook",
             "Finds images by their features; mean average precision.",
         ),
-        "train_svm_low_shot": ("vissl_zero.evaluation.svm", "The same on few images, drawn several times."),
+        "train_svm_low_shot": (
+            "vissl_zero.evaluation.linear_classifiers",
+            "The same on few images, drawn several times.",
+        ),
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )

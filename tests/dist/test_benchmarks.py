@@ -27,7 +27,7 @@ from vissl_zero.evaluation.clustering import kmeans, nearest_centroids
 from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
 from vissl_zero.evaluation.features import extract_features
 from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
-from vissl_zero.evaluation.svm import TrainSvm
+from vissl_zero.evaluation.linear_classifiers import TrainSvm
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 

@@ -20,8 +20,7 @@ from vissl_zero import collectives
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.models.model import Model, build_model
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Model, Unit, build_model
 
 NUM_SAMPLES, NUM_STEPS = 7, 4
 

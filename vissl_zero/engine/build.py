@@ -15,7 +15,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.hook import Run
-from vissl_zero.engine.step_settings import Frozen, Schedules
+from vissl_zero.engine.loop import Frozen, Schedules
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of

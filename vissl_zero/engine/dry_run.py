@@ -23,7 +23,7 @@ from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
-from vissl_zero.engine.step_settings import Frozen, Schedules
+from vissl_zero.engine.loop import Frozen, Schedules
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised import require_classes

@@ -23,11 +23,10 @@ from vissl_zero.methods.distillation_keys import (
 )
 from vissl_zero.methods.gather import EmbeddingQueue, at_least_float32, sinkhorn, weighted_mean
 from vissl_zero.methods.ibot import PatchDistillation, masked_patch_loss
-from vissl_zero.methods.masks import with_patches_dropped
 from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.supervised import targets_of
 from vissl_zero.models.model import Model, build_model
-from vissl_zero.models.patches import PatchView
+from vissl_zero.models.patches import PatchView, with_patches_dropped
 from vissl_zero.registry import LOSSES
 
 

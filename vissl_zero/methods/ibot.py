@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from vissl_zero.methods.dino import Centre, DINOHead, dino_loss, sinkhorn_targets
 from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples
 from vissl_zero.methods.ibot_keys import DINOv2LossConfig, IBOTDINOHeadConfig, IBOTHeadConfig, IBOTLossConfig
-from vissl_zero.methods.masks import block_order, masked_counts
 from vissl_zero.methods.method import Batch, EmbeddingMethod, output_of
 from vissl_zero.methods.swav import NormalizedPrototypes, SwAVHead
-from vissl_zero.models.patches import PatchView, Tokens, grid_of
+from vissl_zero.models.patches import PatchView, Tokens, block_order, grid_of, masked_counts
 from vissl_zero.registry import HEADS, LOSSES
 
 

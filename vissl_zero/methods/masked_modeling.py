@@ -21,9 +21,18 @@ from vissl_zero.methods.masked_modeling_keys import (
     PixelHeadConfig,
     SimMIMLossConfig,
 )
-from vissl_zero.methods.masks import as_mask, block_order, block_targets, outside, random_order
 from vissl_zero.methods.method import Batch, EmbeddingMethod, output_of
-from vissl_zero.models.patches import PatchView, Tokens, grid_of, taken
+from vissl_zero.models.patches import (
+    PatchView,
+    Tokens,
+    as_mask,
+    block_order,
+    block_targets,
+    grid_of,
+    outside,
+    random_order,
+    taken,
+)
 from vissl_zero.registry import HEADS, LOSSES
 
 _VARIANCE_EPS = 1e-6

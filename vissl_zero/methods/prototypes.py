@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32, sinkhorn, sum_over_ranks, weighted_mean
-from vissl_zero.methods.masks import with_patches_dropped
 from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.prototypes_keys import DeepClusterV2LossConfig, MSNHeadConfig, MSNLossConfig
 from vissl_zero.methods.swav import SwAVOutput
-from vissl_zero.models.patches import PatchView
+from vissl_zero.models.patches import PatchView, with_patches_dropped
 from vissl_zero.registry import HEADS, LOSSES
 
 NOT_ASSIGNED = -100

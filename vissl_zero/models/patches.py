@@ -1,4 +1,8 @@
-"""Patches of images between a method, a vision transformer and its heads: which are hidden, seen and asked for."""
+"""Patches of images between a method, a vision transformer and its heads: which are hidden, seen and asked for.
+
+Which are hidden is keyed by (seed, epoch, image, crop), the same on any number of ranks and micro-batches. Everything
+is drawn on the images' device for all images at once, and as many patches are taken of each.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits
 
 
 class PatchView(NamedTuple):
@@ -77,3 +83,143 @@ def sine_positions(grid: tuple[int, int], dim: int, like: Tensor) -> Tensor:
     rows, columns = (torch.arange(side, dtype=torch.float64, device=like.device)[:, None] * rates for side in grid)
     angles = torch.stack([rows[:, None].expand(-1, grid[1], -1), columns[None].expand(grid[0], -1, -1)], dim=2)
     return torch.cat([angles.sin(), angles.cos()], dim=3).flatten(2).flatten(0, 1).to(like.dtype)
+
+
+_NUM_BLOCKS = 10  # tries at covering the patches that are wanted by blocks
+
+
+def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
+    """The patches of each image in random order.
+
+    Args:
+        images: (b, 3, H, W), crop-major.
+        num_patches: P.
+        epoch: from 0.
+        name: of this draw; another one is independent.
+    Returns:
+        (b, P) int64.
+    """
+    return keyed_bits(len(images), num_patches, name, images.device, epoch).argsort(dim=1, stable=True)
+
+
+def with_patches_dropped(
+    images: Sequence[Tensor], patch_size: tuple[int, int], share: float, epoch: int
+) -> list[PatchView]:
+    """Of the images of the first size a random part of the patches, of the others all (MSN)."""
+    height, width = grid_of(images[0], patch_size)
+    num_kept = max(1, int(height * width * (1 - share)))
+    order = random_order(images[0], height * width, epoch, "drop")
+    return [PatchView(kept=order[:, :num_kept]), *(PatchView() for _ in images[1:])]
+
+
+def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: int, name: str) -> Tensor:
+    """The patches of each image in an order whose first ones lie in blocks (BEiT, https://arxiv.org/abs/2106.08254).
+
+    Blocks of at most as many patches as are wanted and of ratios from 0.3 to 1 / 0.3 come one after another; the last
+    one that counts is taken in part, and what ten blocks do not cover follows at random.
+
+    Args:
+        images: (b, 3, H, W), crop-major.
+        grid: patches per column and row, h and w.
+        counts: (b,) int64, how many patches will be taken of each image.
+        epoch, name: as for ``random_order``.
+    Returns:
+        (b, h * w) int64.
+    """
+    shares = _shares(images, _NUM_BLOCKS * 4, epoch, f"{name}.blocks").unflatten(1, (_NUM_BLOCKS, 4)).unbind(2)
+    most = counts[:, None].double()
+    least = most.clamp(max=4.0)
+    areas = least + shares[0] * (most - least)
+    ratios = (0.3 ** (1 - 2 * shares[1])).sqrt()
+    heights = (areas.sqrt() * ratios).round().long().clamp(1, grid[0])
+    widths = (areas.sqrt() / ratios).round().long().clamp(1, grid[1])
+    covers = _between(shares[2], heights, grid[0])[:, :, :, None] & _between(shares[3], widths, grid[1])[:, :, None]
+    covers = torch.cat([covers.flatten(2), covers.new_ones(len(images), 1, grid[0] * grid[1])], dim=1)
+    first = covers.byte().argmax(dim=1)  # the first block that covers a patch
+    bits = keyed_bits(len(images), grid[0] * grid[1], name, images.device, epoch)
+    return ((first << NUM_BITS) + bits).argsort(dim=1, stable=True)
+
+
+def block_targets(
+    images: Tensor,
+    grid: tuple[int, int],
+    num_targets: int,
+    num_patches: int,
+    ratio: tuple[float, float],
+    epoch: int,
+    name: str,
+) -> Tensor:
+    """Blocks of each image that may overlap, all of as many patches; the last column of a block may be incomplete.
+
+    Args:
+        images: (b, 3, H, W), crop-major.
+        grid: patches per column and row, h and w.
+        num_targets: T, blocks of an image.
+        num_patches: m, patches of a block; at most h * w.
+        ratio: least and largest height over width.
+        epoch, name: as for ``random_order``.
+    Returns:
+        (b, T, m) int64.
+    """
+    shares = _shares(images, num_targets * 3, epoch, name).unflatten(1, (num_targets, 3)).unbind(2)
+    ratios = ratio[0] + shares[0] * (ratio[1] - ratio[0])
+    heights = (num_patches * ratios).sqrt().round().long().clamp(-(-num_patches // grid[1]), min(grid[0], num_patches))
+    widths = -(-num_patches // heights)
+    tops = (shares[1] * (grid[0] - heights + 1)).long()
+    lefts = (shares[2] * (grid[1] - widths + 1)).long()
+    index = torch.arange(num_patches, device=images.device)
+    heights, tops, lefts = heights[:, :, None], tops[:, :, None], lefts[:, :, None]
+    return (tops + index % heights) * grid[1] + lefts + index // heights
+
+
+def outside(images: Tensor, patches: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
+    """All patches of each image in random order, those that are none of ``patches`` first.
+
+    Args:
+        images: (b, 3, H, W), crop-major.
+        patches: (b, ..., m) int64.
+        num_patches: P.
+        epoch, name: as for ``random_order``.
+    Returns:
+        (b, P) int64.
+    """
+    hit = as_mask(patches.flatten(1), num_patches).long()
+    bits = keyed_bits(len(images), num_patches, name, images.device, epoch)
+    return ((hit << NUM_BITS) + bits).argsort(dim=1, stable=True)
+
+
+def masked_counts(
+    images: Tensor, num_patches: int, ratio: tuple[float, float], probability: float, epoch: int, name: str
+) -> Tensor:
+    """How many patches to hide of each image: none, or a share between two limits.
+
+    Args:
+        images: (b, 3, H, W), crop-major.
+        num_patches: P.
+        ratio: least and largest share.
+        probability: of an image to be masked at all.
+        epoch, name: as for ``random_order``.
+    Returns:
+        (b,) int64, at most ``int(ratio[1] * P)``.
+    """
+    is_masked, place = _shares(images, 2, epoch, name).unbind(1)
+    counts = ((ratio[0] + place * (ratio[1] - ratio[0])) * num_patches).long().clamp(min=1)
+    return torch.where(is_masked < probability, counts.clamp(max=int(ratio[1] * num_patches)), 0)
+
+
+def as_mask(patches: Tensor, num_patches: int) -> Tensor:
+    """(b, m) int64 positions as (b, P) bool."""
+    mask = torch.zeros(len(patches), num_patches, dtype=torch.bool, device=patches.device)
+    return mask.scatter(1, patches, True)
+
+
+def _shares(images: Tensor, count: int, epoch: int, name: str) -> Tensor:
+    """(b, count) float64, uniform in [0, 1)."""
+    return keyed_bits(len(images), count, name, images.device, epoch).double() / 2**NUM_BITS
+
+
+def _between(share: Tensor, sizes: Tensor, side: int) -> Tensor:
+    """(b, J, side) bool: intervals of ``sizes`` (b, J) somewhere in ``side`` cells."""
+    begin = (share * (side - sizes + 1)).long()[:, :, None]
+    cells = torch.arange(side, device=sizes.device)
+    return (cells >= begin) & (cells < begin + sizes[:, :, None])

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.unit import is_recomputing
+from vissl_zero.models.model import is_recomputing
 
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

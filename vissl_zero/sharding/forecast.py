@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vissl_zero.config.host import MachineProfile
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among

@@ -11,7 +11,7 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
 from vissl_zero.sharding.memory_model import gathered_bytes, param_facts

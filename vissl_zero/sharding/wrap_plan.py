@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Unit
 
 ROOT = ""
 
@@ -253,7 +253,7 @@ def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -
             "config.MODEL.ACTIVATION_CHECKPOINTING",
             "true",
             "needs a model made of units, and this trunk has none",
-            "Use a built-in trunk, put the blocks of yours into vissl_zero.models.unit.Unit, or turn it off.",
+            "Use a built-in trunk, put the blocks of yours into vissl_zero.models.model.Unit, or turn it off.",
         )
         raise ConfigError([problem])
     if any(plan.stage_checkpoints):

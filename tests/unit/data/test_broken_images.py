@@ -15,8 +15,8 @@ from PIL import Image
 
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
-from vissl_zero.data.labels import relabel
 from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.data.source import relabel
 from vissl_zero.data.sources.disk import read_list
 from vissl_zero.errors import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.engine.step_settings import Frozen
+from vissl_zero.engine.loop import Frozen
 from vissl_zero.errors import ConfigError
 
 NAME = "heads.0.prototypes0.weight"

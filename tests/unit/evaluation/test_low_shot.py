@@ -16,7 +16,7 @@ from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.clustering import ExtractClusters
-from vissl_zero.evaluation.low_shot import LowShot, logistic_top1
+from vissl_zero.evaluation.linear_classifiers import LowShot, logistic_top1
 
 # What ``run_low_shot_logistic_regression`` of VISSL's vissl/utils/low_shot_utils.py at 09270ed2 gives of these digits:
 # C = 1 / (lambda / 60), features standardised by the first 60 images'.

@@ -15,7 +15,7 @@ from vissl_zero.data.source import build_eval_sources, label_matrix
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.svm import (
+from vissl_zero.evaluation.linear_classifiers import (
     TrainSvm,
     TrainSvmLowShot,
     average_precision,

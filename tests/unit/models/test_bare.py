@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.bare import build_bare, lost_operations
 from vissl_zero.models.init import FirstWeights, initialize_, outermost_units
-from vissl_zero.models.model import Model, build_model
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Model, Unit, build_model
 
 REGNET = {
     "NAME": "regnet",

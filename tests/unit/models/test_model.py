@@ -14,8 +14,7 @@ from vissl_zero.methods.swav import SwAVHead, SwAVOutput
 from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import KeyedDropout
-from vissl_zero.models.model import Model, build_model
-from vissl_zero.models.unit import Unit
+from vissl_zero.models.model import Model, Unit, build_model
 from vissl_zero.registry import TRUNKS
 
 TRUNK = {

@@ -16,9 +16,9 @@ from classy_vision.models import MODEL_REGISTRY
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.init import initialize_
+from vissl_zero.models.model import Unit
 from vissl_zero.models.trunks.regnet import RegNet
 from vissl_zero.models.trunks.resnet import ResNet, StandardizedConv2d
-from vissl_zero.models.unit import Unit
 
 TINY: dict[str, Any] = {"depth": 4, "w_0": 16, "w_a": 8.0, "w_m": 2.0, "group_width": 8, "stem_width": 8}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.models.keyed_random import KeyedDropout, set_random_key
-from vissl_zero.models.unit import Unit, is_recomputing
+from vissl_zero.models.model import Unit, is_recomputing
 
 
 class _Witness(nn.Module):

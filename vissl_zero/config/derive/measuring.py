@@ -79,13 +79,18 @@ def low_shot(cfg: RunConfig, host: Host) -> list[Problem]:
         fix = "Give the recipe to vissl-zero train_svm; METHOD is logistic_regression."
         found.append(Problem(f"{key}.METHOD", "'svm'", "must be logistic_regression: SVMs are a program here", fix))
     values, key = options.LOGISTIC_REGRESSION.LAMBDA, f"{key}.LOGISTIC_REGRESSION"
-    listed = values if isinstance(values, list) else [values]
+    listed = penalties(values)
     if not listed or not all(type(value) in (int, float) and value > 0 for value in listed):
         must = "must be a number above 0, or a list of such"
         found.append(Problem(f"{key}.LAMBDA", repr(values), must, f"Write {key}.LAMBDA=[1.0,0.1]."))
     if not options.LOGISTIC_REGRESSION.SEEDS:
         found.append(Problem(f"{key}.SEEDS", "[]", "must list a seed", f"Write {key}.SEEDS=[0]."))
     return found + _no_test_images(cfg, "classifiers")
+
+
+def penalties(value: Any) -> list[Any]:
+    """``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA`` as a list: one number or several."""
+    return value if isinstance(value, list) else [value]
 
 
 def _no_test_images(cfg: RunConfig, tested: str) -> list[Problem]:

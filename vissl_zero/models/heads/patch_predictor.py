@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vissl_zero.config.components.heads import PatchPredictorConfig
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.model import Unit
 from vissl_zero.models.patches import Tokens, sine_positions
 from vissl_zero.models.trunks.vision_transformer import initialize_transformer_, layer_norm, truncated_normal_
-from vissl_zero.models.unit import Unit
 from vissl_zero.registry import HEADS
 
 _NORM: Any = layer_norm  # timm wants a class, and calls it

@@ -22,8 +22,8 @@ from vissl_zero.config.components.trunks import (
     regnet_problems,
 )
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.models.model import Unit
 from vissl_zero.models.trunks.resnet import StagedTrunk
-from vissl_zero.models.unit import Unit
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK.REGNET"

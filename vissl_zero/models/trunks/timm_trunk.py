@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from vissl_zero.config.components.trunks import TimmConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import current_scope, resolution_scope
+from vissl_zero.models.model import Unit, recomputation_contexts
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
-from vissl_zero.models.unit import Unit, recomputation_contexts
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK"

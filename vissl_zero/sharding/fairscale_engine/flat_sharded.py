@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.bare import Fill
-from vissl_zero.models.unit import is_recomputing
+from vissl_zero.models.model import is_recomputing
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import MIN_ROW_NORM, Shard
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vissl_zero.methods.masks import as_mask, block_order, block_targets, masked_counts, outside, random_order
 from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.patches import as_mask, block_order, block_targets, masked_counts, outside, random_order
 
 GRID, IMAGES = (6, 8), torch.zeros(10, 3, 12, 16)  # two crops of five images
 COUNTS = torch.tensor([0, 1, 5, 12, 24] * 2)

@@ -1,17 +1,20 @@
-"""Linear support vector machines on features, one per class against all others, by scikit-learn's LinearSVC.
+"""Linear classifiers on features, by scikit-learn: support vector machines, and logistic regression on few images.
 
-Source: VISSL's ``vissl/utils/svm_utils`` (svm_trainer.py, svm_low_shot_trainer.py, evaluate.py) at 09270ed2, after
-https://arxiv.org/abs/1905.01235: weights of 2 for images of the class and 1 for others, costs chosen by cross
-validation, average precision. Ranks share the classifiers among themselves.
+One support vector machine per class against all others, by LinearSVC. Source: VISSL's ``vissl/utils/svm_utils``
+(svm_trainer.py, svm_low_shot_trainer.py, evaluate.py) at 09270ed2, after https://arxiv.org/abs/1905.01235: weights of 2
+for images of the class and 1 for others, costs chosen by cross validation, average precision. Ranks share the
+classifiers among themselves. Logistic regression: VISSL's ``vissl/utils/low_shot_utils.py`` at 09270ed2.
 
-The programs are ``train_svm`` and ``train_svm_low_shot``.
+The programs are ``train_svm``, ``train_svm_low_shot`` and ``low_shot_test``.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +24,12 @@ import torch
 from safetensors.torch import save_file
 
 from vissl_zero.collectives import all_gather_objects, rank, world_size
+from vissl_zero.config.derive.measuring import penalties
 from vissl_zero.data.loader import eval_images, require_evaluation
-from vissl_zero.data.source import Source, build_eval_sources, label_matrix
+from vissl_zero.data.source import Source, build_eval_sources, build_source, label_matrix
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import extract_features, layers_of
+from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
 
 Job = TypeVar("Job")
@@ -379,3 +383,87 @@ def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
         "bias": torch.tensor([svm.bias for svm in svms], dtype=torch.float64),
     }
     save_file(tensors, folder / "classifiers.safetensors")
+
+
+def logistic_top1(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, penalty: float
+) -> tuple[float, float]:
+    """Top-1 (0 to 1) on the training images and on the others of a multinomial logistic regression.
+
+    Features are standardised by the training images'. The solver is scikit-learn's, of 100 iterations at most.
+
+    Args:
+        train: features (N, F).
+        labels: (N,).
+        test: (M, F).
+        test_labels: (M,).
+        penalty: the L2 penalty, divided by N.
+    """
+    from sklearn.exceptions import ConvergenceWarning  # here: takes a second
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(train)
+    rows = scaler.transform(train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        classifier = LogisticRegression(C=len(labels) / penalty).fit(rows, labels)
+    return float(classifier.score(rows, labels)), float(classifier.score(scaler.transform(test), test_labels))
+
+
+@HOOKS.register("low_shot_test")
+class LowShot(Hook):
+    """Logistic regressions on TRAIN's images, drawn anew for each seed; top-1 on TEST at the best penalty.
+
+    ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION`` has the keys; a seed stands for ``DATA_LIMIT_SAMPLING.SEED``. Adds
+    ``low_shot_by_layer`` to the results: layer -> mean and std over the seeds, and for each seed ``top1`` (0 to 1), the
+    best of ``top1_by_lambda`` (penalty -> TRAIN's and TEST's).
+    """
+
+    def __init__(self) -> None:
+        self._train: list[Source] = []
+        self._test: Source | None = None
+
+    def on_start(self, run: Run) -> None:
+        data, seed = run.plan.config["DATA"], run.plan.seed
+        require_evaluation(data, seed)
+        if not data["TEST"]["DATA_SOURCES"]:
+            raise DataError("Low-shot classifiers are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS.")
+        for sampling_seed in run.plan.config["LOW_SHOT_BENCHMARK"]["LOGISTIC_REGRESSION"]["SEEDS"]:
+            drawn = copy.deepcopy(dict(data))
+            drawn["TRAIN"]["DATA_LIMIT_SAMPLING"]["SEED"] = sampling_seed
+            self._train.append(build_source(drawn, "TRAIN", seed))
+        self._test = build_source(data, "TEST", seed, self._train[0].class_names)
+        if len(self._train[0].class_names) < 2:
+            raise DataError("Low-shot classifiers need images of two classes at least. Name labels of TRAIN's images.")
+
+    def on_end(self, run: Run) -> None:
+        assert self._test is not None
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
+        options, data = run.plan.config["LOW_SHOT_BENCHMARK"]["LOGISTIC_REGRESSION"], run.plan.config["DATA"]
+        found = [extract_features(run, eval_images(source, data, run.plan.seed)) for source in self._train]
+        test = extract_features(run, eval_images(self._test, data, run.plan.seed))
+        is_head = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
+        lambdas = [float(one) for one in penalties(options["LAMBDA"])]
+        for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
+            jobs = [(train, penalty) for train in found for penalty in lambdas]
+            reached = shared(jobs, partial(_measured, test, columns))
+            seeds: dict[str, Any] = {}
+            for index, seed in enumerate(options["SEEDS"]):
+                own = reached[index * len(lambdas) :][: len(lambdas)]
+                by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, own, strict=True)}
+                seeds[str(seed)] = {"top1": max(pair[1] for pair in own), "top1_by_lambda": by_penalty}
+            best = [of["top1"] for of in seeds.values()]
+            rows: dict[str, Any] = {"mean": float(np.mean(best)), "std": float(np.std(best)), "seeds": seeds}
+            run.results.setdefault("low_shot_by_layer", {})[name] = rows
+            if run.is_main:
+                line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
+                line += f"{len(found[0].rows):,} images"
+                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:
+    train, penalty = job
+    assert train.labels is not None and test.labels is not None
+    rows = [found.rows[:, columns].cpu().numpy() for found in (train, test)]
+    return logistic_top1(rows[0], train.labels.cpu().numpy(), rows[1], test.labels.cpu().numpy(), penalty)
