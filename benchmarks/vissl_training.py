@@ -35,7 +35,7 @@ from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
 from vissl_zero.config.host import Host
-from vissl_zero.config.recipe_files import RecipeFile, recipe_files
+from vissl_zero.config.recipes import RecipeFile, recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig

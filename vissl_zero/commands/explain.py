@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vissl_zero.config.account import Account, account_of
 from vissl_zero.config.catalogue import Replacement, with_public_paths
-from vissl_zero.config.recipe_files import RecipeFile, recipe_file, recipe_files, recipe_text
+from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
 
 USAGE = """\

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.recipe_files import RecipeFile, recipe_file, recipe_text
-from vissl_zero.config.recipes import recipe_names
+from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 USAGE = """\

@@ -21,8 +21,7 @@ from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
 from vissl_zero.config.composition_errors import BEFORE_A_JOB, EXPLAINABLE
 from vissl_zero.config.fit_log import FitChoice
-from vissl_zero.config.recipe_files import recipe_text
-from vissl_zero.config.recipes import recipe_names
+from vissl_zero.config.recipes import recipe_names, recipe_text
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.side_by_side import register_launcher

@@ -22,7 +22,7 @@ from vissl_zero.config.compose import Composed, explained, plain_words, typed, u
 from vissl_zero.config.composition_errors import EXPLAINABLE, every_mistake, explain, of_another_program
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.host import Host
-from vissl_zero.config.recipe_files import RecipeFile
+from vissl_zero.config.recipes import RecipeFile
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig, schema

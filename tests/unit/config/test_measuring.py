@@ -7,7 +7,7 @@ import torch
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
-from vissl_zero.config.recipe_files import recipe_files
+from vissl_zero.config.recipes import recipe_files
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError
