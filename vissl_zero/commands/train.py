@@ -18,8 +18,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.commands.list import completed_recipes
-from vissl_zero.config.compose import explained, new_folders, plain_words, register, remember_new
-from vissl_zero.config.composition_errors import BEFORE_A_JOB, EXPLAINABLE
+from vissl_zero.config.compose import (
+    BEFORE_A_JOB,
+    EXPLAINABLE,
+    explained,
+    new_folders,
+    plain_words,
+    register,
+    remember_new,
+)
 from vissl_zero.config.fit_log import FitChoice
 from vissl_zero.config.recipes import recipe_names, recipe_text
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED

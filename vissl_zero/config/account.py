@@ -18,8 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.atomic import is_there
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalogue import missing, public_equivalent, use_catalogue
-from vissl_zero.config.compose import Composed, explained, plain_words, typed, unknown_engine, untyped
-from vissl_zero.config.composition_errors import EXPLAINABLE, every_mistake, explain, of_another_program
+from vissl_zero.config.compose import (
+    EXPLAINABLE,
+    Composed,
+    every_mistake,
+    explain,
+    explained,
+    of_another_program,
+    plain_words,
+    typed,
+    unknown_engine,
+    untyped,
+)
 from vissl_zero.config.derive.components import takes_other_model
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipes import RecipeFile

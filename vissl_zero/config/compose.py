@@ -1,11 +1,16 @@
-"""From a recipe's name and overrides to a typed configuration."""
+"""From a recipe's name and overrides to a typed configuration.
+
+What Hydra and OmegaConf refuse is said in a sentence: which key, what it must be, what to write instead.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,17 +19,299 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, ValueNode
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
-from vissl_zero.config.composition_errors import EXPLAINABLE, added_keys, every_mistake, explain, of_another_program
 from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
-from vissl_zero.config.recipes import recipe_folders, register_search_path
+from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
-from vissl_zero.config.vissl_programs import ELSEWHERE, PROGRAMS, TRAIN
+from vissl_zero.config.vissl_programs import DETECTION, ELSEWHERE, PROGRAMS, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+
+# What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
+EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
+# The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
+BEFORE_A_JOB = (OSError, ValueError, UserWarning)
+
+
+_MOST_LISTED = 20
+# What people write for an everyday wish, in lower case without underscores -> the key that does it.
+EVERYDAY = {
+    "config.OPTIMIZER.lr": ("lr", "learningrate", "baselr", "maxlr", "rate"),
+    "config.OPTIMIZER.weight_decay": ("weightdecay", "wd", "decay"),
+    "config.OPTIMIZER.num_epochs": ("epochs", "epoch", "numepochs", "maxepochs", "nepochs"),
+    "config.TRAINER.MAX_STEPS": ("steps", "maxsteps", "numsteps", "maxiter", "maxiterations", "iterations"),
+    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA": ("batchsize", "batch", "bs", "batchsizeperreplica", "batchsizepergpu"),
+    "config.DATA.IMG_SIZE": ("imgsize", "imagesize", "size", "resolution", "cropsize", "inputsize"),
+    "config.DATA.TRAIN.DATA_PATHS": ("data", "datapath", "datapaths", "datadir", "dataset", "images", "trainpath"),
+    "config.DATA.NUM_DATALOADER_WORKERS": ("workers", "numworkers", "numdataloaderworkers"),
+    "config.ZERO.LEVEL": ("zero", "level", "stage", "zerolevel", "zerostage"),
+    "config.DISTRIBUTED.NUM_PROC_PER_NODE": ("gpus", "numgpus", "procs", "nproc", "nprocpernode", "numprocpernode"),
+    "config.MACHINE.DEVICE": ("device",),
+    "config.SEED_VALUE": ("seed",),
+    "config.CHECKPOINT.DIR": ("output", "outputdir", "out", "dir", "rundir", "outdir", "savedir"),
+    "config.MODEL.WEIGHTS_INIT.PARAMS_FILE": ("weights", "pretrained", "paramsfile", "checkpoint", "ckpt"),
+}
+
+
+def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
+    """The same error as a ``ConfigError`` with one sentence.
+
+    Args:
+        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: that --config-dir and hydra.searchpath name, to look for recipes in.
+    """
+    if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
+        return ConfigError([_around_a_job(error)])
+    cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
+    if isinstance(cause, YAMLError):
+        return ConfigError([_yaml(cause)])
+    if isinstance(cause, OmegaConfBaseException):
+        return ConfigError([explain_value(cause)])
+    if isinstance(error, MissingConfigException):
+        return ConfigError([_missing_file(error, folders)])
+    if isinstance(error, OverrideParseException):
+        fix = (
+            "Write key=value. A value with blanks, commas or brackets of its own needs quotes twice, for the shell and "
+            "for Hydra: \"config.A='/my, photos'\", \"config.A=['/a, b', /c]\"."
+        )
+        return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
+    text = " ".join(str(error).split())
+    if "You must specify 'config'" in text:
+        return ConfigError([no_recipe(folders)])
+    return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def no_recipe(folders: Sequence[str] = ()) -> Problem:
+    """The problem of a command without ``config=``."""
+    number = len(recipe_names(folders))
+    fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
+    return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
+
+
+def _recipes(folders: Sequence[str]) -> str:
+    names = recipe_names(folders)
+    return ", ".join(names if len(names) <= _MOST_LISTED else [*names[:_MOST_LISTED], "..."])
+
+
+def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
+    if isinstance(error, OSError) and error.filename is not None:
+        fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
+        return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)
+    if isinstance(error, UnicodeDecodeError):
+        must = f"must be UTF-8 text ({error.reason} at byte {error.start})"
+        return Problem("config", "", must, "Correct the file that config= or a +config/ part names.")
+    text = " ".join(str(error).split())
+    if isinstance(error, UserWarning):
+        path = text.partition("path=")[2].removesuffix(" is not available.")
+        return Problem("hydra.searchpath", repr(path), "must name folders that exist", "Write [file:///a/folder].")
+    return Problem("command line", "", text.rstrip("."), "See vissl-zero --help and --hydra-help.")
+
+
+def _missing_file(error: MissingConfigException, folders: Sequence[str]) -> Problem:
+    name = (error.missing_cfg_file or "").removesuffix(".yaml")
+    group, _, option = name.partition("/")
+    if not name:
+        return Problem("--config-path", "", "must be left out: it hides our defaults", "Use --config-dir instead.")
+    if group != "config":
+        options = error.options or []
+        hint = f"Known: {', '.join(options)}." if options else "See vissl-zero --help."
+        return Problem("command line", repr(name), "must name a configuration file that exists", hint)
+    for folder in folders:
+        if fix := _level_of_folder(Path(folder), option):
+            return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
+    arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
+    if Path(option).is_absolute() or option.startswith("."):
+        fix = "A recipe is named by its path under a folder config/, which --config-dir or ./configs holds."
+    elif near := get_close_matches(option, arguments, cutoff=0.5):
+        fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
+    else:
+        fix = f"Recipes: {_recipes(folders)}."
+    where = f" --config-dir {folders[0]}" if folders else ""
+    return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes{where} lists all.")
+
+
+def _level_of_folder(folder: Path, option: str) -> str:
+    """What to write for --config-dir where it is a level too low or too high; empty if it is neither."""
+    if (folder / "config").is_dir():
+        return ""
+    if (folder / f"{option}.yaml").is_file() or folder.name == "config":
+        return f"Write --config-dir {folder.parent}."
+    inside = next(
+        (path for path in (folder / "configs", *folder.glob("*/configs")) if (path / "config").is_dir()), None
+    )
+    return f"Write --config-dir {inside}." if inside else f"There is no folder {folder / 'config'}."
+
+
+def _yaml(error: YAMLError) -> Problem:
+    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+    where = f"{mark.name}, line {mark.line + 1}" if mark else "recipe"
+    what = (error.problem if isinstance(error, MarkedYAMLError) else None) or str(error)
+    return Problem(where, "", f"is not YAML ({what})", "Correct that line.")
+
+
+def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictConfig | None = None) -> Problem:
+    """One mistyped key or value as a problem.
+
+    Args:
+        error: what OmegaConf raised.
+        prefix: of the key path, for nodes that were checked apart from the whole tree.
+        tree: that node; by default the whole tree.
+    """
+    key = prefix + str(error.full_key or error.key or "configuration")
+    first_line = str(error.msg or error).split("\n", 1)[0].strip()
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
+        return unknown_key(key.removeprefix(prefix), prefix, tree)
+    if isinstance(error, MissingMandatoryValue):
+        return Problem(key, "", "must be given", f"Write {key}=<value>.")
+    if isinstance(error, InterpolationResolutionError):
+        fix = "Correct the text in ${...}."
+        if missing := re.search(r"Environment variable '(\w+)' not found", first_line):
+            first_line = f"needs the environment variable {missing.group(1)}, which is not set"
+            fix = "Set it, or give a default as in ${oc.env:NAME,default}."
+        return Problem(key, "", first_line.rstrip("."), fix)
+    return _wrong_type(key, first_line)
+
+
+_REFUSALS: tuple[tuple[str, str], ...] = (
+    # OmegaConf's words, with the value if they have it -> what it must be
+    (r"Value '(?P<got>.*?)' (?:of type '\w+' )?could not be converted to Integer", "a whole number"),
+    (r"Value '(?P<got>.*?)' (?:of type '\w+' )?could not be converted to Float", "a number"),
+    (r"Value '(?P<got>.*)' is not a valid bool", "true or false"),
+    (r"Cannot convert '\w+' to string: '(?P<got>.*)'", "text"),
+    (r".*is not a ListConfig, list or tuple", "a list"),
+    (r"Cannot merge DictConfig with ListConfig", "a list"),
+    (r"Cannot merge ListConfig with DictConfig", "a block of keys"),
+    (r"Cannot assign container .* to Union\[int, str\]", "a number or a word"),
+    (r"list index out of range", "a position that the list has, counted from 0"),
+    (r"Invalid type assigned: \w+ is not a subclass of \w+. value: (?P<got>.*)", "a block of keys"),
+    (r"Cannot assign \w+ to .*Dict", "a block of keys"),
+    (r"Value '(?P<got>.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "a number or a word"),
+    (
+        r"Value '(?P<got>.*)' of type '\w+' is incompatible with type hint 'Union\[bool, float\]'",
+        "true, false or a number",
+    ),
+)
+
+
+def _wrong_type(key: str, message: str) -> Problem:
+    for pattern, must in _REFUSALS:
+        if found := re.match(pattern, message):
+            got = found.groupdict().get("got", "")
+            return Problem(key, repr(got) if got else "", f"must be {must}", f"Correct the value of {key}.")
+    if "not Optional" in message or "None" in message:
+        return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
+    return Problem(key, "", message.rstrip("."), "See docs/configuration.md.")
+
+
+def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> Problem:
+    """The problem of an unknown key, with the closest keys beside it or the place where that key exists.
+
+    Args:
+        key: path in ``tree``.
+        prefix: of that path, for messages.
+        tree: where to look; by default the whole typed tree.
+    """
+    root: Any = schema() if tree is None else tree
+    node, parts, depth = root, key.split("."), 0
+    while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
+        node = node._get_node(parts[depth])
+        depth += 1
+    wrong, full = parts[depth], prefix + key
+    if "/" in wrong:
+        known = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
+        return Problem(f"+{full}", "", "must name a folder of recipes and a file in it", f"Parts: {known}.")
+    if OmegaConf.get_type(node) is dict:
+        near = did_you_mean(wrong, [str(name) for name in node or ()]).strip()
+        fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
+        return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
+    siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
+    if wish := _everyday(wrong):
+        return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
+    elsewhere = [prefix + path for path in _paths(root) if path.rsplit(".", 1)[-1] == wrong][:3]
+    fix = did_you_mean(wrong, siblings).strip()
+    if full.startswith("config.config"):
+        fix = "Start the recipe's file with the line '# @package _global_'."
+    if not fix and elsewhere:
+        fix = f"A key of that name stands at {', '.join(elsewhere)}."
+    return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:_MOST_LISTED])}.")
+
+
+def _everyday(word: str) -> str:
+    """The key that a user means by this word; empty if it is not known."""
+    plain = word.lower().replace("_", "").replace("-", "")
+    return next((key for key, words in EVERYDAY.items() if plain in words), "")
+
+
+def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
+    """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
+    problems: list[Problem] = []
+    kind = OmegaConf.get_type(cfg)
+    names = {f.name for f in fields(kind)} if is_dataclass(kind) else None
+    for name in map(str, cfg):
+        child = cfg._get_node(name)
+        if names is not None and name not in names:
+            problems.append(unknown_key(f"{prefix}{name}"))
+        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+            problems += added_keys(child, f"{prefix}{name}.")
+    return problems
+
+
+def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every key path below a node."""
+    for name in map(str, node):
+        yield f"{prefix}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _paths(child, f"{prefix}{name}.")
+
+
+# Keys that all of Detectron2's files have one of, at their root.
+_OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
+
+
+def of_another_program(tree: DictConfig) -> list[Problem]:
+    """The problem of an untyped tree that is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
+    found = tree.get("config")
+    if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
+        return []
+    return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
+
+
+def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
+    """Every key and value of an untyped tree that the typed one refuses."""
+    node = copy.deepcopy(schema()) if typed is None else typed
+    is_open, problems = OmegaConf.get_type(node) is dict, []
+    for name in map(str, given):
+        child, below = given._get_node(name), node._get_node(name) if name in node else None
+        if name not in node:
+            problems += [] if is_open else [unknown_key(f"{prefix}{name}")]
+        elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
+            problems += every_mistake(child, below, f"{prefix}{name}.")
+        else:
+            try:
+                node[name] = child._value() if isinstance(child, ValueNode) else child
+            except OmegaConfBaseException as error:
+                problems.append(explain_value(error))
+    return problems
+
 
 _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "list[str]": (str, "texts", "[a,b]"),

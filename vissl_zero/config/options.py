@@ -72,7 +72,7 @@ def _plain(node: Any, key_path: str) -> dict[str, Any]:
 
 
 def _explained(error: OmegaConfBaseException, key_path: str, node: Any = None) -> Problem:
-    from vissl_zero.config.composition_errors import (
+    from vissl_zero.config.compose import (
         explain_value,  # imports Hydra and the whole tree, for which every rank waits
     )
 

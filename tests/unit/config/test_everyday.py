@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero import cli
-from vissl_zero.config.compose import compose
-from vissl_zero.config.composition_errors import EVERYDAY
+from vissl_zero.config.compose import EVERYDAY, compose
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError
