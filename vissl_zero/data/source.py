@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vissl_zero.config.options import typed_options
+from vissl_zero.config.components import typed_options
 from vissl_zero.data.decode import read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES, require_interface

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
-from vissl_zero.config.options import typed_options
+from vissl_zero.config.components import typed_options
 from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits, resolution_scope
 
 _TRIES = 64  # of the rejection that draws a Beta: at alpha 2, one in 100,000 fails, and takes the last

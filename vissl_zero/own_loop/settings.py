@@ -15,10 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
 from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, typed_level
-from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem
 
 _RECIPE_KEYS = {

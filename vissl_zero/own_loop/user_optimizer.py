@@ -14,8 +14,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from vissl_zero.config.components import typed_options
 from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
-from vissl_zero.config.options import typed_options
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.optim.eight_bit import AdamW8bit

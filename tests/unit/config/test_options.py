@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, complaints
-from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components import builtin_keys, typed_options
 from vissl_zero.config.compose import compose
-from vissl_zero.config.options import typed_options
 from vissl_zero.config.resolve import resolve
 from vissl_zero.errors import ConfigError
 from vissl_zero.registry import HEADS, LOSSES, OPTIMIZERS, TRUNKS, Component

@@ -15,7 +15,7 @@ from typing import Any
 from vissl_zero.atomic import is_folder, is_there, read_regular
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock, Trunk, VisionTransformerBlock
-from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
     FURTHER_BLOCKS,
     TRUNK_BLOCKS,
@@ -23,7 +23,6 @@ from vissl_zero.config.components.trunks import (
     trunk_component,
     trunk_params,
 )
-from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.errors import ConfigError, Problem

@@ -15,11 +15,11 @@ from typing import Any
 from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, Data, MixingConfig, Split
 from vissl_zero.config.catalogue import missing
+from vissl_zero.config.components import typed_options
 from vissl_zero.config.components.trunks import patch_side
 from vissl_zero.config.constraints import one_of
 from vissl_zero.config.derive.placement_plan import micro_batch, ranks
 from vissl_zero.config.host import Host
-from vissl_zero.config.options import typed_options
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl_programs import RETRIEVAL, SEGMENTATION
 from vissl_zero.errors import ConfigError, Problem, did_you_mean

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
-from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.heads import KEY as TAPS
 from vissl_zero.config.components.heads import are_tapped
 from vissl_zero.config.components.heads import problems as tap_problems
@@ -27,7 +27,6 @@ from vissl_zero.config.components.trunks import (
 )
 from vissl_zero.config.derive.components import loss_options, method_of, missing_weights, trunk_options
 from vissl_zero.config.host import Host
-from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import NO_EFFECT, OTHER_LOSSES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean

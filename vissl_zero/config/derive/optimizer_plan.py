@@ -11,8 +11,8 @@ from math import sqrt
 from typing import Any
 
 from vissl_zero.config.blocks.optimizer import LinearEvalHead, Optimizer, ParamGroupKeys, Scheduler
+from vissl_zero.config.components import component_keys, typed_options
 from vissl_zero.config.host import Host
-from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import ALIASES

@@ -12,7 +12,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from vissl_zero.config.options import typed_options
+from vissl_zero.config.components import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
 

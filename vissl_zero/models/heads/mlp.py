@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vissl_zero.config.components import component_keys, typed_options
 from vissl_zero.config.components.heads import (
     ChainConfig,
     EvalMLPConfig,
@@ -23,7 +24,6 @@ from vissl_zero.config.components.heads import (
     SiameseHeadConfig,
     VisionTransformerHeadConfig,
 )
-from vissl_zero.config.options import component_keys, typed_options
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import HEADS
 
