@@ -107,7 +107,7 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from vissl_zero.reporting.report_page import DPI, STYLE, WIDTH
+    from vissl_zero.reporting.panels import DPI, STYLE, WIDTH
 
     drawn = [(planned, found) for planned in plans if (found := _to_draw(planned)) is not None]
     if not drawn:
@@ -126,7 +126,7 @@ def _to_draw(planned: Planned) -> Candidate | None:
 
 
 def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:
-    from vissl_zero.reporting import report_page as page
+    from vissl_zero.reporting import panels as page
 
     colors = {
         "params": page.BLUE,

@@ -21,6 +21,18 @@ from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbours
 from vissl_zero.reporting.panels import (
+    GREEN,
+    MARGIN,
+    ORANGE,
+    PURPLE,
+    SOFT,
+    STYLE,
+    VERMILLION,
+    WIDTH,
+    CropSample,
+    NeighbourRow,
+    Page,
+    ReportContent,
     crops_height,
     draw_crops,
     draw_figure,
@@ -34,20 +46,6 @@ from vissl_zero.reporting.panels import (
     series,
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
-from vissl_zero.reporting.report_page import (
-    GREEN,
-    MARGIN,
-    ORANGE,
-    PURPLE,
-    SOFT,
-    STYLE,
-    VERMILLION,
-    WIDTH,
-    CropSample,
-    NeighbourRow,
-    Page,
-    ReportContent,
-)
 from vissl_zero.reporting.summary import percent, summarise
 from vissl_zero.sharding.strategy import Bytes
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.unit.reporting.example_run import MIB, make_record
+from vissl_zero.reporting.panels import CropSample, NeighbourRow, Page, ReportContent
 from vissl_zero.reporting.report import draw, write_report
-from vissl_zero.reporting.report_page import CropSample, NeighbourRow, Page, ReportContent
 from vissl_zero.sharding.strategy import Bytes
 
 
