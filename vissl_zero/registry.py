@@ -381,7 +381,10 @@ OPTIMIZERS = Registry(
             "Muon whose updates are normalised row by row, AdamW for the rest and for heads.",
         ),
         "shampoo": (f"{_OPTIM}.whole_tensor", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
-        "adamw_8bit": (f"{_OPTIM}.eight_bit", "AdamW with state of 8 bits an element, by blocks of the full tensor."),
+        "adamw_8bit": (
+            f"{_OPTIM}.whole_tensor",
+            "AdamW with state of 8 bits an element, by blocks of the full tensor.",
+        ),
     },
 )
 SCHEDULERS = Registry(

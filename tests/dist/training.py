@@ -28,9 +28,8 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
-from vissl_zero.optim.eight_bit import adamw_8bit
 from vissl_zero.optim.elementwise import adam, adamw, sgd
-from vissl_zero.optim.whole_tensor import lamb, muon
+from vissl_zero.optim.whole_tensor import adamw_8bit, lamb, muon
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.strategy import Sharded, StepResult
 
