@@ -12,7 +12,7 @@ from torch import Tensor
 from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.weights import Weights, WeightsFile, weights_of
 from vissl_zero.config.derive.components import method_of
-from vissl_zero.config.plain_tree import find
+from vissl_zero.config.saved import find
 from vissl_zero.errors import ConfigError, Problem
 
 _CHUNK_ELEMENTS = 2**20

@@ -29,11 +29,10 @@ from vissl_zero.config.derive.optimizer_plan import OPTIMIZER_RULES, optimizer_p
 from vissl_zero.config.derive.placement_plan import GPU_NAMES, PLACEMENT_RULES, global_batch, placement, ranks
 from vissl_zero.config.derive.sharding_plan import SHARDING_RULES, sharding_plan
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
-from vissl_zero.config.plain_tree import find, leaves
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.saved import copies_of, load_resolved, save_resolved
+from vissl_zero.config.saved import copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.config.vissl_programs import TRAIN
 from vissl_zero.errors import ConfigError, Problem

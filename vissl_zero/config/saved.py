@@ -3,6 +3,8 @@
 Values that came from ``${...}`` are written as they were written in the recipe, so that nothing an environment variable
 holds ends up in a file people keep or share; a worker resolves them again from its own environment. Which values of the
 plan are copies of such a value is found when the plan is made (``copies_of``): equal numbers are not enough.
+
+Plain nested dicts and lists are walked by key path.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,40 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
-from vissl_zero.config.plain_tree import find, leaves
 from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun, ShardingPlan
 from vissl_zero.errors import VisslZeroError
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key path and value of everything that is neither a dict nor a list; list positions are numbers in the path."""
+    if isinstance(tree, Mapping):
+        items: Any = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def find(tree: Any, path: str) -> tuple[Any, Any] | None:
+    """The dict or list that holds ``path`` and the key in it, or None if there is none."""
+    *parents, last = path.split(".")
+    for part in parents:
+        place = _key_at(tree, part)
+        if place is None:
+            return None
+        tree = tree[place]
+    place = _key_at(tree, last)
+    return None if place is None else (tree, place)
+
+
+def _key_at(tree: Any, part: str) -> Any:
+    if isinstance(tree, Mapping):
+        return part if part in tree else None
+    return int(part) if isinstance(tree, list) and part.isdigit() and int(part) < len(tree) else None
+
 
 RESOLVED_FILE = "config.resolved.yaml"
 _MAX_BYTES = 2**22  # a plan has some 30 KiB

@@ -14,7 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.derive.placement_plan import is_unsafe
-from vissl_zero.config.plain_tree import leaves
+from vissl_zero.config.saved import leaves
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
 from vissl_zero.launch.slurm_task import private_folder, requeue
