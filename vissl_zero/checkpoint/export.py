@@ -9,10 +9,10 @@ from pathlib import Path
 
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.folder import Checkpoint
+from vissl_zero.checkpoint.foreign_layouts import STYLES as TRANSFORMER_STYLES
+from vissl_zero.checkpoint.foreign_layouts import from_timm
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import can_hold, write_torch_file
-from vissl_zero.checkpoint.transformer_layouts import STYLES as TRANSFORMER_STYLES
-from vissl_zero.checkpoint.transformer_layouts import from_timm
 from vissl_zero.checkpoint.weights import Weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.weight_names import STYLES, to_other_names

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from vissl_zero.checkpoint.foreign_layouts import Foreign
+from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token
 from vissl_zero.checkpoint.shard_file import Entry
-from vissl_zero.checkpoint.transformer_layouts import as_token
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import to_our_names
 
