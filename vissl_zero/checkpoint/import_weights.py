@@ -12,8 +12,7 @@ import torch
 from vissl_zero.checkpoint.export import SAFETENSORS, write_aside
 from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.foreign_layouts import Foreign
-from vissl_zero.checkpoint.foreign_loss import as_ours, method_of
-from vissl_zero.checkpoint.foreign_optimizer import OptimizerState
+from vissl_zero.checkpoint.foreign_state import OptimizerState, as_ours, method_of
 from vissl_zero.checkpoint.manifest import IMPORTED, Manifest
 from vissl_zero.checkpoint.matching import COUNTERS, Match, match
 from vissl_zero.checkpoint.saver import commit, write_rank
