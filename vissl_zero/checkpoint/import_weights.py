@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from vissl_zero.checkpoint.export import SAFETENSORS, write_aside
+from vissl_zero.checkpoint.first_weights import COUNTERS, Match, match
 from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.checkpoint.foreign_state import OptimizerState, as_ours, method_of
 from vissl_zero.checkpoint.manifest import IMPORTED, Manifest
-from vissl_zero.checkpoint.matching import COUNTERS, Match, match
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS

@@ -15,8 +15,8 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from vissl_zero.checkpoint.export import export
+from vissl_zero.checkpoint.first_weights import Match, match
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
-from vissl_zero.checkpoint.matching import Match, match
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.cli import main
 from vissl_zero.errors import CheckpointError

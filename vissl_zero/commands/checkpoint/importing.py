@@ -8,9 +8,9 @@ from typing import Any
 
 from vissl_zero.checkpoint.export import NAMES, PARTS
 from vissl_zero.checkpoint.export import export as write_export
+from vissl_zero.checkpoint.first_weights import match, shapes_of
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.import_weights import write_imported
-from vissl_zero.checkpoint.matching import match, shapes_of
 from vissl_zero.checkpoint.weights import open_weights, weights_of
 from vissl_zero.commands.checkpoint.inspection import Parser, opened, say
 from vissl_zero.config.compose import compose
