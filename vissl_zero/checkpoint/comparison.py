@@ -125,7 +125,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
 
 
 def settings(tree: Any, path: str = "") -> dict[str, Any]:
-    """Values by key path. A list is one value, and so is an empty block (``plain_tree.leaves`` takes lists apart)."""
+    """Values by key path. A list is one value, and so is an empty block (``saved.leaves`` takes lists apart)."""
     if not isinstance(tree, Mapping) or (path and not tree):
         return {path: tree}
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.offload.test_run_folder import in_child
 from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, checksum, page_buffers, pages
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 SIZES = [PAGE, 3 * PAGE - 5, 1]
 

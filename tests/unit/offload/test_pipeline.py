@@ -20,7 +20,7 @@ from vissl_zero.sharding.offload.block_file import (
     Tray,
     page_buffers,
 )
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 NUM_RECORDS = 5 * NUM_TRAYS
 

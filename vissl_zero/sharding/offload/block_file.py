@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 * 2**20

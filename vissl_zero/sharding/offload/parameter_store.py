@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vissl_zero.sharding.offload.block_file import NUM_BUFFERS, BlockFile, PrefetchOrder, ReadAhead, RecordPipeline
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 
 class GradientStore:

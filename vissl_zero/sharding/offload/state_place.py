@@ -19,7 +19,7 @@ from vissl_zero.optim.elementwise import SINGLE_ROUNDING
 from vissl_zero.optim.update_rule import counter_keys, trial_state
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 _BEGIN_WITH_ZEROS = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, Item, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import StateInMemory, StateOnDisk, StatePlace, UpdateKernel, UpdatePiece
 
 RECORD_BYTES = 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
-from vissl_zero.sharding.offload.run_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import copied
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 
