@@ -91,10 +91,12 @@ def method_of(loss_config: Mapping[str, Any], state: LossState) -> Method | None
     """
     remembered = [state.tensors.get("nce_average.memory"), state.tensors.get("assignments")]
     sizes = [tensor.shape[0 if index == 0 else -1] for index, tensor in enumerate(remembered) if tensor is not None]
-    is_memory = loss_config["name"] in ("nce_loss_with_memory", "pirl_loss", "deepclusterv2_loss")
-    if is_memory and not sizes:
-        return None
-    return build_method(loss_config, sizes[0] if sizes else 1)
+    method = build_method(loss_config)
+    if method.remembers_images:
+        if not sizes:
+            return None
+        method.set_images(sizes[0])
+    return method
 
 
 def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) -> tuple[dict[str, Tensor], list[str]]:

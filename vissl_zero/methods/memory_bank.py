@@ -149,6 +149,7 @@ class NPID(EmbeddingMethod):
     Args: the fields of ``NPIDLossConfig``, with embedding_dim known.
     """
 
+    remembers_images = True
     bank: MemoryBank
 
     def __init__(

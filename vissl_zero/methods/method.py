@@ -82,6 +82,7 @@ class Method(nn.Module):
         looks_first: before the first step, all training images go through the model once without gradient, and the
             outputs to ``after_micro_batch``.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
+        remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
             all others.
@@ -93,6 +94,7 @@ class Method(nn.Module):
     couples_samples: bool = True
     teacher_follows: bool = True
     looks_first: bool = False
+    remembers_images: bool = False
     loss_sees_images: bool = False
     ignored_label: int | None = None
     guessing_loss: float | None = None

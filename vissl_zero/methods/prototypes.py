@@ -169,6 +169,7 @@ class DeepClusterV2(EmbeddingMethod):
     """
 
     looks_first = True
+    remembers_images = True
     memory: ClusterMemory
 
     def __init__(
