@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.sharding.cpu_comm import transports
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
-from vissl_zero.sharding.cpu_comm.transports import GlooCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding import cpu_communicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator, GlooCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.shard import RowShard, row_shards
 from vissl_zero.sharding.torch_engine.gradient_messages import plan_messages
 
@@ -23,8 +22,8 @@ def _open(kind: str) -> CpuCommunicator:
     group = dist.group.WORLD
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:  # undone: the next test may have other ranks beside this process
-        patch.setattr(transports, "SLOT_BYTES", 4096)  # so that a message takes many slots
-        comm = transports.open_communicator(group, 5.0, use_shared_memory=kind == "shared memory")
+        patch.setattr(cpu_communicator, "SLOT_BYTES", 4096)  # so that a message takes many slots
+        comm = cpu_communicator.open_communicator(group, 5.0, use_shared_memory=kind == "shared memory")
     assert isinstance(comm, SharedMemoryCommunicator if kind == "shared memory" else GlooCommunicator)
     return comm
 

@@ -21,7 +21,7 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.strategy import Sharded
 from vissl_zero.sharding.torch_engine import fully_sharded, replicated
 from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy

@@ -8,7 +8,7 @@ Means whose sum always runs in the order of ranks make levels agree bit for bit.
 reduce-scatter add up in an order that depends on sizes, places and algorithms, and float addition is not associative.
 Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
 does not depend on what else travels with it. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
-go through ``sharding/cpu_comm``, which adds up in the same order.
+go through ``sharding/cpu_communicator.py``, which adds up in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from vissl_zero import collectives
-from vissl_zero.sharding.cpu_comm.communicator import add_in_order
+from vissl_zero.sharding.cpu_communicator import add_in_order
 from vissl_zero.sharding.torch_private import call_after_backward, call_on_gradient, real_grad, set_real_grad
 
 # As DistributedDataParallel has it.

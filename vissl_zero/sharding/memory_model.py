@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.allocator import heap_of
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
-from vissl_zero.sharding.cpu_comm.transports import SLOT_BYTES
+from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES

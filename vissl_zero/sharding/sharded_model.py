@@ -19,7 +19,7 @@ from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding import teacher as teaching
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (
     ActivationCounter,
     Storages,

@@ -35,7 +35,7 @@ from vissl_zero.sharding.step_trace import Kernel, StepTrace
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
-_SLOT = _MIB  # as the ranks' own messages (cpu_comm/open_communicator.py)
+_SLOT = _MIB  # as the ranks' own messages (cpu_communicator.py)
 _CHAIN = 200
 _LAYERS = ((64, 28), (256, 7))  # channels, pixels a side
 

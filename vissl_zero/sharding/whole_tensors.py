@@ -24,7 +24,7 @@ from vissl_zero import collectives
 from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.update_rule import counter_keys
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.nvme_folder import OffloadError
 from vissl_zero.sharding.offload.offloaded_shards import DiskShard
 from vissl_zero.sharding.offload.parameter_store import ParameterStore

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
-from vissl_zero.sharding.cpu_comm.transports import open_communicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator, open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.offload.offloaded_shards import disk_shard, host_shard, needs_host_shards
 from vissl_zero.sharding.offload.parameter_store import ParameterStore

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator, add_in_order
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator, add_in_order
 from vissl_zero.sharding.shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
     call_after_backward,

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 from torch import Tensor
 
-from vissl_zero.sharding.cpu_comm.transports import open_communicator
+from vissl_zero.sharding.cpu_communicator import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.shard import RowShard, row_shards

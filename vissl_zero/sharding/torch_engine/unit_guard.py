@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.cpu_comm.communicator import CpuCommunicator
+from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.replica_check import digest_of
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
