@@ -10,7 +10,7 @@ For a family of methods, such as ``swav``,
 
 To add one, write it into the family that it belongs to, or into two new files; add a line to ``registry.METHODS``, a
 recipe ``digits/<name>`` and a test. Pieces that several methods share: ``gather`` (differentiable sums over ranks,
-Sinkhorn, the queue of embeddings), ``health``, ``masks`` (which patches are hidden), ``mixing``.
+Sinkhorn, the queue of embeddings), ``health``, ``mixing``; and in ``models/patches``, which patches are hidden.
 
 A loss of your own subclasses ``Method`` and registers in LOSSES alone; a ``MethodSpec`` is for built-in ones.
 """
