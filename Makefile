@@ -32,7 +32,7 @@ test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
 test-slow: $(STAMP) ## The long tests.
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-soak: $(STAMP) ## Thousands of spoilt files and mutated configurations; up to an hour, not part of CI.
+soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.

@@ -87,10 +87,16 @@ def train(name: str, kind: str, places: list[dict[str, Any]]) -> list[dict[str, 
     return found
 
 
-@pytest.mark.slow
+# The ResNet is the slower one: in every run of the long tests with two optimizers, with all of them in the soak.
+CASES = [
+    pytest.param(name, kind, marks=pytest.mark.slow if kind == "vit" or name in ("muon", "lion") else pytest.mark.soak)
+    for name in OPTIMIZERS
+    for kind in ("resnet", "vit")
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["resnet", "vit"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_optimizer_on_real_models_is_itself_everywhere(name: str, kind: str, tmp_path: Path) -> None:
     expected = train_plainly(name, kind)
     assert distance(expected, dict(build(kind).named_parameters())) > 1e-3

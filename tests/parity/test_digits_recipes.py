@@ -51,9 +51,15 @@ def train(recipe: str, folder: Path, *overrides: str) -> tuple[dict[str, int], l
     return {key: summary[key] for key in ("level", "world_size")}, losses, weights
 
 
-@pytest.mark.slow
+# One of each kind in every run of the long tests: a clustering, a teacher, masks, a memory. All of them take minutes.
+OFTEN = ("swav", "dino", "mae", "npid")
+CASES = [
+    pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak) for name in METHODS.builtin()
+]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", METHODS.builtin())
+@pytest.mark.parametrize("method", CASES)
 def test_two_processes_at_level_3_train_what_one_with_two_micro_batches_does(method: str, tmp_path: Path) -> None:
     recipe = METHODS.get(method).build().recipe
     assert recipe == f"digits/{method}"
