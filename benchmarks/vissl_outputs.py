@@ -39,21 +39,19 @@ from torch import Tensor, nn
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.config.vissl import DIFFERENCES
 from vissl_zero.data.dataset import ImageBatch
-from vissl_zero.data.transforms.pipeline import build_pipeline
-from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent
-from vissl_zero.methods.dino import Centre, dino_loss
+from vissl_zero.data.pipeline import build_pipeline
+from vissl_zero.methods.dino import Centre, IBOTOutput, dino_loss, masked_patch_loss
 from vissl_zero.methods.distillation import (
     IBOTDistillation,
     SwAVDistillation,
     dino_distillation_loss,
     distillation_loss,
 )
-from vissl_zero.methods.ibot import IBOTOutput, masked_patch_loss
-from vissl_zero.methods.memory_bank import MemoryBank, info_nce_loss, nce_loss
-from vissl_zero.methods.noncontrastive import barlow_twins_loss
+from vissl_zero.methods.pretext import MemoryBank, info_nce_loss, nce_loss
 from vissl_zero.methods.prototypes import deepcluster_loss, spherical_kmeans
 from vissl_zero.methods.supervised import CrossEntropy
 from vissl_zero.methods.swav import SwAVLoss, SwAVMomentumLoss, SwAVOutput
+from vissl_zero.methods.two_views import KeyQueue, barlow_twins_loss, info_nce, nt_xent
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.patches import PatchView, Tokens
 from vissl_zero.optim.adaptation import Larc, Lars, TensorNorms, decay_absorbed

@@ -251,7 +251,7 @@ def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
 
 
 _TRUNKS = "vissl_zero.models.trunks"
-_HEADS = "vissl_zero.models.heads"
+_HEADS = "vissl_zero.models.mlp_heads"
 _METHODS = "vissl_zero.methods"
 _OPTIM = "vissl_zero.optim"
 _DATA = "vissl_zero.data"
@@ -265,12 +265,10 @@ METHODS = Registry(
             "supervised": {
                 "supervised": "Supervised cross-entropy.",
             },
-            "contrastive": {
+            "two_views": {
                 "simclr": "SimCLR: NT-Xent between views, negatives from all ranks.",
                 "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
                 "moco_v3": "MoCo v3: symmetric InfoNCE against the teacher's keys of the batch.",
-            },
-            "noncontrastive": {
                 "byol": "BYOL: prediction of a teacher's projection of the other view.",
                 "simsiam": "SimSiam: prediction of the other view, gradient stopped.",
                 "barlow_twins": "Barlow Twins: cross-correlation of two views towards the identity.",
@@ -279,12 +277,6 @@ METHODS = Registry(
             "swav": {
                 "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
                 "swav_momentum": "SwAV with assignments from a teacher.",
-            },
-            "memory_bank": {
-                "npid": "NPID: each image is a class of its own; a memory bank of all images supplies the negatives.",
-                "pirl": (
-                    "PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives."
-                ),
             },
             "prototypes": {
                 "deepcluster_v2": (
@@ -298,19 +290,21 @@ METHODS = Registry(
             "pretext": {
                 "rotnet": "RotNet: predicts which of four rotations an image has.",
                 "jigsaw": "Jigsaw: predicts the order of an image's shuffled tiles.",
+                "npid": "NPID: each image is a class of its own; a memory bank of all images supplies the negatives.",
+                "pirl": (
+                    "PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives."
+                ),
             },
             "dino": {
                 "dino": "DINO: self-distillation from a teacher that sees the large crops.",
+                "ibot": "iBOT: DINO, and self-distillation of masked patches.",
+                "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
             },
             "masked_modeling": {
                 "mae": "MAE: pixels of hidden patches from the few that are seen.",
                 "simmim": "SimMIM: pixels of masked patches by one linear layer.",
                 "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
                 "data2vec": "data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.",
-            },
-            "ibot": {
-                "ibot": "iBOT: DINO, and self-distillation of masked patches.",
-                "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
             },
         }.items()
         for name, text in methods.items()
@@ -323,14 +317,14 @@ TRUNKS = Registry(
         "regnet": (f"{_TRUNKS}.regnet", "RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width."),
         "resnet": (f"{_TRUNKS}.resnet", "ResNet 18 to 200, by depth and width multiplier."),
         "vision_transformer": (f"{_TRUNKS}.vision_transformer", "ViT by width, depth, heads and patch size."),
-        "beit": (f"{_TRUNKS}.timm_by_keys", "BEiT by width, depth, heads and patch size."),
-        "xcit": (f"{_TRUNKS}.timm_by_keys", "XCiT by width, depth, heads and patch size."),
-        "convnext": (f"{_TRUNKS}.timm_by_keys", "ConvNeXt by depth and width of each stage."),
-        "swin_transformer": (f"{_TRUNKS}.timm_by_keys", "Swin by width, and depth and heads of each stage."),
-        "convit": (f"{_TRUNKS}.timm_by_keys", "ConViT by width, depth, heads and number of gated blocks."),
-        "efficientnet": (f"{_TRUNKS}.timm_by_keys", "EfficientNet B0 to B7."),
-        "mobilenetv3_tv": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of torchvision."),
-        "mobilenetv3_timm": (f"{_TRUNKS}.timm_by_keys", "MobileNet v3 of timm."),
+        "beit": (f"{_TRUNKS}.timm_trunk", "BEiT by width, depth, heads and patch size."),
+        "xcit": (f"{_TRUNKS}.timm_trunk", "XCiT by width, depth, heads and patch size."),
+        "convnext": (f"{_TRUNKS}.timm_trunk", "ConvNeXt by depth and width of each stage."),
+        "swin_transformer": (f"{_TRUNKS}.timm_trunk", "Swin by width, and depth and heads of each stage."),
+        "convit": (f"{_TRUNKS}.timm_trunk", "ConViT by width, depth, heads and number of gated blocks."),
+        "efficientnet": (f"{_TRUNKS}.timm_trunk", "EfficientNet B0 to B7."),
+        "mobilenetv3_tv": (f"{_TRUNKS}.timm_trunk", "MobileNet v3 of torchvision."),
+        "mobilenetv3_timm": (f"{_TRUNKS}.timm_trunk", "MobileNet v3 of timm."),
         "resnet_sk": (f"{_TRUNKS}.resnet", "SimCLR v2's ResNet with selective kernels."),
         "alexnet_bvlc": (f"{_TRUNKS}.alexnet", "AlexNet as Caffe's BVLC has it."),
         "alexnet_colorization": (f"{_TRUNKS}.alexnet", "AlexNet of the colorization paper, on lightness alone."),
@@ -344,15 +338,15 @@ HEADS = Registry(
     "head",
     "config.MODEL.HEAD.PARAMS",
     {
-        "mlp": (f"{_HEADS}.mlp", "Linear layers with optional batch norm, ReLU and dropout."),
-        "eval_mlp": (f"{_HEADS}.mlp", "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
-        "identity": (f"{_HEADS}.mlp", "The features as they are."),
-        "mobilenet_v3_head": (f"{_HEADS}.mlp", "MobileNet v3's classifier of two layers."),
-        "mobilenet_v3_head_timm": (f"{_HEADS}.mlp", "The same with a convolution as the first layer."),
-        "vision_transformer_head": (f"{_HEADS}.mlp", "A vision transformer's classifier of one or two layers."),
-        "patch_predictor": (f"{_HEADS}.patch_predictor", "Predicts hidden patches, as MAE and I-JEPA do."),
-        "chain": (f"{_HEADS}.mlp", "Heads one after another."),
-        "siamese_head": (f"{_HEADS}.mlp", "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
+        "mlp": (_HEADS, "Linear layers with optional batch norm, ReLU and dropout."),
+        "eval_mlp": (_HEADS, "Batch norm over channels, then linear layers: VISSL's probe of a layer."),
+        "identity": (_HEADS, "The features as they are."),
+        "mobilenet_v3_head": (_HEADS, "MobileNet v3's classifier of two layers."),
+        "mobilenet_v3_head_timm": (_HEADS, "The same with a convolution as the first layer."),
+        "vision_transformer_head": (_HEADS, "A vision transformer's classifier of one or two layers."),
+        "patch_predictor": (f"{_METHODS}.masked_modeling", "Predicts hidden patches, as MAE and I-JEPA do."),
+        "chain": (_HEADS, "Heads one after another."),
+        "siamese_head": (_HEADS, "Projector and predictor, as BYOL, SimSiam and MoCo v3 have them."),
     },
     of_methods="heads",
 )
@@ -410,33 +404,36 @@ DATA_SOURCES = Registry(
         "disk_folder": (f"{_DATA}.sources.disk", "Class folders, or one flat folder of unlabelled images."),
         "disk_filelist": (f"{_DATA}.sources.disk", "Image files named by .npy or text lists."),
         "torchvision_dataset": (
-            f"{_DATA}.sources.torchvision_dataset",
+            f"{_DATA}.sources.library_sets",
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",
         ),
-        "digits": (f"{_DATA}.sources.digits", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
-        "synthetic": (f"{_DATA}.sources.digits", "Seeded images with a learnable class structure, made on the fly."),
+        "digits": (f"{_DATA}.sources.library_sets", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
+        "synthetic": (
+            f"{_DATA}.sources.library_sets",
+            "Seeded images with a learnable class structure, made on the fly.",
+        ),
     },
 )
 TRANSFORMS = Registry(
     "transform",
     "config.DATA.TRAIN.TRANSFORMS",
     {
-        "ImgPilToMultiCrop": (f"{_DATA}.transforms.multi_crop", "Random resized crops of several sizes."),
-        "ImgReplicatePil": (f"{_DATA}.transforms.multi_crop", "Copies of an image, each augmented by itself."),
-        "ImgPatchesFromTensor": (f"{_DATA}.transforms.multi_crop", "Tiles of an image, at random places of a grid."),
-        "ImgPilToPatchesAndImage": (f"{_DATA}.transforms.multi_crop", "A crop of an image, and tiles of another."),
+        "ImgPilToMultiCrop": (f"{_DATA}.transforms", "Random resized crops of several sizes."),
+        "ImgReplicatePil": (f"{_DATA}.transforms", "Copies of an image, each augmented by itself."),
+        "ImgPatchesFromTensor": (f"{_DATA}.transforms", "Tiles of an image, at random places of a grid."),
+        "ImgPilToPatchesAndImage": (f"{_DATA}.transforms", "A crop of an image, and tiles of another."),
         "ImgPilMultiCropRandomApply": (
-            f"{_DATA}.transforms.multi_crop",
+            f"{_DATA}.transforms",
             "Transforms with a probability for each crop.",
         ),
-        "ImgPilRandomSolarize": (f"{_DATA}.transforms.color", "Solarization, with a probability, as VISSL has it."),
-        "ImgPilRandomPhotometric": (f"{_DATA}.transforms.color", "PIRL's changes of colour, with a probability."),
-        "MNISTImgPil2RGB": (f"{_DATA}.transforms.color", "An RGB image, on a larger canvas if asked for."),
-        "ImgPilToRawTensor": (f"{_DATA}.transforms.color", "A tensor with values from 0 to 255."),
-        "ImgPil2LabTensor": (f"{_DATA}.transforms.color", "A Lab tensor, as the colorization paper has it."),
-        "RandAugment": (f"{_DATA}.transforms.color", "Random operations, as VISSL or torchvision has them."),
-        "ImgPilColorDistortion": (f"{_DATA}.transforms.color", "Colour jitter and grey-scale, as SimCLR has it."),
-        "ImgPilGaussianBlur": (f"{_DATA}.transforms.color", "Gaussian blur of a random radius, with a probability."),
+        "ImgPilRandomSolarize": (f"{_DATA}.transforms", "Solarization, with a probability, as VISSL has it."),
+        "ImgPilRandomPhotometric": (f"{_DATA}.transforms", "PIRL's changes of colour, with a probability."),
+        "MNISTImgPil2RGB": (f"{_DATA}.transforms", "An RGB image, on a larger canvas if asked for."),
+        "ImgPilToRawTensor": (f"{_DATA}.transforms", "A tensor with values from 0 to 255."),
+        "ImgPil2LabTensor": (f"{_DATA}.transforms", "A Lab tensor, as the colorization paper has it."),
+        "RandAugment": (f"{_DATA}.transforms", "Random operations, as VISSL or torchvision has them."),
+        "ImgPilColorDistortion": (f"{_DATA}.transforms", "Colour jitter and grey-scale, as SimCLR has it."),
+        "ImgPilGaussianBlur": (f"{_DATA}.transforms", "Gaussian blur of a random radius, with a probability."),
     },
 )
 HOOKS = Registry(

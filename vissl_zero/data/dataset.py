@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source
-from vissl_zero.data.transforms.pipeline import Pipeline
 from vissl_zero.errors import DataError, VisslZeroError
 
 

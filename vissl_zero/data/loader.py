@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline, build_pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
-from vissl_zero.data.transforms.pipeline import Pipeline, build_eval_pipeline, build_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 

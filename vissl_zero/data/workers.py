@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
 # import torch again in every worker. The fork server imports once and has a single thread.
 START_METHOD = "forkserver"
-_PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.transforms.pipeline"]
+_PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.pipeline"]
 _END = object()
 _said: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk

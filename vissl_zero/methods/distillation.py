@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.dino import PatchDistillation, masked_patch_loss
 from vissl_zero.methods.distillation_keys import (
     WEIGHTS_FILE,
     DINODistillationLossConfig,
@@ -22,7 +23,6 @@ from vissl_zero.methods.distillation_keys import (
     teacher_folder,
 )
 from vissl_zero.methods.gather import EmbeddingQueue, at_least_float32, sinkhorn, weighted_mean
-from vissl_zero.methods.ibot import PatchDistillation, masked_patch_loss
 from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.supervised import targets_of
 from vissl_zero.models.model import Model, build_model

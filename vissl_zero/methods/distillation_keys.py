@@ -10,7 +10,7 @@ from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.derive.components import as_teacher
 from vissl_zero.config.saved import RESOLVED_FILE
 from vissl_zero.errors import Problem
-from vissl_zero.methods.ibot_keys import IBOT_HEADS, patch_distillation
+from vissl_zero.methods.dino_keys import IBOT_HEADS, patch_distillation
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
 from vissl_zero.registry import METHODS
 

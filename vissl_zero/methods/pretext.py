@@ -1,32 +1,40 @@
-"""Pretext tasks, classification by labels that the method makes itself: RotNet and Jigsaw. Losses and heads."""
+"""Pretext tasks, classification by labels that the method makes itself: losses, heads, and what the loop calls.
+
+RotNet guesses a rotation and Jigsaw an order of tiles. NPID and PIRL tell an image from all others, with negatives from
+a memory bank of all images; PIRL does so for Jigsaw's tiles.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32
-from vissl_zero.methods.method import Batch, Method
+from vissl_zero.methods.method import Batch, EmbeddingMethod, Method, crops_of, images_of, output_of
 from vissl_zero.methods.pretext_keys import (
     GRIDS,
     NUM_ANGLES,
     JigsawHeadConfig,
     JigsawLossConfig,
+    NPIDLossConfig,
+    PIRLHeadConfig,
+    PIRLLossConfig,
     RotNetLossConfig,
     SiameseConcatViewConfig,
 )
-from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.keyed_random import keyed_bits
+from vissl_zero.models.mlp_heads import MLP, Chain
 from vissl_zero.registry import HEADS, LOSSES
 
 
@@ -249,3 +257,288 @@ class Jigsaw(PretextTask):
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
         """Numbers of the orders; see ``PretextTask``."""
         return keyed_bits(num_rows, 1, "jigsaw", device)[:, 0] % self.num_classes
+
+
+# VISSL adds float32's epsilon to the denominators, in every number format.
+_EPS = torch.finfo(torch.float32).eps
+
+
+class MemoryBank(nn.Module):
+    """One embedding for each image of the data set, identical on every rank.
+
+    Args:
+        num_images: S, of the data set.
+        embedding_dim: D.
+        momentum: weight of what is remembered.
+        seed: of the first, random embeddings.
+
+    Attributes:
+        memory: buffer (S, D), unit rows. It takes S * D numbers on every rank.
+        normalizer: buffer, 0-d: the constant Z of the paper.
+        has_normalizer: the first batch has set it. On the host: reading it from the device would wait for the device.
+    """
+
+    memory: Tensor
+    normalizer: Tensor
+
+    def __init__(self, num_images: int, embedding_dim: int, momentum: float = 0.5, seed: int = 0):
+        super().__init__()
+        self.momentum = momentum
+        bound = 1 / math.sqrt(embedding_dim / 3)
+        generator = torch.Generator().manual_seed(seed)
+        first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
+        self.register_buffer("memory", F.normalize(first, dim=1))
+        self.register_buffer("normalizer", torch.tensor(-1.0))
+        self.has_normalizer = False
+
+    def get_extra_state(self) -> Tensor:
+        """``has_normalizer``, for ``state_dict``."""
+        return torch.tensor(self.has_normalizer)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """``has_normalizer``, from ``load_state_dict``."""
+        self.has_normalizer = bool(state)
+
+    def draw_negatives(self, num_samples: int, num_negatives: int, layer: str = "memory_bank") -> Tensor:
+        """Images to contrast with, drawn per sample from (seed, step, sample): the same on any number of ranks.
+
+        Args:
+            num_samples: n, those that ``set_random_key`` was given.
+            num_negatives: M.
+            layer: part of the key.
+        Returns:
+            (n, M) int64 indices into the memory, with replacement.
+        """
+        return keyed_bits(num_samples, num_negatives, layer, self.memory.device) % len(self.memory)
+
+    def similarities(self, embeddings: Tensor, sample_ids: Tensor, negatives: Tensor) -> Tensor:
+        """Cosine similarity to an image's own memory, then to those of its negatives.
+
+        Args:
+            embeddings: (n, D); not normalised.
+            sample_ids: (n,) index of each image in the data set.
+            negatives: (n, M) indices.
+        Returns:
+            (n, 1 + M).
+        """
+        rows = F.normalize(at_least_float32(embeddings), dim=1)
+        remembered = self.memory[torch.cat((sample_ids[:, None], negatives), dim=1)].to(rows.dtype)
+        return torch.einsum("nd,nmd->nm", rows, remembered)
+
+    @torch.no_grad()
+    def update(self, embeddings: Tensor, sample_ids: Tensor) -> None:
+        """Move the memory of the images of all ranks towards their embeddings. Collective.
+
+        Args:
+            embeddings: (n, D) of this rank; not normalised. Rows that are not finite are left out.
+            sample_ids: (n,), different from each other over all ranks.
+        Cost: two gathers of rows (see ``collectives.all_gather_rows``).
+        """
+        rows = F.normalize(at_least_float32(embeddings), dim=1).to(self.memory.dtype)
+        rows, indices = collectives.all_gather_rows(rows), collectives.all_gather_rows(sample_ids)
+        before = self.memory[indices]
+        after = F.normalize(before * self.momentum + rows * (1 - self.momentum), dim=1)
+        self.memory[indices] = torch.where(rows.isfinite().all(dim=1, keepdim=True), after, before)
+
+
+def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tensor:
+    """Noise-contrastive estimation: tell the image from its negatives (equation 7). The first call sets the bank's Z.
+
+    Args:
+        similarities: (n, 1 + M), see ``MemoryBank.similarities``.
+        temperature: divides them.
+    Returns:
+        0-d, the mean over this rank's samples. Collective in the first call only.
+    """
+    scores = torch.exp(similarities / temperature)
+    num_images, num_negatives = len(bank.memory), scores.shape[1] - 1
+    if not bank.has_normalizer:
+        _set_normalizer(bank, scores.detach())
+    probabilities = scores / bank.normalizer
+    noise = num_negatives / num_images
+    from_data = torch.log(probabilities[:, 0] / (probabilities[:, 0] + noise + _EPS))
+    from_noise = torch.log(noise / (probabilities[:, 1:] + noise + _EPS))
+    return -(from_data.sum() + from_noise.sum()) / max(len(scores), 1)
+
+
+def info_nce_loss(similarities: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding the image among itself and its negatives (NPID++).
+
+    Args:
+        similarities: (n, 1 + M), see ``MemoryBank.similarities``.
+    Returns:
+        0-d, the mean over this rank's samples. No communication.
+    """
+    logits = similarities / temperature
+    return (torch.logsumexp(logits, dim=1) - logits[:, 0]).sum() / max(len(logits), 1)
+
+
+@torch.no_grad()
+def _set_normalizer(bank: MemoryBank, scores: Tensor) -> None:
+    """Z: the mean score of the first batch of all ranks, times the number of images."""
+    sums = collectives.all_reduce_sum(torch.stack((scores.sum(), scores.new_tensor(scores.numel()))))
+    bank.normalizer.copy_(sums[0] / sums[1] * len(bank.memory))
+    bank.has_normalizer = True
+
+
+@LOSSES.register("nce_loss_with_memory", config=NPIDLossConfig)
+class NPID(EmbeddingMethod):
+    """NPID: each image is a class of its own; a memory bank of all images supplies the negatives.
+
+    Args: the fields of ``NPIDLossConfig``, with embedding_dim known.
+    """
+
+    remembers_images = True
+    bank: MemoryBank
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        loss_type: str = "nce",
+        temperature: float = 0.07,
+        negative_sampling_params: Mapping[str, int] | None = None,
+        memory_params: Mapping[str, float] | None = None,
+    ):
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.loss_type = loss_type
+        self.temperature = temperature
+        self.num_negatives = (negative_sampling_params or {}).get("num_negatives", 16000)
+        self.memory_momentum = (memory_params or {}).get("momentum", 0.5)
+
+    def set_images(self, num_images: int) -> None:
+        """A random memory of each."""
+        self.bank = MemoryBank(num_images, self.embedding_dim, self.memory_momentum)
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """The mean over this rank's samples; see ``nce_loss``. Collective in the first call only."""
+        (embeddings,) = crops_of(outputs[0], 1, batch)
+        self._note(embeddings)
+        negatives = self.bank.draw_negatives(len(embeddings), self.num_negatives)
+        similarities = self.bank.similarities(embeddings, batch.sample_ids, negatives)
+        if self.loss_type == "nce":
+            return nce_loss(similarities, self.bank, self.temperature)
+        return info_nce_loss(similarities, self.temperature)
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Remember the images. Collective."""
+        self.bank.update(outputs[0].detach(), batch.sample_ids)
+
+
+def pirl_loss(
+    image: Tensor,
+    transformed: Tensor,
+    sample_ids: Tensor,
+    bank: MemoryBank,
+    num_negatives: int,
+    temperature: float = 0.07,
+    weight: float = 0.5,
+    use_info_nce: bool = False,
+) -> Tensor:
+    """Both an image and its transformed version are told apart from other images by the memory bank.
+
+    Args:
+        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalised.
+        sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
+        bank: of all images; update it with ``image`` afterwards.
+        num_negatives: images each one is contrasted with.
+        temperature: divides the cosine similarities.
+        weight: of the transformed version; the image has the rest.
+        use_info_nce: cross-entropy instead of noise-contrastive estimation.
+    Returns:
+        0-d, the mean over this rank's samples. Collective in the first call only.
+    """
+    total = image.new_zeros(())
+    # Tiles first, as in VISSL: the first scores set the bank's Z.
+    for share, embeddings, layer in ((weight, transformed, "transformed"), (1 - weight, image, "image")):
+        negatives = bank.draw_negatives(len(embeddings), num_negatives, f"memory_bank.{layer}")
+        similarities = bank.similarities(embeddings, sample_ids, negatives)
+        term = info_nce_loss(similarities, temperature) if use_info_nce else nce_loss(similarities, bank, temperature)
+        total = total + share * term
+    return total
+
+
+class PIRLOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        images: (n, D) embeddings of whole images.
+        tiles: (n, D) embeddings of their tiles together.
+    """
+
+    images: Tensor
+    tiles: Tensor
+
+
+@HEADS.register("pirl_head", config=PIRLHeadConfig)
+class PIRLHead(nn.Module):
+    """Two projections: of whole images, and of tiles, which are projected one by one and then side by side.
+
+    Args: the fields of ``PIRLHeadConfig``.
+    """
+
+    def __init__(
+        self, dims: Sequence[int], num_towers: int = 9, of_image: Sequence[Any] = (), of_tiles: Sequence[Any] = ()
+    ):
+        super().__init__()
+        if bool(of_image) != bool(of_tiles):
+            must, fix = "must have both of_image and of_tiles, or neither", "Add the other, or leave both out."
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pirl_head", "one of them", must, fix)])
+        self.num_towers = num_towers
+        ends = (dims[0], dims[-1])
+        self.of_image = Chain(of_image, ends) if of_image else MLP(dims, use_relu=True)
+        self.of_tile = nn.Identity() if of_tiles else MLP(dims, use_relu=True)
+        # What puts tiles side by side is one of VISSL's heads, else of ours.
+        self.side_by_side = nn.Identity() if of_tiles else SiameseConcatView(num_towers)
+        self.of_tiles = Chain(of_tiles, ends) if of_tiles else nn.Linear(num_towers * dims[-1], dims[-1])
+
+    def forward(self, features: Tensor) -> PIRLOutput:
+        """Features of n images, then of the first tile of each, of the second, ...: ((1 + num_towers) * n, F)."""
+        num_images = len(features) // (1 + self.num_towers)
+        tiles = self.of_tiles(self.side_by_side(self.of_tile(features[num_images:])))
+        return PIRLOutput(self.of_image(features[:num_images]), tiles)
+
+
+@LOSSES.register("pirl_loss", config=PIRLLossConfig)
+class PIRL(NPID):
+    """PIRL: an image and its shuffled tiles share an embedding; a memory bank supplies the negatives.
+
+    The first crop is seen whole, the second in tiles, in an order drawn for every sample and step; or the transforms
+    make a crop and tiles.
+
+    Args: the fields of ``PIRLLossConfig``, with embedding_dim and num_towers known.
+    """
+
+    def __init__(self, num_towers: int, tile_weight: float = 0.5, are_cut: bool = False, **keys: Any):
+        super().__init__(**keys)
+        self.num_towers = num_towers
+        self.are_cut = are_cut
+        self.tile_weight = tile_weight
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The first crop, and the tiles of the second."""
+        if self.are_cut:
+            return super().run_student(model, batch)
+        (whole,), (other,) = images_of(batch, [0]), images_of(batch, [1])
+        order = random_order(len(other), self.num_towers, "pirl", other.device)
+        outputs: list[Any] = model([whole, shuffled(tiles_of(other, self.num_towers), order).flatten(0, 1)])
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """The mean over this rank's samples; see ``pirl_loss``. Collective in the first call only."""
+        images, tiles = output_of(outputs, "tiles")
+        self._note(images)
+        return pirl_loss(
+            images,
+            tiles,
+            batch.sample_ids,
+            self.bank,
+            self.num_negatives,
+            self.temperature,
+            self.tile_weight,
+            use_info_nce=self.loss_type == "cross_entropy",
+        )
+
+    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+        """Remember the whole images. Collective."""
+        self.bank.update(outputs[0].images.detach(), batch.sample_ids)

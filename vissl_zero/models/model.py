@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.keyed_random import key_random_layers, resolution_scope
+from vissl_zero.models.mlp_heads import MLP
 from vissl_zero.models.patches import PatchView, SeePatches, Tokens, grid_of
 from vissl_zero.models.taps import Taps, build_taps, require_width
 from vissl_zero.registry import HEADS, TRUNKS, require_interface

@@ -14,9 +14,14 @@ from PIL import Image, ImageEnhance, ImageOps
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
-from vissl_zero.data.transforms.color import ImgPilRandomPhotometric, ImgPilRandomSolarize, MNISTImgPil2RGB, _posterize
-from vissl_zero.data.transforms.multi_crop import ImgPatchesFromTensor
-from vissl_zero.data.transforms.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
+from vissl_zero.data.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
+from vissl_zero.data.transforms import (
+    ImgPatchesFromTensor,
+    ImgPilRandomPhotometric,
+    ImgPilRandomSolarize,
+    MNISTImgPil2RGB,
+    _posterize,
+)
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import TRANSFORMS
 

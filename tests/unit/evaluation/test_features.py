@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images
-from vissl_zero.data.transforms.pipeline import build_pipeline
+from vissl_zero.data.pipeline import build_pipeline
 from vissl_zero.engine.build import build_run
 from vissl_zero.evaluation.features import evaluating, extract_features, thumbnails
 

@@ -11,12 +11,12 @@ from vissl_zero.config.compose import load
 from vissl_zero.config.resolve import problems
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
-from vissl_zero.methods.contrastive import SimCLR
 from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
 from vissl_zero.methods.supervised import CrossEntropy, soft_cross_entropy
-from vissl_zero.models.heads.mlp import EvalMLP
+from vissl_zero.methods.two_views import SimCLR
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.mlp_heads import EvalMLP
 from vissl_zero.models.model import build_model
 
 B, C, SIDE = 6, 5, 16

@@ -18,25 +18,40 @@ from torch import Tensor
 
 from tests.unit.methods.batches import LossBatch
 from vissl_zero.data.dataset import ImageBatch
-from vissl_zero.methods.contrastive import KeyQueue, info_nce, nt_xent, symmetric_info_nce
-from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.dino import (
+    Centre,
+    IBOTOutput,
+    dino_loss,
+    dinov2_loss,
+    koleo,
+    masked_patch_loss,
+    sinkhorn_targets,
+)
 from vissl_zero.methods.distillation import (
     IBOTDistillation,
     SwAVDistillation,
     dino_distillation_loss,
     distillation_loss,
 )
-from vissl_zero.methods.ibot import IBOTOutput, dinov2_loss, koleo, masked_patch_loss
 from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, mean_of_blocks, pixel_targets, simmim_loss
-from vissl_zero.methods.memory_bank import MemoryBank, nce_loss, pirl_loss
 from vissl_zero.methods.mixing import mix_targets, smooth_targets
-from vissl_zero.methods.noncontrastive import barlow_twins_loss, byol_loss, simsiam_loss, vicreg_loss
+from vissl_zero.methods.pretext import MemoryBank, nce_loss, pirl_loss
 from vissl_zero.methods.prototypes import ClusterMemory, deepcluster_loss, msn_loss, spherical_kmeans
 from vissl_zero.methods.supervised import (
     binary_cross_entropy,
     soft_cross_entropy,
 )
 from vissl_zero.methods.swav import SwAVLoss, SwAVMomentumLoss, SwAVOutput
+from vissl_zero.methods.two_views import (
+    KeyQueue,
+    barlow_twins_loss,
+    byol_loss,
+    info_nce,
+    nt_xent,
+    simsiam_loss,
+    symmetric_info_nce,
+    vicreg_loss,
+)
 from vissl_zero.models.keyed_random import set_random_key
 
 

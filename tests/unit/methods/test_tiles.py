@@ -11,9 +11,9 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.derive.components import method_of
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
-from vissl_zero.methods.memory_bank import PIRLHead
 from vissl_zero.methods.pretext import (
     Jigsaw,
+    PIRLHead,
     RotNet,
     SiameseConcatView,
     permutations,

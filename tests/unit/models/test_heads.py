@@ -8,12 +8,11 @@ from torch import nn
 
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
-from vissl_zero.methods.dino import DINOHead
-from vissl_zero.methods.ibot import IBOTDINOHead
+from vissl_zero.methods.dino import DINOHead, IBOTDINOHead
 from vissl_zero.methods.prototypes import MSNHead
 from vissl_zero.methods.swav import SwAVHead
-from vissl_zero.models.heads.mlp import Chain, MobileNetHead, MobileNetHeadOfTimm
 from vissl_zero.models.init import initialize_
+from vissl_zero.models.mlp_heads import Chain, MobileNetHead, MobileNetHeadOfTimm
 from vissl_zero.models.patches import PatchView, Tokens
 
 PROJECTION = ["mlp", {"dims": [64, 32], "use_relu": True, "skip_last_layer_relu_bn": False}]

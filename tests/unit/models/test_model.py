@@ -11,9 +11,9 @@ from torch import nn
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.swav import SwAVHead, SwAVOutput
-from vissl_zero.models.heads.mlp import MLP
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import KeyedDropout
+from vissl_zero.models.mlp_heads import MLP
 from vissl_zero.models.model import Model, Unit, build_model
 from vissl_zero.registry import TRUNKS
 

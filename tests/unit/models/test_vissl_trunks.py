@@ -10,13 +10,13 @@ from tests.unit.config.example_config import complaints, config
 from vissl_zero.config.derive.placement_plan import placement
 from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.host import Host
-from vissl_zero.data.transforms.color import ImgPil2LabTensor
+from vissl_zero.data.transforms import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.taps import Taps
 from vissl_zero.models.trunks.regnet import RegNet
 from vissl_zero.models.trunks.resnet import ResNet
-from vissl_zero.models.trunks.timm_by_keys import BeitTrunk, build_xcit
+from vissl_zero.models.trunks.timm_trunk import BeitTrunk, build_xcit
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.registry import TRUNKS
 
