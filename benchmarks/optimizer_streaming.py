@@ -29,8 +29,15 @@ import torch
 from torch import nn
 
 from vissl_zero.optim.elementwise import adamw
-from vissl_zero.sharding.offload.block_file import NUM_THREADS, BlockFile, Cell, RecordPipeline, page_buffers
-from vissl_zero.sharding.offload.nvme_folder import RunFolder, new_run_name
+from vissl_zero.sharding.offload.block_file import (
+    NUM_THREADS,
+    BlockFile,
+    Cell,
+    RecordPipeline,
+    RunFolder,
+    new_run_name,
+    page_buffers,
+)
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES, StreamedOptimizer
 

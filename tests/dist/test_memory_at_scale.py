@@ -23,7 +23,7 @@ from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine import fully_sharded, replicated
+from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy
 from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
@@ -65,7 +65,7 @@ def _among(world_size: int) -> Iterator[None]:
     try:
         with (
             patch.object(fully_sharded, "open_communicator", _FakeCommunicator),
-            patch.object(replicated, "open_communicator", _FakeCommunicator),
+            patch.object(torch_strategy, "open_communicator", _FakeCommunicator),
         ):
             yield
     finally:

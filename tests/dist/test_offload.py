@@ -19,7 +19,7 @@ from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.launch import worker
 from vissl_zero.sharding.offload import layout, streamed_optimizer
-from vissl_zero.sharding.offload.nvme_folder import OffloadError
+from vissl_zero.sharding.offload.block_file import OffloadError
 from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy
 
 NUM_STEPS, ACCUMULATION = 20, 2

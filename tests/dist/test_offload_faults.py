@@ -20,7 +20,7 @@ from torch import nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
-from vissl_zero.sharding.offload.nvme_folder import OffloadError
+from vissl_zero.sharding.offload.block_file import OffloadError
 
 WIDTH, NUM_BLOCKS = 128, 4
 TIERS = ("offload_param_config", "offload_optimizer_config")

@@ -1,11 +1,11 @@
-"""Resident memory of a CPU rank: a recorded step, replayed block by block on the allocator's heap (``heap.py``)."""
+"""Resident memory of a CPU rank: a recorded step, replayed block by block on the allocator's heap."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from vissl_zero.sharding.heap import Heap
+from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 # Beside tensors, beyond what is imported: the model's modules, autograd's graph, scratch of kernels, gloo's threads.

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
-from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
-from vissl_zero.sharding.offload.whole_states import WholeStates
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.teacher import WeightAverage

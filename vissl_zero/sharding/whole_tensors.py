@@ -25,12 +25,11 @@ from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.update_rule import counter_keys
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.offload.nvme_folder import OffloadError
-from vissl_zero.sharding.offload.offloaded_shards import DiskShard
-from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.offload.block_file import OffloadError
+from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import copied
+from vissl_zero.sharding.offload.streamed_optimizer import WholeStates
 from vissl_zero.sharding.offload.tier import whole_states
-from vissl_zero.sharding.offload.whole_states import WholeStates
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import OptimizerFactory
 

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from tests.unit.offload.test_nvme_folder import in_child
-from vissl_zero.sharding.offload.block_file import PAGE, BlockFile, PageBuffer, checksum, page_buffers, pages
-from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.block_file import (
+    PAGE,
+    BlockFile,
+    OffloadError,
+    PageBuffer,
+    RunFolder,
+    checksum,
+    page_buffers,
+    pages,
+)
 
 SIZES = [PAGE, 3 * PAGE - 5, 1]
 

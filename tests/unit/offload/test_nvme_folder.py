@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vissl_zero.sharding.offload.nvme_folder import PREFIX, OffloadError, RunFolder, new_run_name, stale_runs
+from vissl_zero.sharding.offload.block_file import PREFIX, OffloadError, RunFolder, new_run_name, stale_runs
 
 
 def test_only_this_user_may_enter(tmp_path):

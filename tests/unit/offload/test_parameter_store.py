@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from vissl_zero.sharding.offload import layout
-from vissl_zero.sharding.offload.block_file import PrefetchOrder
+from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
 from vissl_zero.sharding.offload.layout import StoredParam
-from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))

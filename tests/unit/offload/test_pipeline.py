@@ -15,12 +15,13 @@ from vissl_zero.sharding.offload.block_file import (
     PAGE,
     BlockFile,
     Cell,
+    OffloadError,
     PageBuffer,
     RecordPipeline,
+    RunFolder,
     Tray,
     page_buffers,
 )
-from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 NUM_RECORDS = 5 * NUM_TRAYS
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.sharding.offload import streamed_optimizer
-from vissl_zero.sharding.offload.block_file import NUM_TRAYS
-from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
+from vissl_zero.sharding.offload.block_file import NUM_TRAYS, OffloadError, RunFolder
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
 from vissl_zero.optim.update_rule import counter_keys, trial_state
-from vissl_zero.sharding.offload.block_file import BlockFile, Cell, RecordPipeline, Tray
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, RecordPipeline, RunFolder, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
-from vissl_zero.sharding.offload.nvme_folder import OffloadError, RunFolder
 
 _BEGIN_WITH_ZEROS = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 

@@ -25,8 +25,7 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator, open_communicator
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
-from vissl_zero.sharding.offload.offloaded_shards import disk_shard, host_shard, needs_host_shards
-from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.offload.parameter_store import ParameterStore, disk_shard, host_shard, needs_host_shards
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import hide_gradient, shards_of
