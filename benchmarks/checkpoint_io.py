@@ -35,8 +35,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vissl_zero.checkpoint.folder import open_checkpoint
-from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.checkpoint.snapshot import Snapshot

@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from vissl_zero.launch.key_value_store import Client, KeyValueServer
-from vissl_zero.launch.own_peers import LISTEN, connections
-from vissl_zero.launch.process_group import NetworkStore
+from vissl_zero.launch.process_group import LISTEN, NetworkStore, connections
 
 OURS, SECRET = "ours", b"s" * 32  # a rendezvous on our own store, which asks for a secret
 LAUNCHER = "import vissl_zero.launch.run"

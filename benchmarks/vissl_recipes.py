@@ -22,8 +22,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from vissl_zero.commands.explain import scoreboard
-from vissl_zero.config.account import Account, account_of
+from vissl_zero.commands.explain import Account, account_of, scoreboard
 from vissl_zero.config.recipes import recipe_files
 from vissl_zero.engine.dry_run import set_stage
 from vissl_zero.errors import Problem

@@ -28,7 +28,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from vissl_zero.config.account import account_of
+from vissl_zero.commands.explain import account_of
 from vissl_zero.config.recipes import RecipeFile, recipe_files
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.optim.schedules import build_schedule

@@ -18,7 +18,7 @@ from tests.dist.test_behaviour import _copied
 from tests.dist.training import Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
 from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
-from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.checkpoint.snapshot import Snapshot, replicated_parts
 from vissl_zero.sharding.state import Part

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.small_trunk import SMALL_TRUNK
-from vissl_zero.launch.own_peers import LISTEN, connections
+from vissl_zero.launch.process_group import LISTEN, connections
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

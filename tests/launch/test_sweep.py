@@ -16,8 +16,7 @@ import pytest
 from vissl_zero.config.host import Host
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError
-from vissl_zero.launch.side_by_side import divide
-from vissl_zero.launch.sweep import claim
+from vissl_zero.launch.sweep import claim, divide
 from vissl_zero.reporting.sweep_note import JobNote
 
 SMALL = [

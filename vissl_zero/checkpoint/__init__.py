@@ -13,7 +13,13 @@ To read one::
 The format: ``docs/checkpoints.md``. Reading runs no code from the files: JSON and safetensors only.
 """
 
-from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.manifest import Manifest, TensorInfo
+from vissl_zero.checkpoint.folder import (
+    Checkpoint,
+    Manifest,
+    TensorInfo,
+    find_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+)
 
 __all__ = ["Checkpoint", "Manifest", "TensorInfo", "find_checkpoints", "newest_checkpoint", "open_checkpoint"]

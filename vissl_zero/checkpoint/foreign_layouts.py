@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
-from vissl_zero.checkpoint.foreign_state import LossState, OptimizerState, loss_state, optimizer_state
-from vissl_zero.checkpoint.fsdp_shards import full_tensors
+from vissl_zero.checkpoint.foreign_state import LossState, OptimizerState, full_tensors, loss_state, optimizer_state
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
 from vissl_zero.checkpoint.weights import is_torch_file, open_weights

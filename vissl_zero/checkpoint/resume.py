@@ -13,8 +13,15 @@ from torch import Tensor
 
 from vissl_zero import collectives
 from vissl_zero.checkpoint.comparison import describe, differences, require_resumable
-from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, open_checkpoint, remove_leftovers
-from vissl_zero.checkpoint.manifest import IMPORTED, LaterFormatError, stem_of
+from vissl_zero.checkpoint.folder import (
+    IMPORTED,
+    Checkpoint,
+    LaterFormatError,
+    find_checkpoints,
+    open_checkpoint,
+    remove_leftovers,
+    stem_of,
+)
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.saved import as_data

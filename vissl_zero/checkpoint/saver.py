@@ -20,14 +20,17 @@ import torch.distributed as dist
 from rich.console import Console
 
 from vissl_zero import collectives
-from vissl_zero.checkpoint.folder import FOLDER_NAME, name_of, partial_name_of, prune
-from vissl_zero.checkpoint.manifest import (
+from vissl_zero.checkpoint.folder import (
+    FOLDER_NAME,
     MANIFEST_NAME,
     LaterFormatError,
     Manifest,
     PieceFacts,
     RankManifest,
+    name_of,
+    partial_name_of,
     plain,
+    prune,
     read_json,
     stem_of,
     write_json,

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from vissl_zero.atomic import open_regular
-from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, newest_checkpoint, step_of
-from vissl_zero.checkpoint.manifest import MANIFEST_NAME, TensorInfo
+from vissl_zero.checkpoint.folder import (
+    MANIFEST_NAME,
+    Checkpoint,
+    TensorInfo,
+    find_checkpoints,
+    newest_checkpoint,
+    step_of,
+)
 from vissl_zero.checkpoint.shard_file import ShardFile
 from vissl_zero.config.saved import RESOLVED_FILE, read_saved
 from vissl_zero.errors import CheckpointError

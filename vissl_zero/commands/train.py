@@ -31,8 +31,7 @@ from vissl_zero.config.fit_log import FitChoice
 from vissl_zero.config.recipes import recipe_names, recipe_text
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
-from vissl_zero.launch.side_by_side import register_launcher
-from vissl_zero.launch.sweep import finish_sweep
+from vissl_zero.launch.sweep import finish_sweep, register_launcher
 
 
 def train(arguments: Sequence[str]) -> int:

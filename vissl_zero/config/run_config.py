@@ -14,12 +14,15 @@ from vissl_zero.config.blocks.model_and_loss import Distillation, ModelConfig, d
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import (
     CheckpointConfig,
+    ClusterFit,
     Hooks,
+    ImageRetrieval,
+    LowShotBenchmark,
     Meters,
     NearestNeighbor,
     OnlineProbeConfig,
+    Svm,
 )
-from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import number
 from vissl_zero.config.vissl import with_vissl_keys

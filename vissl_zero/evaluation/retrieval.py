@@ -1,23 +1,30 @@
-"""How images are found: one vector an image from its feature maps, whitened, and how well a ranking does.
+"""How images are found: one vector an image from its feature maps, whitened; a ranking's scores; and the data sets.
 
 One vector an image by regional maxima (R-MAC) or generalised means (GeM). A ranking's mean average precision and
-precision at k leave out images that do not count.
+precision at k leave out images that do not count. Data sets in VISSL's folders: revisited Oxford and Paris, Oxford and
+Paris, Copydays.
 
 Sources: https://arxiv.org/abs/1511.05879 (R-MAC), https://arxiv.org/abs/1711.02512 (GeM),
-https://arxiv.org/abs/1803.11285 (Revisiting Oxford and Paris); constants and protocol of VISSL's
+https://arxiv.org/abs/1803.11285 (Revisiting Oxford and Paris); constants, protocol and data sets of VISSL's
 ``vissl/utils/instance_retrieval_utils`` at 09270ed2.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vissl_zero.atomic import read_object, read_regular
+from vissl_zero.checkpoint.torch_file import NumpyArray, read_pickle
 from vissl_zero.collectives import all_reduce_sum
+from vissl_zero.errors import CheckpointError, DataError
 
 _OVERLAP = 0.4  # of neighbouring regions, as wanted
 _MOST_STEPS = 7
@@ -205,3 +212,204 @@ def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, lis
     if not precisions:
         return float("nan"), [float("nan")] * len(AT)
     return float(np.mean(precisions)), np.mean(at, axis=0).tolist()
+
+
+Box = tuple[float, float, float, float]
+REVISITED, COPYDAYS, OXFORD, WHITENING = ("roxford5k", "rparis6k"), "copydays", ("Oxford", "Paris"), "whitening"
+# Images of Paris that cannot be read: https://www.robots.ox.ac.uk/~vgg/data/parisbuildings/corrupt.txt
+_CORRUPT = {
+    *(f"paris_pompidou_000{number}" for number in (195, 196, 201, 467, 640)),
+    *(f"paris_pantheon_000{number}" for number in (284, 960, 974)),
+    *(f"paris_triomphe_000{number}" for number in (662, 833, 863, 867)),
+    *(f"paris_sacrecoeur_000{number}" for number in (299, 330, 353)),
+    *("paris_louvre_000136", "paris_louvre_000146", "paris_moulinrouge_000422"),
+    *("paris_museedorsay_001059", "paris_notredame_000188"),
+}
+# Changes of Copydays' images: JPEG at some quality, crops of some percent.
+_CHANGES = (
+    "original",
+    "strong",
+    *(f"jpegqual_{quality}" for quality in (3, 5, 8, 10, 15, 20, 30, 50, 75)),
+    *(f"crops_{percent}" for percent in (10, 15, 20, 30, 40, 50, 60, 70, 80)),
+)
+_MOST_BYTES = 2**26  # of a list; those of Oxford and Paris are below 2**21
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Queries, images to find, and which of them a query should find.
+
+    Attributes:
+        name: of the data set.
+        images: files of the database.
+        queries: files.
+        boxes: of the object in each query, in pixels (left, top, right, bottom); None where there are none.
+        wanted: figure -> what each query it counts should find: e, m and h (easy, medium, hard), the changes of
+            Copydays, or all.
+    """
+
+    name: str
+    images: list[Path]
+    queries: list[Path]
+    boxes: list[Box] | None
+    wanted: dict[str, list[Wanted]]
+
+
+def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> RetrievalSet:
+    """The data set ``root/name``.
+
+    Args:
+        root: ``IMG_RETRIEVAL.DATASET_PATH``.
+        name: roxford5k, rparis6k, copydays, or any other for the format of Oxford and Paris.
+        with_distractors: of Copydays, ``database_and_distractors`` in place of ``database``.
+    Raises:
+        DataError: the folder is not of that format.
+    """
+    folder = root / name
+    if not folder.is_dir():
+        raise DataError(f"IMG_RETRIEVAL: there is no folder {folder}. Correct config.IMG_RETRIEVAL.DATASET_PATH.")
+    if name in REVISITED:
+        return _revisited(folder, name)
+    return _copydays(folder, with_distractors) if name == COPYDAYS else _oxford(folder, name)
+
+
+def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors: bool = False) -> list[Path]:
+    """Files of the images whose features the principal components are of.
+
+    Args:
+        root, name: as of ``retrieval_set``; any other name is a folder of .jpg files.
+        image_list: of the data set called whitening: a text file with a path below the folder in each line.
+        with_distractors: as there.
+    """
+    folder = root / name
+    if name in (*REVISITED, COPYDAYS, *OXFORD):
+        return retrieval_set(root, name, with_distractors).images
+    if name == WHITENING:
+        lines = _lines(Path(image_list))
+        return [folder / line for line in lines]
+    return _jpegs(folder)
+
+
+def _revisited(folder: Path, name: str) -> RetrievalSet:
+    """``gnd_<name>.pkl`` or ``.json``: imlist, qimlist, and for each query bbx, easy, hard, junk; images in jpg/."""
+    gnd = folder / f"gnd_{name}.json"
+    try:
+        if gnd.is_file():
+            found: Any = read_object(gnd, _MOST_BYTES)
+        else:
+            gnd = folder / f"gnd_{name}.pkl"
+            found = read_pickle(gnd)
+        images, queries = ([folder / "jpg" / f"{stem}.jpg" for stem in found[key]] for key in ("imlist", "qimlist"))
+        truth = [{key: _numbers(query[key]) for key in ("easy", "hard", "junk")} for query in found["gnd"]]
+        boxes = [tuple(_numbers(query["bbx"], float).tolist()) for query in found["gnd"]]
+        if len(queries) != len(truth) or any(len(box) != 4 for box in boxes):
+            raise ValueError("queries and their boxes do not fit")
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(
+            f"{gnd} cannot be read ({error.strerror}). It is at http://cmp.felk.cvut.cz/revisitop/data/datasets/{name}/."
+        ) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{gnd} is no list of {name} ({type(error).__name__}: {error}). Copy it again.") from error
+    wanted = {"e": ("easy",), "m": ("easy", "hard"), "h": ("hard",)}
+    figures = {}
+    for figure, kinds in wanted.items():
+        ignored = [kind for kind in ("junk", "easy", "hard") if kind not in kinds]
+        figures[figure] = [
+            Wanted(number, np.concatenate([of[k] for k in kinds]), np.concatenate([of[k] for k in ignored]))
+            for number, of in enumerate(truth)
+        ]
+    return RetrievalSet(name, images, queries, boxes, figures)
+
+
+def _numbers(values: Any, kind: type = int) -> np.ndarray:
+    if isinstance(values, NumpyArray):
+        found = values.tensor()
+        values = [] if found is None else found.tolist()
+    return np.array([kind(value) for value in values], dtype=np.int64 if kind is int else np.float64)
+
+
+def _oxford(folder: Path, name: str) -> RetrievalSet:
+    """``lab/<query>_query.txt`` and its ``_ok``, ``_good`` and ``_junk``; images in jpg/."""
+    labels, jpg = folder / "lab", folder / "jpg"
+    if not labels.is_dir() or not jpg.is_dir():
+        raise DataError(f"{folder} is no data set as Oxford and Paris are: it must hold the folders lab and jpg.")
+    stems = sorted(file.stem for file in jpg.iterdir() if file.stem not in _CORRUPT)
+    number = {stem: index for index, stem in enumerate(stems)}
+    queries: list[Path] = []
+    boxes: list[Box] = []
+    wanted: list[Wanted] = []
+    for file in sorted(labels.glob("*_query.txt")):
+        stem, *box = (_lines(file) or [""])[0].split()
+        stem = stem.removeprefix("oxc1_")
+        if stem not in number or len(box) != 4:
+            raise DataError(f"{file} must name an image of {jpg} and four numbers, the box in it.")
+        query = file.name.removesuffix("_query.txt")
+        good, ignored = (
+            {line for kind in kinds for line in _lines(labels / f"{query}_{kind}.txt")}
+            for kinds in (("ok", "good"), ("junk",))
+        )
+        here = [
+            np.array(sorted(number[name] for name in names if name in number), dtype=np.int64)
+            for names in (good, ignored)
+        ]
+        wanted.append(Wanted(len(queries), here[0], here[1], len(good)))
+        queries.append(jpg / f"{stem}.jpg")
+        boxes.append((float(box[0]), float(box[1]), float(box[2]), float(box[3])))
+    if not queries:
+        raise DataError(f"{labels} holds no <query>_query.txt.")
+    return RetrievalSet(name, [jpg / f"{stem}.jpg" for stem in stems], queries, boxes, {"all": wanted})
+
+
+def _copydays(folder: Path, with_distractors: bool) -> RetrievalSet:
+    """``queries`` and ``database``: an image's number is the end of its file's name; hundreds show the same."""
+    queries = _jpegs(folder / "queries")
+    images = _jpegs(folder / ("database_and_distractors" if with_distractors else "database"))
+    groups = np.array([-1 if "distractor" in file.name else _number(file) // 100 for file in images])
+    wanted: dict[str, list[Wanted]] = {}
+    for change in _CHANGES:
+        named = re.compile(rf"{change}(?!\d)")  # VISSL counts jpegqual_30 under jpegqual_3, too
+        of_change = [index for index, file in enumerate(queries) if named.search(file.name)]
+        if of_change:
+            wanted[change] = [
+                Wanted(index, np.flatnonzero(groups == _number(queries[index]) // 100)) for index in of_change
+            ]
+    if not wanted:
+        raise DataError(f"{folder / 'queries'}: no file's name begins with a change, such as strong_200001.jpg.")
+    return RetrievalSet(COPYDAYS, images, queries, None, wanted)
+
+
+def _number(file: Path) -> int:
+    text = file.name.split(".")[0].split("_")[-1]
+    if not text.isdecimal():
+        raise DataError(f"{file}: the name must end in the number of the image, as in strong_200001.jpg.")
+    return int(text)
+
+
+def _jpegs(folder: Path) -> list[Path]:
+    if not folder.is_dir() or not (files := sorted(file for file in folder.iterdir() if file.suffix == ".jpg")):
+        raise DataError(f"IMG_RETRIEVAL: {folder} must be a folder that holds .jpg files.")
+    return files
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = read_regular(file, _MOST_BYTES, follow_links=True).decode()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}).") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def first(found: RetrievalSet, num_images: int, num_queries: int) -> RetrievalSet:
+    """The first images and queries alone, -1 for all; as in VISSL, fewer images mean no more queries than images."""
+    images = found.images if num_images < 0 else found.images[:num_images]
+    most = num_queries if num_queries >= 0 else num_images if num_images >= 0 else len(found.queries)
+    wanted = {name: [each for each in of if each.query < most] for name, of in found.wanted.items()}
+    return RetrievalSet(found.name, images, found.queries[:most], found.boxes, {n: w for n, w in wanted.items() if w})
+
+
+def require_files(files: Sequence[Path]) -> None:
+    """Refuse a list of which files are missing. Raises DataError."""
+    if lacking := [file for file in files if not file.is_file()]:
+        raise DataError(f"IMG_RETRIEVAL: {len(lacking):,} of {len(files):,} images are missing, such as {lacking[0]}.")

@@ -24,14 +24,19 @@ from vissl_zero.data.decode import read_image
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import evaluating
-from vissl_zero.evaluation.retrieval import AT, Whitening, descriptor, regional_maxima, scores, unit_vectors
-from vissl_zero.evaluation.retrieval_sets import (
+from vissl_zero.evaluation.retrieval import (
+    AT,
     Box,
     RetrievalSet,
+    Whitening,
+    descriptor,
     first,
     images_to_whiten_by,
+    regional_maxima,
     require_files,
     retrieval_set,
+    scores,
+    unit_vectors,
 )
 from vissl_zero.registry import HOOKS
 

@@ -1,23 +1,40 @@
-"""A sweep, whatever launches its jobs: a safe folder, one summary, and each job's folder. Imports no torch."""
+"""A sweep: a safe folder, one summary, and each job's folder; and ``hydra/launcher=local``. Imports no torch.
+
+The launcher runs jobs side by side on this machine, as many as its cores or GPUs allow. Each job is a process of its
+own (``python -m vissl_zero.cli``) on cores and GPUs of its own, with its ranks below it and what it prints in
+``output.log`` of its folder.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.derive.placement_plan import is_unsafe
+from vissl_zero.config.host import Host, this_host
 from vissl_zero.config.saved import leaves
 from vissl_zero.engine import stopping
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
 from vissl_zero.launch.slurm_task import private_folder, requeue
+from vissl_zero.lifetime import SWEEP_VARIABLE
 from vissl_zero.reporting.sweep_note import JobNote, is_done, read_note
 
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.
@@ -160,3 +177,226 @@ def finish_sweep() -> int | None:
     elif missing:
         print(f"{missing} of {len(notes)} jobs are not done. {again}")
     return max((note.code or 0 for _, note in notes), default=0)
+
+
+OUTPUT = "output.log"
+_FAREWELL_S = 60.0  # to save and stop
+
+
+@dataclass
+class LocalLauncherConfig:
+    """``hydra.launcher`` with ``hydra/launcher=local``."""
+
+    _target_: str = "hydra_plugins.vissl_zero_local.SideBySide"
+    jobs: int | None = None
+    """Most jobs at a time; null: as many as have cores (or GPUs, one per process) of their own."""
+
+
+def register_launcher() -> None:
+    """Make ``hydra/launcher=local`` known. Registering again changes nothing."""
+    ConfigStore.instance().store("local", LocalLauncherConfig, group="hydra/launcher", provider="vissl_zero")
+    if SideBySide not in Plugins.instance().discover(Launcher):
+        Plugins.instance().register(SideBySide)
+
+
+@dataclass
+class _Job:
+    """A job of the sweep: where it goes, what it says, what tells it apart; while it runs, its process and place."""
+
+    number: int
+    folder: Path
+    overrides: list[str]
+    command: list[str]
+    swept: list[str] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+    slot: int = 0
+    started: float = 0.0
+    code: int | None = None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How the machine is divided.
+
+    Attributes:
+        cores, gpus: numbers of those that each slot has; no GPUs: jobs run on the CPU.
+    """
+
+    cores: list[list[int]] = field(default_factory=list)
+    gpus: list[list[str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.cores)
+
+
+class SideBySide(Launcher):
+    """See the module."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self._most = jobs
+        self._config: DictConfig | None = None
+        self._context: HydraContext | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra."""
+        self._config, self._context = config, hydra_context
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run all jobs; what each returned is its exit code.
+
+        Raises:
+            ConfigError, LaunchError: wrong keys of the launcher, or a folder that holds something else.
+            KeyboardInterrupt, SystemExit: Ctrl-C, or another request to stop, after the jobs have saved and ended.
+        """
+        if self._most is not None and self._most < 1:
+            raise ConfigError([Problem("hydra.launcher.jobs", str(self._most), "must be at least 1", "Leave it out.")])
+        assert self._config is not None
+        sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
+        jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
+        common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
+        waiting = []
+        for job in jobs:
+            job.swept = [word for word in job.overrides if word not in common]
+            if claim(job.folder, job.overrides):
+                waiting.append(job)
+            else:
+                job.code = 0
+        slots = divide(this_host(), *self._needs(waiting or jobs[:1]), self._most, len(waiting))
+        done = f", {len(jobs) - len(waiting)} of them done before" if len(waiting) < len(jobs) else ""
+        print(f"{len(jobs)} jobs{done}, {len(slots)} at a time, in {sweep_dir}", flush=True)
+        stopping.listen()
+        self._run(waiting, slots, len(jobs))
+        if (asked := stopping.asked()) is not None:
+            raise KeyboardInterrupt if asked.exit_code == stopping.INTERRUPTED else SystemExit(asked.exit_code)
+        return [_answer(job) for job in jobs]
+
+    def _job(self, sweep_dir: Path, number: int, overrides: list[str]) -> _Job:
+        assert self._config is not None
+        folder = sweep_dir / str(number)
+        own = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.sweep", "hydra/launcher"))]
+        given = OmegaConf.to_container(self._config.hydra.overrides.hydra, resolve=False)
+        assert isinstance(given, list)
+        outer = [str(word) for word in given if not str(word).startswith(_NOT_FOR_JOBS)]
+        sources = self._config.hydra.runtime.config_sources
+        folders = [str(source.path) for source in sources if source.provider == "command-line"]
+        command = [sys.executable, "-m", "vissl_zero.cli", *own, *outer, f"hydra.run.dir={folder}"]
+        command += [word for path in folders for word in ("--config-dir", path)]
+        return _Job(number, folder, overrides, command)
+
+    def _needs(self, jobs: Sequence[_Job]) -> tuple[int, bool]:
+        """Processes of the largest job, and whether any may run on GPUs."""
+        assert self._context is not None and self._config is not None
+        load = self._context.config_loader.load_sweep_config
+        # Composing takes a fifth of a second: once for all jobs that say the same of recipe, processes and device.
+        unlike = {tuple(word for word in job.overrides if _DECIDES.match(word)): job for job in jobs}
+        trees = [load(self._config, job.overrides).config for job in unlike.values()]
+        procs = max(int(tree.DISTRIBUTED.NUM_PROC_PER_NODE) for tree in trees)
+        return max(1, procs), any(str(tree.MACHINE.DEVICE) != "cpu" for tree in trees)
+
+    def _run(self, waiting: list[_Job], slots: Slots, total: int) -> None:
+        free, queue = list(range(len(slots))), list(waiting)
+        running: list[_Job] = []
+        while queue or running:
+            if stopping.asked() is not None:
+                _end([job.process for job in running if job.process is not None])
+                return
+            while queue and free:
+                job = queue.pop(0)
+                job.slot = free.pop(0)
+                _start(job, slots)
+                running.append(job)
+            time.sleep(0.1)
+            for job in [job for job in running if job.process is not None and job.process.poll() is not None]:
+                running.remove(job)
+                free.append(job.slot)
+                _finish(job, total)
+
+
+# Hydra starts launchers of this package only, and discovers none in packages installed with ``pip install -e``: ours is
+# registered by us, under a name that it accepts.
+SideBySide.__module__ = "hydra_plugins.vissl_zero_local"
+sys.modules[SideBySide.__module__] = sys.modules[__name__]
+_DECIDES = re.compile(r"[+~]*(config=|config/|config\.(DISTRIBUTED|MACHINE)\b)")
+_NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "hydra.run.dir", "hydra/sweeper")
+
+
+def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: int) -> Slots:
+    """Slots with cores (and GPUs) of their own.
+
+    Args:
+        host: this machine.
+        procs: processes of a job.
+        uses_gpus: jobs may run on GPUs, one per process.
+        most: slots asked for; None: as many as have a core (or a GPU) per process.
+        num_jobs: no more slots than that.
+    """
+    cores = sorted(os.sched_getaffinity(0))[: host.num_cores]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(host.num_gpus)]
+    gpus = names[: host.num_gpus] if uses_gpus and host.num_gpus >= procs else []
+    count = max(1, min(most or (len(gpus) if gpus else len(cores)) // procs, num_jobs))
+    if gpus and count > len(gpus) // procs:
+        must = f"must be at most {len(gpus) // procs}: a job takes {procs} of {len(gpus)} GPUs"
+        raise ConfigError([Problem("hydra.launcher.jobs", str(most), must, "Leave it out.")])
+    return Slots(
+        cores=[_share(cores, index, count) for index in range(count)],
+        gpus=[gpus[index * procs : (index + 1) * procs] for index in range(count)] if gpus else [],
+    )
+
+
+def _share(cores: list[int], index: int, count: int) -> list[int]:
+    """A contiguous part of the cores; where there are fewer than slots, slots share them."""
+    if count > len(cores):
+        return [cores[index % len(cores)]]
+    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+
+
+def _start(job: _Job, slots: Slots) -> None:
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}
+    if slots.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots.gpus[job.slot])
+    cores = slots.cores[job.slot]
+    job.started = time.monotonic()
+    with (job.folder / OUTPUT).open("ab") as output:
+        try:
+            job.process = subprocess.Popen(
+                ["taskset", "-c", ",".join(map(str, cores)), *job.command] if _HAS_TASKSET else job.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            )
+        except OSError as error:
+            raise LaunchError(f"Job {job.number} cannot be started ({error.strerror}).") from error
+
+
+_HAS_TASKSET = any((Path(folder) / "taskset").exists() for folder in os.get_exec_path())
+
+
+def _finish(job: _Job, total: int) -> None:
+    assert job.process is not None
+    job.code = job.process.returncode
+    JobNote(job.overrides, job.code).write(job.folder)
+    how = "done" if job.code == 0 else f"failed with exit code {job.code}, see {job.folder / OUTPUT}"
+    values = " ".join(job.swept) or "the only job"
+    print(f"[{job.number + 1}/{total}] {how} after {time.monotonic() - job.started:.0f} s: {values}", flush=True)
+
+
+def _end(running: list[subprocess.Popen[bytes]]) -> None:
+    """Every running job is asked to save and stop, waited for, and killed if it does not."""
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + _FAREWELL_S
+    for process in running:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _answer(job: _Job) -> JobReturn:
+    answer: Any = JobReturn(overrides=job.overrides, working_dir=str(job.folder), status=JobStatus.COMPLETED)
+    answer.return_value = job.code
+    return answer

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 import vissl_zero
 from vissl_zero import collectives
-from vissl_zero.checkpoint.folder import open_checkpoint
-from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
 from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts

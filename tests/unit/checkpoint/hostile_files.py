@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
 from tests.unit.commands.vissl_files import consolidated, optimizer_groups, save_sharded, save_sliced, trained
-from vissl_zero.checkpoint.manifest import read_json, write_json
+from vissl_zero.checkpoint.folder import read_json, write_json
 from vissl_zero.cli import main
 from vissl_zero.errors import CheckpointError
 from vissl_zero.evaluation.trunk import load_trunk

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.folder import prune, remove_leftovers
-from vissl_zero.checkpoint.manifest import LaterFormatError, Manifest
+from vissl_zero.checkpoint.folder import LaterFormatError, Manifest, prune, remove_leftovers
 from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
@@ -302,7 +301,7 @@ def test_a_second_try_takes_the_place_of_the_first(tmp_path):
 
 def _change(path: Path, change) -> str:
     """Change the body of a JSON file and give it the checksum that fits, as an attacker would."""
-    from vissl_zero.checkpoint.manifest import read_json, write_json
+    from vissl_zero.checkpoint.folder import read_json, write_json
 
     body, _ = read_json(path)
     change(body)

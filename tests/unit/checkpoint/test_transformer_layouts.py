@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from vissl_zero.checkpoint.export import export
+from vissl_zero.checkpoint.exchange import export
 from vissl_zero.checkpoint.first_weights import Match, match
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import open_weights

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.checkpoint.manifest import Manifest
+from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.models.model import build_model
 from vissl_zero.sharding.state import Part

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vissl_zero.config.account import account_of
+from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
 from vissl_zero.config.recipes import recipe_file, recipe_files

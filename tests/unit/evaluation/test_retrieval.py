@@ -23,13 +23,14 @@ from vissl_zero.evaluation.retrieval import (
     Wanted,
     Whitening,
     descriptor,
+    first,
     regional_maxima,
     regions,
+    retrieval_set,
     scores,
     unit_vectors,
 )
 from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
-from vissl_zero.evaluation.retrieval_sets import first, retrieval_set
 
 MAPS = torch.sin(torch.arange(2 * 5 * 9, dtype=torch.float64) ** 2).reshape(1, 2, 5, 9)
 

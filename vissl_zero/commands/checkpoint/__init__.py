@@ -39,21 +39,21 @@ def checkpoint(arguments: Sequence[str]) -> int:
     rest = list(arguments[1:])
     # Imported here: reading tensors needs torch, help does not.
     if word == "inspect":
-        from vissl_zero.commands.checkpoint.inspection import inspect
+        from vissl_zero.commands.checkpoint.words import inspect
 
         return inspect(rest)
     if word == "verify":
-        from vissl_zero.commands.checkpoint.inspection import verify
+        from vissl_zero.commands.checkpoint.words import verify
 
         return verify(rest)
     if word == "diff":
-        from vissl_zero.commands.checkpoint.inspection import diff
+        from vissl_zero.commands.checkpoint.words import diff
 
         return diff(rest)
     if word == "export":
-        from vissl_zero.commands.checkpoint.importing import export
+        from vissl_zero.commands.checkpoint.words import export
 
         return export(rest)
-    from vissl_zero.commands.checkpoint.importing import import_
+    from vissl_zero.commands.checkpoint.words import import_
 
     return import_(rest)

@@ -14,8 +14,7 @@ from typing import Any
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.machine import Slurm
 from vissl_zero.config.blocks.optimizer import Scheduler
-from vissl_zero.config.blocks.output import METERS
-from vissl_zero.config.blocks.programs import ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
+from vissl_zero.config.blocks.output import METERS, ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
