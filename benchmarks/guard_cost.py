@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import vissl_zero
-from vissl_zero.sharding.parameter_guard import ParameterGuard
-from vissl_zero.sharding.replica_check import StepCheck
+from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck
 from vissl_zero.sharding.torch_engine import unit_guard
 
 STEPS = 3  # of a turn

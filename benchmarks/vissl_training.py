@@ -47,8 +47,7 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.spec import are_cut
-from vissl_zero.models.model import build_trunk
-from vissl_zero.models.taps import Taps
+from vissl_zero.models.model import Taps, build_trunk
 from vissl_zero.registry import HOOKS
 
 RANKS, STEPS, BATCH = 2, 3, 4

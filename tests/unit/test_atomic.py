@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.atomic import replacing
-from vissl_zero.reporting.sweep_note import is_done, read_note
+from vissl_zero.engine.stopping import is_done, read_note
 
 
 def test_the_new_file_appears_at_the_end_only(tmp_path: Path) -> None:

@@ -16,20 +16,25 @@ of ranks or another. It is enough to ask one rank. Ctrl-C does the same and ends
 
 A batch system that sends a warning signal before the end of a job (``#SBATCH --signal=USR1@300``) may send it to the
 launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal was closed) stays ignored under nohup. A
-    second
-Ctrl-C ends at once, unsaved.
+second Ctrl-C ends at once, unsaved.
 
-Other exit codes: 0 done, 1 a crash, 2 the user's input.
+Other exit codes: 0 done, 1 a crash, 2 the user's input. A sweep notes the code of each of its jobs, in ``job.json`` of
+the job's folder. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from vissl_zero.atomic import read_object, replacing
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "temporary failure, the user is invited to retry"
 INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
@@ -118,3 +123,49 @@ def _from_environment() -> float | None:
         return float(os.environ[END_AT_VARIABLE])
     except (KeyError, ValueError):
         return None
+
+
+FILE_NAME = "job.json"
+
+
+@dataclass(frozen=True)
+class JobNote:
+    """One job of a sweep.
+
+    Attributes:
+        overrides: as Hydra gave them to the job.
+        code: exit code; None while it runs, or where it was interrupted.
+    """
+
+    overrides: list[str]
+    code: int | None = None
+
+    def write(self, folder: Path) -> None:
+        """Replace the note in the job's folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / FILE_NAME) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_note(folder: Path) -> JobNote | None:
+    """The note of a job's folder; None if there is none that can be read."""
+    try:
+        note = JobNote(**read_object(folder / FILE_NAME))
+    except (OSError, ValueError, TypeError):
+        return None
+    is_list = isinstance(note.overrides, list) and all(isinstance(word, str) for word in note.overrides)
+    return note if is_list and (note.code is None or type(note.code) is int) else None
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """``summary.json`` of a job, empty if it did not get that far."""
+    try:
+        return read_object(folder / "summary.json")
+    except (OSError, ValueError):
+        return {}
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a job has come to its end in good order."""
+    note = read_note(folder)
+    return note is not None and note.code == 0 and bool(read_summary(folder))

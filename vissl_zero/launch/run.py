@@ -14,20 +14,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, FitChoice, note
 from vissl_zero.config.host import num_oom_kills
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
+from vissl_zero.config.saved import as_data
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure, first_failure
 from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import Rendezvous
-from vissl_zero.launch.run_folder import RunLock, prepare_folder
+from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
 from vissl_zero.lifetime import Scratch
 from vissl_zero.sharding.allocator import allocator_environment
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DOES_NOT_FIT = 1
 _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
 
 
@@ -46,8 +52,6 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[F
         choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out; on one machine.
     """
     if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
-        from vissl_zero.launch.print_dry_run import print_dry_run
-
         return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
@@ -104,6 +108,60 @@ def _submission(plan: ResolvedRun) -> str:
     from vissl_zero.launch.slurm import script
 
     return script(plan)
+
+
+def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
+    """``config.DRY_RUN=true``: print the plan; returns the exit code: 0, or ``DOES_NOT_FIT``.
+
+    Everything a person can check before spending hours, without starting anything. The recipe has been composed,
+    checked and resolved by then. Here the data are indexed and a few images are read, the model is built with fake
+    tensors, the run folder is looked at, and the plan is printed.
+
+    Args:
+        plan: the resolved run.
+        submission: the sbatch script, where the run would be submitted.
+        console: where to print.
+    Raises:
+        ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
+    """
+    import rich
+
+    from vissl_zero.checkpoint.first_weights import load_first_weights
+    from vissl_zero.engine.dry_run import dry_run
+    from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
+
+    out = console or rich.get_console()
+    out.print(title(plan), markup=False, highlight=False, soft_wrap=True)  # the model takes seconds, or a minute
+    resumed = _resumed(plan)
+    run = dry_run(plan, None if resumed else lambda model: load_first_weights(model, plan))
+    for line in [*dry_run_lines(run), *resumed]:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if submission:
+        out.print(f"\nsbatch script:\n{submission}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if verdict(run)[0] else DOES_NOT_FIT
+
+
+def _resumed(plan: ResolvedRun) -> list[str]:
+    """What the run would do with what its folder already holds; the checkpoint's data are not read.
+
+    Raises:
+        ConfigError, CheckpointError, LaunchError: as the run would, where it cannot start or resume there.
+    """
+    from vissl_zero.checkpoint.comparison import require_resumable
+    from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
+    from vissl_zero.checkpoint.resume import Found, opening_lines
+
+    folder, options = Path(plan.run_dir), plan.config["CHECKPOINT"]
+    require_plain_files(folder)
+    require_free(folder, plan)
+    if not options["AUTO_RESUME"] or not find_checkpoints(folder):
+        return []
+    passed_over: list[str] = []
+    with newest_checkpoint(folder, passed_over) as checkpoint:
+        manifest = checkpoint.manifest
+        require_resumable(manifest.config, as_data(plan), options["ALLOW_CHANGED"])
+        lines = opening_lines(Found(checkpoint.path, passed_over), plan)
+    return ["resume:", *(f"  {line}" for line in lines)]
 
 
 def launch_local(

@@ -27,8 +27,7 @@ from vissl_zero.own_loop.settings import ZeroSettings, read_settings
 from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
 from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.parameter_guard import is_marked_sharded, mark_sharded
-from vissl_zero.sharding.replica_check import require_equal
+from vissl_zero.sharding.replica_check import is_marked_sharded, mark_sharded, require_equal
 
 M = TypeVar("M", bound=nn.Module)
 

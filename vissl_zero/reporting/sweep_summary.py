@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import replacing
+from vissl_zero.engine.stopping import is_done, read_note, read_summary
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
-from vissl_zero.reporting.sweep_note import is_done, read_note, read_summary
 from vissl_zero.sharding.strategy import Bytes
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"

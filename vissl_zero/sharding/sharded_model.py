@@ -28,11 +28,10 @@ from vissl_zero.sharding.memory import (
     parameter_storages,
     peak_bytes,
 )
-from vissl_zero.sharding.parameter_guard import ParameterGuard
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
-from vissl_zero.sharding.replica_check import StepCheck, digest_of, equal_values
+from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
 from vissl_zero.sharding.shard import Shard, shards_of, whole_shard
 from vissl_zero.sharding.state import (
     Part,

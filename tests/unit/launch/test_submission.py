@@ -17,8 +17,7 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch import slurm
-from vissl_zero.launch.slurm import code_folder, script
-from vissl_zero.launch.slurm_task import private_folder, snapshot
+from vissl_zero.launch.slurm import code_folder, private_folder, script, snapshot
 
 RECIPE = "quickstart/swav_digits"
 

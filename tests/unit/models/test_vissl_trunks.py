@@ -12,8 +12,7 @@ from vissl_zero.config.derive.sharding_plan import sharding_plan
 from vissl_zero.config.host import Host
 from vissl_zero.data.transforms import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError
-from vissl_zero.models.model import build_model
-from vissl_zero.models.taps import Taps
+from vissl_zero.models.model import Taps, build_model
 from vissl_zero.models.trunks.regnet import RegNet
 from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.timm_trunk import BeitTrunk, build_xcit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vissl_zero.config.components.trunks import NoKeys
-from vissl_zero.models.taps import LayerTap
+from vissl_zero.models.model import LayerTap
 from vissl_zero.models.trunks.timm_trunk import TimmTrunk
 from vissl_zero.registry import TRUNKS
 

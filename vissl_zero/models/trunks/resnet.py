@@ -21,8 +21,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from vissl_zero.config.components.trunks import ResNetConfig, ResNetSkConfig
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.model import Unit
-from vissl_zero.models.taps import LayerTap
+from vissl_zero.models.model import LayerTap, Unit
 from vissl_zero.models.trunks.timm_trunk import TimmTrunk
 from vissl_zero.registry import TRUNKS
 

@@ -44,8 +44,7 @@ from vissl_zero.config.components.trunks import (
 )
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import current_scope, resolution_scope
-from vissl_zero.models.model import Unit, recomputation_contexts
-from vissl_zero.models.taps import LayerTap
+from vissl_zero.models.model import LayerTap, Unit, recomputation_contexts
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 from vissl_zero.registry import TRUNKS
 

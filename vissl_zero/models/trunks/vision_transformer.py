@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import keyed_bits
-from vissl_zero.models.model import Unit
-from vissl_zero.models.taps import LayerTap
+from vissl_zero.models.model import LayerTap, Unit
 from vissl_zero.registry import TRUNKS
 
 _INIT_STD = 0.02

@@ -30,8 +30,8 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.sharding.cpu_communicator import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
-from vissl_zero.sharding.parameter_guard import num_hooks
 from vissl_zero.sharding.prepare import prepare
+from vissl_zero.sharding.replica_check import num_hooks
 from vissl_zero.sharding.shard import RowShard, row_shards
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, StepResult, Strategy
