@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NO_LIMIT = 2**40
+_SLACK = 2**24  # bytes: what the kernel counts in batches, and its own records
 _VERSIONS = (  # root, and the files of the limit, of the most held so far, and of what was killed
     (
         "/sys/fs/cgroup/memory",
@@ -51,6 +52,26 @@ class MemoryGroup:
             OSError: version 1, and the processes hold more that cannot be taken from them.
         """
         self._limit.write_text(str(num_bytes))
+
+    def lower(self, num_bytes: int, seconds: float = 10.0) -> int:
+        """Lower the limit while processes run, to this or to as little as the kernel lets go; returns the limit.
+
+        Version 1 refuses a limit below what is held and cannot be taken: pages of files are let go first, and what is
+        held then, and some, is the limit. Version 2 takes any limit, and kills a process at once.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            with suppress(OSError):
+                self.limit(num_bytes)
+                return num_bytes
+            with suppress(OSError):
+                (self._path / "memory.force_empty").write_text("0")
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        least = self.held() + _SLACK
+        self.limit(least)
+        return least
 
     def enter(self) -> None:
         """Put this process into it; also for ``preexec_fn``."""

@@ -51,7 +51,14 @@ class ProcessLostError(Exception):
 
     The user gets one sentence, but the exit code is 1 and the run may restart. Not a ``VisslZeroError``: nothing is
     wrong with the input.
+
+    Attributes:
+        was_killed: by SIGKILL, as the kernel does where memory is short.
     """
+
+    def __init__(self, text: str, was_killed: bool = False):
+        super().__init__(text)
+        self.was_killed = was_killed
 
 
 class CheckpointError(VisslZeroError):

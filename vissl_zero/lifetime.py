@@ -20,16 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import forkserver, process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from vissl_zero.errors import LaunchError
+
+T = TypeVar("T")
 SCRATCH_VARIABLE = "VISSL_ZERO_SCRATCH"
 CREATOR_VARIABLE = "VISSL_ZERO_CREATOR"  # process id of the process that a fork server is for
 SWEEP_VARIABLE = "VISSL_ZERO_SWEEP"  # process id of the sweep that a command line is a job of
@@ -70,6 +75,49 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it died before we asked
+
+
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns, called in a process forked for it, so that this one need not import torch.
+
+    Where this one has torch already, it calls the function itself: nothing would be saved, and a process that is forked
+    from torch's threads may hang.
+
+    Args:
+        function, arguments: what is returned, or raised, goes through pickle.
+    Raises:
+        LaunchError: that process was killed. Else what the function raises.
+    """
+    if "torch" in sys.modules or not sys.platform.startswith("linux"):
+        return function(*arguments)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, os.getpid(), function, arguments))
+    child.start()
+    sender.close()  # so that the child's end is the only one
+    try:
+        result, error, trace = receiver.recv()
+    except EOFError:
+        what = f"A process that was to find out {function.__name__.strip('_').replace('_', ' ')} was killed"
+        why = "often by the kernel, out of memory: torch alone takes a quarter of a GiB"
+        raise LaunchError(f"{what} ({why}). Give the run more memory, or end other processes.") from None
+    finally:
+        child.join()
+        receiver.close()
+    if error is not None:
+        raise error from RuntimeError(trace)
+    return cast("T", result)
+
+
+def _answer(sender: Connection, parent: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Runs in the child."""
+    end_with_parent(parent)
+    answer: tuple[Any, Exception | None, str]
+    try:
+        answer = function(*arguments), None, ""
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        answer = None, error, "".join(traceback.format_exception(error))
+    sender.send(answer)
 
 
 def end_with_creator() -> None:

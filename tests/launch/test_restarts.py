@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.small_trunk import SMALL_TRUNK
 from vissl_zero.checkpoint import newest_checkpoint
 from vissl_zero.cli import main
-from vissl_zero.config.fit_log import outcomes
+from vissl_zero.config.fit_plans import outcomes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -199,9 +199,10 @@ def test_a_run_that_fit_chose_goes_on_with_a_smaller_plan_where_memory_runs_out(
     assert re.search(r"Going on with level .* \(restart 1 of at most 1\)", err)
     assert "Resuming from step_000000004" in out
     rows = outcomes(tmp_path / "hungry")
-    assert [row.outcome for row in rows] == ["started", "out of memory", "started"]
-    assert rows[0].plan == rows[1].plan != rows[2].plan
-    assert rows[2].forecast_bytes < rows[0].forecast_bytes
+    assert [row.outcome for row in rows] == ["started", "running", "out of memory", "started", "running"]
+    assert rows[0].plan == rows[1].plan == rows[2].plan != rows[3].plan == rows[4].plan
+    assert rows[3].forecast_bytes < rows[0].forecast_bytes
+    assert (rows[1].step, rows[4].step) == (0, 4) and rows[2].measured_bytes > 0
     undisturbed = start(tmp_path, "undisturbed", "config.TRAINER.MAX_STEPS=8", "config.ZERO.LEVEL=0", again[1])
     out, err = undisturbed.communicate(timeout=200)
     assert undisturbed.returncode == 0, out + err

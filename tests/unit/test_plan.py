@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.config.fit_log import OUT_OF_MEMORY, note
+from vissl_zero.config.fit_plans import (
+    OUT_OF_MEMORY,
+    STARTED,
+    FitOption,
+    FitPlans,
+    FitRun,
+    Outcome,
+    note_running,
+    outcomes,
+    shortfall,
+    with_settings,
+)
 from vissl_zero.config.resolve import resolve, save_resolved
-from vissl_zero.engine.planning import all_fitted, fitted, overrides_of, plan_run
-from vissl_zero.errors import ConfigError
+from vissl_zero.engine.planning import fit_plans, fitted, history, overrides_of, plan_run
+from vissl_zero.errors import ConfigError, LaunchError, Problem
+from vissl_zero.lifetime import apart
 
 RECIPE = "digits/supervised"
 DRY = "config.DRY_RUN=true"
@@ -117,21 +133,108 @@ def test_files_are_planned_side_by_side(tmp_path, capsys):
     assert "must be a file that exists" in capsys.readouterr().err
 
 
+def write_metrics(folder, peaks):
+    lines = [json.dumps({"step": step, "bytes": {"peak": peak}}) for step, peak in peaks.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def test_a_plan_that_ran_out_of_memory_is_not_taken_again_in_its_folder(tmp_path, capsys):
-    """What stands ready for it is smaller step by step; a new start of the run and the history know of it."""
+    """A new start of the run and the history know of it, and of what it took beyond its forecast."""
     words = ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=1", f"config.CHECKPOINT.DIR={tmp_path}"]
-    ready = all_fitted(compose(RECIPE, words))
-    first, second = (one.choice(resolve(one.cfg, tmp_path, recipe=RECIPE)) for one in ready[:2])
+    composed = compose(RECIPE, words)
+
+    def resolved(option, why):
+        return resolve(with_settings(composed.run, option.settings), tmp_path, recipe=RECIPE, notes=[why])
+
+    fit = FitRun(fit_plans(composed), resolved)
+    first = fit.choice
+    fit.started()
+    note_running(tmp_path, 0, 1000)
+    write_metrics(tmp_path, {1: 2000, 2: first.forecast_bytes + 6000})
+    fit.ran_out()
+    assert outcomes(tmp_path)[-1].measured_bytes == first.forecast_bytes + 5000
+    said = fit.go_on(2**40)
+    second = fit.choice
+    assert said.startswith(f"Going on with {second.plan}, forecast to take ") and f"and {first.plan}, forecast" in said
     assert second.forecast_bytes <= 0.9 * first.forecast_bytes and second.run.sharding != first.run.sharding
-    note(tmp_path, first, OUT_OF_MEMORY)
-    again = all_fitted(compose(RECIPE, words))[0]
-    assert str(again.candidate) == second.plan and "where a larger plan ran out of memory" in again.notes[-1]
-    note(tmp_path, second, "started")
+    assert second.budget_bytes == 2**30 and any("fit went on with" in note for note in second.run.notes)
+    again = fit_plans(compose(RECIPE, words))
+    assert again.first().plan == second.plan and "where a larger plan ran out of memory" in again.why
+    assert again.budget_bytes == int(0.9 * first.forecast_bytes)
+
+    fit.started()
     save_resolved(second.run, tmp_path / "config.resolved.yaml")
-    (tmp_path / "summary.json").write_text('{"memory_before_bytes": 1000}')
-    (tmp_path / "metrics.jsonl").write_text(f'{{"bytes": {{"peak": {1000 + second.forecast_bytes * 2}}}}}\n')
+    note_running(tmp_path, 1, 1000)
+    write_metrics(tmp_path, {1: 2000, 2: 3000, 3: 1000 + second.forecast_bytes * 2})
+    assert [past.outcome for past in history(tmp_path)] == [OUT_OF_MEMORY, "not done"]
+    (tmp_path / "summary.json").write_text("{}")
     assert cli.main(["plan", "--history", str(tmp_path)]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 3 and first.plan in rows[1] and "out of memory" in rows[1]
-    assert second.plan in rows[2] and "-50.0%" in rows[2]
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    figures = [[word.strip() for word in row if word.strip()][1:] for row in rows]
+    assert figures[0] == ["plan", "steps", "forecast", "measured", "held", "error", "outcome"]
+    assert [row[0] for row in figures[1:]] == [first.plan, second.plan]
+    assert [row[1] for row in figures[1:]] == ["2", "2"] and [row[-1] for row in figures[1:]] == [OUT_OF_MEMORY, "done"]
+    assert figures[2][-2] == "-50.0%"
     assert cli.main(["plan", "--history", str(tmp_path / "nowhere")]) == 2
+
+
+def failed(forecast: int, measured: int | None = None) -> Outcome:
+    peak = None if measured is None else measured + 7
+    return Outcome("a", forecast, 0, OUT_OF_MEMORY, held_bytes=7, peak_bytes=peak)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "free", "plan"),
+    [
+        ([failed(100)], None, 1000, "b"),  # the cheapest of at most 90 %
+        ([failed(100)], None, 70, "c"),  # and of what is free
+        ([failed(100)], 70, 1000, "c"),  # and of what the user gives
+        ([failed(100, 110)], None, 90, "c"),  # what one took beyond its forecast, the next may too
+        ([failed(100, 90)], None, 90, "b"),
+        ([failed(100)], None, 10, "d"),  # nothing fits: the smallest
+        ([failed(100), failed(90), failed(61)], None, 1000, "d"),
+        ([failed(60)], None, 1000, None),  # nothing is smaller
+    ],
+)
+def test_the_next_plan_fits_what_is_free_and_stays_below_what_failed(rows, given, free, plan):
+    forecasts = {"a": 100, "b": 90, "e": 95, "c": 62, "d": 60}
+    plans = FitPlans([FitOption(name, size, {}) for name, size in forecasts.items()], 100, given, "")
+    assert plans.first().plan == "a"
+    found = plans.next(rows, free)
+    assert (found and found.plan) == plan
+
+
+def test_a_shortfall_is_what_a_plan_that_failed_took_beyond_its_forecast():
+    assert shortfall([failed(100, 130), failed(80, 85), failed(50), failed(60, 10)]) == 30
+    assert shortfall([]) == shortfall([failed(10)]) == 0
+    assert shortfall([Outcome("a", 10, 0, STARTED, held_bytes=0, peak_bytes=100)]) == 0
+
+
+def test_fit_plans_in_a_process_of_its_own_and_leaves_the_launcher_small(tmp_path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from vissl_zero.commands.train import _fit\n"
+        "from vissl_zero.config.compose import compose\n"
+        f"fit = _fit(compose('{RECIPE}', ['config.ZERO.LEVEL=fit', 'config.ZERO.MEMORY_GB=1']), Path(sys.argv[1]))\n"
+        "held = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "print(fit.choice.plan, '|', 'torch' in sys.modules, '|', int(held.split()[1]) // 1024)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plan, has_torch, mib = done.stdout.strip().split(" | ")
+    assert plan.startswith("level") and has_torch == "False" and int(mib) < 100
+
+
+def refuse() -> None:
+    raise ConfigError([Problem("config.A", "2", "must be 1", "Write 1.")])
+
+
+def test_a_planner_that_is_killed_or_refuses_is_a_sentence(monkeypatch):
+    """Of a process that torch has not been imported into."""
+    monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    assert apart(os.getppid) == os.getpid()
+    with pytest.raises(LaunchError, match=r"was killed \(often by the kernel, out of memory: .* Give the run more"):
+        apart(signal.raise_signal, signal.SIGKILL)
+    with pytest.raises(ConfigError, match=r"^config.A: must be 1 \(got 2\)\. Write 1\.$"):
+        apart(refuse)

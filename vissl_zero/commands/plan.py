@@ -31,7 +31,7 @@ Forecasts, with no data, GPU or processes, every level, recomputation, tier and 
 same, cheapest first, and marks the cheapest that fits. State is on disk in those plans only if an nvme_path is
 given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null, never 0.
 vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers it.
-vissl-zero plan --history <folder> shows forecast against measured memory of all runs under it.
+vissl-zero plan --history <folder> shows forecast against measured memory of all plans of all runs under it.
 Exit codes: 0 a plan fits (of every recipe), 1 none does, 2 your input.
 """
 _VALUES = {
@@ -105,7 +105,7 @@ def _calibrate(words: Sequence[str]) -> int:
 
 
 def _history(words: Sequence[str]) -> int:
-    """Forecast against measured, run by run."""
+    """Forecast against measured, plan by plan."""
     if len(words) != 1 or not Path(words[0]).is_dir():
         got = " ".join(words) or "nothing"
         fix = "Write vissl-zero plan --history runs."

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -21,17 +22,22 @@ from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import (
     BEFORE_A_JOB,
     EXPLAINABLE,
+    Composed,
     explained,
     new_folders,
     plain_words,
     register,
     remember_new,
 )
-from vissl_zero.config.fit_log import FitChoice
+from vissl_zero.config.fit_plans import FitOption, FitPlans, FitRun, with_settings, without_chosen
+from vissl_zero.config.host import free_memory
 from vissl_zero.config.recipes import recipe_names, recipe_text
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.sweep import finish_sweep, register_launcher
+from vissl_zero.lifetime import apart
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -152,7 +158,6 @@ def _run_job(cfg: DictConfig) -> int:
 
 def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
     from vissl_zero.config.compose import typed
-    from vissl_zero.config.resolve import resolve
     from vissl_zero.launch.run import run
 
     try:
@@ -162,19 +167,9 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         sources = HydraConfig.get().runtime.config_sources
         folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
         composed = typed(cfg, recipe, overrides, folders)
-        choices: list[FitChoice] = []
-        if str(composed.run.ZERO.LEVEL) == "fit":  # builds the model with fake tensors, and so imports torch
-            from vissl_zero.engine.planning import all_fitted
-
-            for one in all_fitted(composed):
-                found = resolve(one.cfg, output_dir, recipe=composed.recipe, written=one.written, notes=one.notes)
-                choices.append(one.choice(found))
-            plan = choices[0].run
-        else:
-            plan = resolve(
-                composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes
-            )
-        code = run(plan, composed.user_yaml(), composed.node_id, choices)
+        fit = _fit(composed, output_dir) if str(composed.run.ZERO.LEVEL) == "fit" else None
+        plan = fit.choice.run if fit else _resolved(composed, composed.run, output_dir)
+        code = run(plan, composed.user_yaml(), composed.node_id, fit)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)
         return code
@@ -182,6 +177,30 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         print(error, file=sys.stderr)
         _remove_if_empty(output_dir)
         return 2
+
+
+def _fit(composed: Composed, output_dir: Path) -> FitRun:
+    """Decide ``ZERO.LEVEL: fit``, in a process of its own: it builds the model with fake tensors, and imports torch."""
+    plans = apart(_fit_plans, composed, output_dir, free_memory())
+    written = without_chosen(composed.written)
+
+    def resolved(option: FitOption, why: str) -> ResolvedRun:
+        cfg = with_settings(composed.run, option.settings)
+        return _resolved(replace(composed, written=written, notes=(*composed.notes, why)), cfg, output_dir)
+
+    return FitRun(plans, resolved)
+
+
+def _fit_plans(composed: Composed, output_dir: Path, free_bytes: int) -> FitPlans:
+    from vissl_zero.engine.planning import fit_plans
+
+    return fit_plans(composed, output_dir, free_bytes)
+
+
+def _resolved(composed: Composed, cfg: RunConfig, output_dir: Path) -> ResolvedRun:
+    from vissl_zero.config.resolve import resolve
+
+    return resolve(cfg, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
 
 
 def _remove_if_empty(folder: Path) -> None:

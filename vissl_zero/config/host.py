@@ -25,6 +25,8 @@ import yaml
 from vissl_zero.atomic import read_regular
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_SETTLING_S = 0.25
 RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's context on a GPU
 
 
@@ -181,62 +183,94 @@ def _cores() -> int:
     return max(1, min([cores, *(round(share) for share in _shares())]))
 
 
-def _shares(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[float]:
+def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
     """Cores that the control groups of this process allow: its own, every one above it, and a version-1 group."""
+    for place, is_first in _control_groups("cpu", root, own):
+        try:
+            if is_first:
+                quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                quota, period = (place / "cpu.max").read_text().split()
+            if int(quota) > 0:  # "max" is no number, -1 no limit
+                yield int(quota) / int(period)
+        except (OSError, ValueError):
+            continue
+
+
+def _control_groups(controller: str, root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups of this process, its own first, then every one above; whether of version 1.
+
+    A container that sees no more than its own group finds it at the top, whatever its name is outside.
+    """
     try:
         entries = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
-        entries = []
+        return
     for _, controllers, group in (entry for entry in entries if len(entry) == 3):
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "cpu" if controllers else root
-        folder = top / group.strip("/")
-        for place in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
-            try:
-                if controllers:
-                    quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    quota, period = (place / "cpu.max").read_text().split()
-                if int(quota) > 0:  # "max" is no number, -1 no limit
-                    yield int(quota) / int(period)
-            except (OSError, ValueError):
-                continue
+        if not controllers or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            folder = top / group.strip("/")
+            for place in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
+                yield place, bool(controllers)
 
 
-def available_memory() -> int:
-    """Bytes of memory, or of a container's share if that is less."""
+_MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what is cached of files, in memory.stat
+    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    False: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Bytes of memory, or of a container's share or another control group's limit if that is less."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for place, is_first in _control_groups("memory", root, own):
         with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int(Path(path).read_text()))
+            found.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
     return min(found)
 
 
-def num_oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the kernel has killed for their memory so far, in a control group or not; 0: it does not say."""
+def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that are free now: of the machine, and of every control group that this process is in."""
+    found = [available_memory(root, own)]
     with suppress(OSError, ValueError, KeyError):
-        return int(dict(line.split() for line in counters.read_text().splitlines())["oom_kill"])
+        found.append(_figures(info)["MemAvailable:"] * 1024)
+    for place, is_first in _control_groups("memory", root, own):
+        limit, used, cached = _MEMORY_FILES[is_first]
+        with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
+            free = int((place / limit).read_text()) - int((place / used).read_text())
+            found.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
+    return max(0, min(found))
+
+
+def settled_free_memory(most_s: float = 5.0) -> int:
+    """``free_memory`` once no more comes back, for after processes were killed: the kernel may be a moment behind."""
+    found, end = free_memory(), time.monotonic() + most_s
+    while time.monotonic() < end:
+        time.sleep(_SETTLING_S)
+        before, found = found, max(found, free_memory())
+        if found - before < 2**20:
+            break
+    return found
+
+
+def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel has killed for their memory so far; 0: it does not say.
+
+    In this process's control group, else on the whole machine. Linux before 4.13 counts how often a limit was reached.
+    """
+    for place, is_first in _control_groups("memory", root, own):
+        with suppress(OSError, ValueError, KeyError):
+            return _figures(place / ("memory.oom_control" if is_first else "memory.events"))["oom_kill"]
+        with suppress(OSError, ValueError):
+            return int((place / "memory.failcnt").read_text())
+    with suppress(OSError, ValueError, KeyError):
+        return _figures(counters)["oom_kill"]
     return 0
 
 
-def free_memory(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), info: Path = Path("/proc/meminfo")
-) -> int:
-    """Bytes that are free now: of the machine, and of every control group that this process is in."""
-    found = [available_memory()]
-    with suppress(OSError, ValueError, IndexError):
-        lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    with suppress(OSError):
-        group = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "")
-        folder = root / group.strip("/")
-        for place in (folder, *(above for above in folder.parents if above.is_relative_to(root))):
-            with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
-                most, used = (int((place / f"memory.{name}").read_text()) for name in ("max", "current"))
-                kept = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                found.append(most - used + int(kept["inactive_file"]))  # what is cached of files goes first
-    return max(0, min(found))
+def _figures(path: Path) -> dict[str, int]:
+    """Of a file with a name and a number in each line."""
+    return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}
 
 
 _KEY = "config.ZERO.MACHINE_PROFILE"

@@ -150,7 +150,8 @@ class BatchStream:
         lost = ProcessLostError(
             f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory, or /dev/shm "
             f"did: lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
-            "training process itself)."
+            "training process itself).",
+            any(one.exitcode == -signal.SIGKILL for _, one in dead),
         )
         lost.__cause__ = error
         return lost

@@ -3,22 +3,34 @@
 ``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
 as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
 
-``plan --history`` compares forecast and measured memory of all runs under a folder.
+``plan --history`` compares forecast and measured memory of all plans that were run under a folder.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import Composed
-from vissl_zero.config.fit_log import OUT_OF_MEMORY, SHARE_LEFT, STARTED, FitChoice, most_bytes, outcomes
+from vissl_zero.config.fit_plans import (
+    OUT_OF_MEMORY,
+    RUNNING,
+    FitOption,
+    FitPlans,
+    Outcome,
+    measured_peaks,
+    most_bytes,
+    outcomes,
+    shortfall,
+    with_settings,
+    without_chosen,
+)
 from vissl_zero.config.host import RESERVE, MachineProfile, free_memory
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
@@ -26,10 +38,11 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.sharding.candidates import Budget, Candidate, after_failures, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.candidates import Budget, Candidate, because, nothing_fits, rank_candidates
 from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for
 
 FIT = "fit"
+DONE, NOT_DONE = "done", "not done"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
 _SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
@@ -61,28 +74,6 @@ class Planned:
         return next((candidate for candidate in self.candidates if candidate.is_chosen), None)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A configuration that ``fit`` may run: what to resolve instead of the one that says ``fit``.
-
-    Attributes:
-        cfg, notes, written: as ``resolve`` takes them.
-        candidate: what was taken.
-        budget: that it fits into.
-    """
-
-    cfg: RunConfig
-    notes: tuple[str, ...]
-    written: dict[str, Any]
-    candidate: Candidate
-    budget: Budget
-
-    def choice(self, run: ResolvedRun) -> FitChoice:
-        """For the launcher, with ``cfg`` resolved."""
-        assert self.candidate.forecast.step is not None
-        return FitChoice(run, str(self.candidate), self.candidate.forecast.step.resident_bytes, self.budget.memory)
-
-
 def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, Any]]:
     """Decide ``ZERO.LEVEL: fit``: the configuration, notes and written tree to resolve instead.
 
@@ -93,42 +84,43 @@ def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, An
     """
     if str(composed.run.ZERO.LEVEL) != FIT:
         return composed.run, composed.notes, composed.written
-    first = all_fitted(composed)[0]
-    return first.cfg, first.notes, first.written
+    plans = fit_plans(composed)
+    cfg = with_settings(composed.run, plans.first().settings)
+    return cfg, (*composed.notes, plans.why), without_chosen(composed.written)
 
 
-def all_fitted(composed: Composed) -> list[Fitted]:
-    """As ``fitted``, followed by the plans to continue with, in turn, should memory run out all the same.
+def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: int | None = None) -> FitPlans:
+    """All plans that ``fit`` may run.
 
+    Args:
+        composed: a configuration whose ZERO.LEVEL is fit.
+        run_dir: where it would write.
+        free_bytes: of this machine; None: what is free in this process.
     Raises: as ``fitted``.
     """
-    planned = plan_run(composed.run, composed.recipe)
+    planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
     if planned.chosen is None:
         raise ConfigError([_nothing_fits(planned)])
-    # Saved files show interpolations again, but not in place of the chosen values.
-    written = copy.deepcopy(composed.written)
-    written.pop("ZERO", None)
-    written.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
-    written.get("MODEL", {}).pop("ACTIVATION_CHECKPOINTING", None)
-    first, *others = after_failures(planned.candidates, SHARE_LEFT)
-    said = f"config.ZERO.LEVEL=fit took {first}: {because(planned.candidates, planned.budget)}"
-    reasons = [
-        said,
-        *(f"config.ZERO.LEVEL=fit took {other}: a plan forecast to fit ran out of memory." for other in others),
+    budget = planned.budget
+    options = [
+        FitOption(str(candidate), candidate.forecast.step.resident_bytes, candidate.settings())
+        for candidate in planned.candidates
+        if candidate.forecast.step is not None and replace(budget, memory=sys.maxsize).excess(candidate.forecast) == 0
     ]
-    return [
-        Fitted(with_candidate(composed.run, one), (*composed.notes, reason), written, one, planned.budget)
-        for one, reason in zip([first, *others], reasons, strict=True)
-    ]
+    why = f"config.ZERO.LEVEL=fit took {planned.chosen}: {because(planned.candidates, budget)}"
+    return FitPlans(options, budget.memory, budget.given, why)
 
 
-def plan_run(cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere") -> Planned:
+def plan_run(
+    cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
+) -> Planned:
     """Forecast every way to run a recipe that trains the same.
 
     Args:
         cfg: as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
         recipe: what ``config=`` named.
         run_dir: where it would write.
+        free_bytes: of this machine; None: what is free in this process.
     Raises:
         ConfigError, DataError: what the run would be refused for.
     """
@@ -145,33 +137,37 @@ def plan_run(cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere")
             if plan.batch_per_rank % times == 0:
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
                 found += set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)).forecasts()
-    budget = budget_of(cfg, plan)
+    budget = budget_of(cfg, plan, free_bytes)
     machine = described_machine(plan) or machine_for(plan.device)
     return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source), machine)
 
 
-def budget_of(cfg: RunConfig, plan: ResolvedRun) -> Budget:
+def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
     """What a rank may use: as the configuration says, else what the machine has; less where the run has had too little.
 
-    A plan of this run folder that ran out of memory says what the forecasts of later ones must stay below.
+    Plans of this run folder that ran out of memory say what the forecasts of later ones must stay below: below theirs,
+    and by as much as they took beyond theirs below the budget.
     """
-    budget = _given_budget(cfg, plan)
-    most = most_bytes(outcomes(Path(plan.run_dir)))
-    if most is None or most >= budget.memory:
+    budget, rows = _plain_budget(cfg, plan, free_bytes), outcomes(Path(plan.run_dir))
+    most = most_bytes(rows)
+    if most is None:
         return budget
-    return replace(budget, memory=most, source=f"{budget.source}, where a larger plan ran out of memory")
+    memory = max(0, min(most, budget.memory - shortfall(rows)))
+    return replace(budget, memory=memory, source=f"{budget.source}, where a larger plan ran out of memory")
 
 
-def _given_budget(cfg: RunConfig, plan: ResolvedRun) -> Budget:
+def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> Budget:
     zero = cfg.ZERO
     host = None if zero.HOST_MEMORY_GB is None else int(zero.HOST_MEMORY_GB * _GIB)
     disk = None if zero.DISK_GB is None else int(zero.DISK_GB * _GIB)
     if zero.MEMORY_GB is not None:
-        return Budget(int(zero.MEMORY_GB * _GIB), host, disk, "config.ZERO.MEMORY_GB")
+        memory = int(zero.MEMORY_GB * _GIB)
+        return Budget(memory, host, disk, "config.ZERO.MEMORY_GB", given=memory)
     given = cfg.MACHINE.MEMORY_GIB
+    is_given = bool(given)
     machine = described_machine(plan)
     if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not given:
-        memory, what = int(machine.memory_gb * _GIB), machine.name
+        memory, what, is_given = int(machine.memory_gb * _GIB), machine.name, True
     elif plan.device == "cuda":
         import torch
 
@@ -179,9 +175,12 @@ def _given_budget(cfg: RunConfig, plan: ResolvedRun) -> Budget:
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
         memory = int(given * _GIB) if given else found
     else:
-        memory = (int(given * _GIB) if given else free_memory()) // plan.procs_per_node
+        free = free_memory() if free_bytes is None else free_bytes
+        memory = (int(given * _GIB) if given else free) // plan.procs_per_node
         what = "this machine" if plan.procs_per_node == 1 else f"this machine over {plan.procs_per_node} processes"
-    return Budget(max(0, memory - RESERVE), host, disk, f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
+    memory = max(0, memory - RESERVE)
+    source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
+    return Budget(memory, host, disk, source, given=memory if is_given else None)
 
 
 def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
@@ -195,13 +194,7 @@ def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
 
 def with_candidate(cfg: RunConfig, candidate: Candidate) -> RunConfig:
     """The configuration that a user would write to get this candidate."""
-    cfg = copy.deepcopy(cfg)
-    cfg.ZERO.MEMORY_GB = cfg.ZERO.HOST_MEMORY_GB = cfg.ZERO.DISK_GB = None
-    cfg.ZERO.MACHINE_PROFILE = None
-    for path, value in candidate.settings().items():
-        *blocks, key = path.split(".")
-        setattr(functools.reduce(getattr, blocks, cfg), key, value)
-    return cfg
+    return with_settings(cfg, candidate.settings())
 
 
 def overrides_of(candidate: Candidate) -> list[str]:
@@ -238,16 +231,20 @@ class Past:
     Attributes:
         folder: of the run.
         plan: for people.
+        steps: optimizer steps that were run with it, those that were repeated afterwards included.
         forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
-        measured_bytes: of rank 0: what the process grew by over what it held before the model was built (CPU), or what
-            torch had allocated at most (GPU); None: the run has not come to its end, or ran out of memory.
+        measured_bytes: of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated at most (GPU);
+            None: not known.
+        held_bytes: that rank 0 held beside the plan; None: not known.
         outcome: "done", "out of memory" or "not done".
     """
 
     folder: Path
     plan: str
+    steps: int
     forecast_bytes: int | None
     measured_bytes: int | None
+    held_bytes: int | None
     outcome: str
 
     @property
@@ -259,29 +256,53 @@ class Past:
 
 
 def history(folder: Path) -> Iterator[Past]:
-    """All runs under ``folder``. Where ``fit`` did not choose, the forecast is made now, in a second or two."""
+    """All plans of all runs under ``folder``.
+
+    Where ``fit`` did not choose, the forecast is made now, in a second or two.
+    """
     for path in sorted(folder.rglob("config.resolved.yaml")):
-        rows, place = outcomes(path.parent), path.parent
-        for row in rows:
-            if row.outcome == OUT_OF_MEMORY:
-                yield Past(place, row.plan, row.forecast_bytes, None, OUT_OF_MEMORY)
-        measured = _measured(place)
-        chosen = next((row for row in reversed(rows) if row.outcome == STARTED), None)
-        if chosen is None:
-            plan, forecast = _forecast(path)
+        if rows := outcomes(path.parent):
+            yield from _fitted_past(path.parent, rows)
         else:
-            plan, forecast = chosen.plan, chosen.forecast_bytes
-        if not rows or rows[-1].outcome != OUT_OF_MEMORY:
-            yield Past(place, plan, forecast, measured, "not done" if measured is None else "done")
+            yield _plain_past(path)
 
 
-def _measured(folder: Path) -> int | None:
-    """Of the run's rank 0."""
+def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
+    """A row for each plan that ``fit`` chose, in order; one that was started again in between has one for both."""
+    peaks = dict(measured_peaks(folder))
+    found: list[Past] = []
+    for index, row in enumerate(rows):
+        if not found or (found[-1].plan, found[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
+            found.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
+        if row.outcome == RUNNING:
+            found[-1] = _with_process(found[-1], row, rows[index + 1 :], peaks)
+        elif row.outcome == OUT_OF_MEMORY:
+            found[-1] = replace(found[-1], outcome=OUT_OF_MEMORY)
+    if found[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
+        found[-1] = replace(found[-1], outcome=DONE)
+    return found
+
+
+def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:
+    """Add what one process of rank 0 did. If it ran out of memory, its last steps are in the log alone."""
+    first, held = begun.step or 0, begun.held_bytes or 0
+    if later and later[0].outcome == OUT_OF_MEMORY:
+        last, most = later[0].step or first, later[0].peak_bytes
+    else:
+        end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
+        own = {step: peak for step, peak in peaks.items() if first < step <= end}
+        last, most = max(own, default=first), max(own.values(), default=None)
+    known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]
+    return replace(past, steps=past.steps + last - first, measured_bytes=max(known, default=None), held_bytes=held)
+
+
+def _plain_past(path: Path) -> Past:
+    plan, forecast = _forecast(path)
+    peaks = dict(measured_peaks(path.parent))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        before = int(json.loads((folder / "summary.json").read_text())["memory_before_bytes"])
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return max(int(json.loads(line)["bytes"]["peak"]) for line in lines) - before
-    return None
+        held = int(json.loads((path.parent / "summary.json").read_text())["memory_before_bytes"])
+        return Past(path.parent, plan, len(peaks), forecast, max(peaks.values()) - held, held, DONE)
+    return Past(path.parent, plan, len(peaks), forecast, None, None, NOT_DONE)
 
 
 def _forecast(path: Path) -> tuple[str, int | None]:

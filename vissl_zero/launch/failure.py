@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class Failure:
         time_ns: when, on this machine's clock; 0: the rank was killed, or left no record.
         is_user_error: the text is a sentence for the user, not a traceback.
         text: sentence or traceback.
-        is_out_of_memory: an allocation failed, or the kernel killed the rank for its memory.
+        is_out_of_memory: an allocation failed, or the kernel killed the rank, or a loader worker, for its memory.
+        has_lost_to_kill: a process that the rank needs was ended by SIGKILL.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Failure:
     is_user_error: bool
     text: str
     is_out_of_memory: bool = False
+    has_lost_to_kill: bool = False
 
 
 def write_failure(error: BaseException, rank: int) -> Failure:
@@ -50,7 +52,8 @@ def write_failure(error: BaseException, rank: int) -> Failure:
     is_user_error = isinstance(error, VisslZeroError)
     is_sentence = is_user_error or isinstance(error, ProcessLostError)
     text = str(error) if is_sentence else "".join(traceback.format_exception(error)).rstrip()
-    failure = Failure(rank, time.time_ns(), is_user_error, text, isinstance(error, OutOfMemoryError))
+    was_killed = isinstance(error, ProcessLostError) and error.was_killed
+    failure = Failure(rank, time.time_ns(), is_user_error, text, isinstance(error, OutOfMemoryError), was_killed)
     path, record = _record(error, failure)
     if path is not None:
         try:
@@ -90,7 +93,10 @@ def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: 
             text = f"rank {rank} was ended by {signal_name(-code)}{hint}."
             return Failure(rank, 0, False, text, is_killed and is_short_of_memory)
     if reports:
-        return min(reports, key=lambda report: report.time_ns)
+        first = min(reports, key=lambda report: report.time_ns)
+        if first.has_lost_to_kill and is_short_of_memory:
+            return replace(first, is_out_of_memory=True)
+        return first
     rank, code = min(exit_codes.items(), default=(0, 1))
     is_user_error = code == 2 and bool(exit_codes)  # it could not be recorded, and was printed
     return Failure(rank, 0, is_user_error, f"rank {rank} ended with exit code {code} and left no record of why.")

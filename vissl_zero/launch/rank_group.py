@@ -28,6 +28,7 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
+_OOM_SHARE = 100  # of 1000, of the memory there is: so much more than it holds is a rank taken to hold
 _GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
 
 
@@ -161,6 +162,7 @@ def _output(log_folder: Path, rank: int) -> Iterator[Any]:
 def main() -> int:
     """Train as one rank; see ``worker.main``."""
     tolerate_lost_output()
+    be_killed_first()
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
@@ -168,6 +170,12 @@ def main() -> int:
     from vissl_zero.launch import worker
 
     return worker.main()
+
+
+def be_killed_first(path: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Have the kernel kill this rank rather than its launcher where memory is short: a launcher can start it again."""
+    with suppress(OSError, ValueError):
+        path.write_text(str(min(1000, int(path.read_text()) + _OOM_SHARE)))
 
 
 def _on_ctrl_c(number: int, frame: FrameType | None) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.fit_log import OUT_OF_MEMORY, STARTED, FitChoice, note
-from vissl_zero.config.host import num_oom_kills
+from vissl_zero.config.fit_plans import FitRun
+from vissl_zero.config.host import RESERVE, num_oom_kills, settled_free_memory
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
 from vissl_zero.config.saved import as_data
@@ -27,7 +26,7 @@ from vissl_zero.launch.failure import Failure, first_failure
 from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import Rendezvous
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
-from vissl_zero.lifetime import Scratch
+from vissl_zero.lifetime import Scratch, apart
 from vissl_zero.sharding.allocator import allocator_environment
 
 if TYPE_CHECKING:
@@ -42,14 +41,14 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
 
 
-def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[FitChoice] = ()) -> int:
+def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None = None) -> int:
     """Run to the end, or submit; returns the exit code.
 
     Args:
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
         node_id: number of this machine, where machines are started by hand.
-        choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out; on one machine.
+        fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
     """
     if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
         return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
@@ -67,7 +66,7 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, choices: Sequence[F
         with suppress(OSError, ValueError):  # the terminal is gone
             ranks = "1 process" if plan.procs_per_node == 1 else f"{plan.procs_per_node} processes"
             print(f"Starting {plan.recipe} in {ranks} on {plan.device}: {plan.run_dir}", flush=True)
-        return launch_local(plan, choices=choices)
+        return launch_local(plan, fit=fit)
 
 
 def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
@@ -169,7 +168,7 @@ def launch_local(
     rendezvous: Rendezvous | None = None,
     plan_folder: Path | None = None,
     began: float | None = None,
-    choices: Sequence[FitChoice] = (),
+    fit: FitRun | None = None,
 ) -> int:
     """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
@@ -178,8 +177,8 @@ def launch_local(
         rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
             all together or not at all, by ``launch_member``.
         plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
-        choices: of ``fit``: ``plan`` and what to go on with, in turn, where memory runs out. Not with ``rendezvous``.
         began: when the time limit began to count, as Unix time; None: now.
+        fit: whose choice ``plan`` is, and what chooses again where memory runs out. Not with ``rendezvous``.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
@@ -189,10 +188,10 @@ def launch_local(
     num_restarts = 0
     began = began or time.time()
     environment = _environment(plan, rendezvous, began)
-    if choices:
-        note(Path(plan.run_dir), choices[0], STARTED)
+    if fit:
+        fit.started()
     while True:
-        # The kernel counts for the whole machine: only what is added while the ranks run may be theirs.
+        # Only what is added while the ranks run may be theirs.
         num_kills = num_oom_kills()
         # New in every attempt: torch's file store would still hold the addresses of the ranks before.
         with Scratch() as private:
@@ -216,12 +215,11 @@ def launch_local(
         if rendezvous and (cause := rendezvous.explain(failure)):
             print(f"{cause}\nThe run folder is {plan.run_dir}", file=sys.stderr)
             return rendezvous.exit_code
-        if failure.is_out_of_memory and choices and group.asked is None:
-            note(Path(plan.run_dir), choices[0], OUT_OF_MEMORY)
-            if len(choices) > 1 and num_restarts < most_restarts:
+        if failure.is_out_of_memory and fit and group.asked is None:
+            fit.ran_out()
+            if num_restarts < most_restarts and (said := fit.go_on(_free_for_a_rank(plan))):
                 num_restarts += 1
-                choices = choices[1:]
-                plan = _smaller(choices[0], failure, num_restarts, most_restarts)
+                plan = _smaller(fit, said, failure, num_restarts, most_restarts)
                 num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
                 continue
         if failure.is_user_error:
@@ -240,15 +238,30 @@ def launch_local(
         num_procs = plan.procs_per_node
 
 
-def _smaller(choice: FitChoice, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
-    """Announce and note that the run continues with ``choice`` from the newest checkpoint; returns its plan."""
-    cause = failure.text.rstrip()
-    text = f"Going on with {choice.plan}, forecast to take {choice.forecast_bytes / 2**30:.3g} GiB a rank"
-    print(f"{cause}\n{text} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
-    folder = Path(choice.run.run_dir)
-    save_resolved(choice.run, folder / "config.resolved.yaml")
-    note(folder, choice, STARTED)
-    return choice.run
+def _smaller(fit: FitRun, said: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+    """Announce and note that the run continues with what ``fit`` has chosen now; returns its plan."""
+    print(f"{failure.text.rstrip()}\n{said} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    save_resolved(fit.choice.run, fit.folder / "config.resolved.yaml")
+    fit.started()
+    return fit.choice.run
+
+
+def _free_for_a_rank(plan: ResolvedRun) -> int:
+    """Bytes that each rank may use on this machine where it computes, once those before have ended."""
+    if plan.device == "cuda":
+        try:
+            return apart(_free_gpu_memory, plan.procs_per_node)
+        except Exception as error:  # noqa: BLE001 - what failed before says enough to go on
+            print(f"The free memory of the GPUs was not found out ({error}).", file=sys.stderr)
+            return sys.maxsize
+    return max(0, settled_free_memory() // plan.procs_per_node - RESERVE)
+
+
+def _free_gpu_memory(num_gpus: int) -> int:
+    """Of the GPU that has least. The context of the process that asks is no longer free: it stands for the rank's."""
+    import torch
+
+    return min(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
 
 
 def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:

@@ -33,7 +33,7 @@ from vissl_zero.reporting import summary
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
-from vissl_zero.sharding.memory import resident_bytes
+from vissl_zero.reporting.quantity import FitMeasurement
 
 _AFTER_FIRST_S = 2.0
 
@@ -61,7 +61,7 @@ def train_rank(plan: ResolvedRun) -> int:
         stopping.end_at(time.time() + 60 * limit)
     run = None
     device = rank_device(plan)
-    held_before = resident_bytes() if device.type == "cpu" else 0
+    measurement = FitMeasurement(device)
     try:
         run, schedules, frozen = build_run(
             plan,
@@ -69,8 +69,8 @@ def train_rank(plan: ResolvedRun) -> int:
             lambda model: load_first_weights(model, plan),
             lambda teacher: load_teacher(teacher, plan),
         )
-        run.results["memory_before_bytes"] = held_before
-        hooks = with_checkpoints(run, build_hooks(plan))
+        run.results["memory_before_bytes"] = measurement.held_bytes
+        hooks = with_checkpoints(run, [measurement, *build_hooks(plan)])
         if hooks is None:
             return 0
         train(run, schedules, frozen, hooks)

@@ -73,13 +73,14 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 def history_table(rows: Sequence[Past]) -> Table:
     """One row per plan that was run."""
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "plan", "forecast", "measured", "error", "outcome"):
+    for title in ("run", "plan", "steps", "forecast", "measured", "held", "error", "outcome"):
         is_text = title in ("run", "plan", "outcome")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        sizes = ("?" if size is None else bytes_text(size) for size in (row.forecast_bytes, row.measured_bytes))
+        figures = row.forecast_bytes, row.measured_bytes, row.held_bytes
+        sizes = ("?" if size is None else bytes_text(size) for size in figures)
         error = "?" if row.error is None else f"{row.error:+.1%}"
-        table.add_row(str(row.folder), row.plan, *sizes, error, row.outcome)
+        table.add_row(str(row.folder), row.plan, str(row.steps), *sizes, error, row.outcome)
     return table
 
 

@@ -13,7 +13,9 @@ from dataclasses import asdict, fields
 import torch
 
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.engine.hook import Hook, Run, Step
+from vissl_zero.config.fit_plans import note_running
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
+from vissl_zero.sharding.memory import mapped_bytes, resident_bytes
 from vissl_zero.sharding.strategy import Bytes
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -138,3 +140,22 @@ class PeakMemory(Hook):
         per_rank = gather(largest((self._largest, *recorded)), run.device)
         run.results["bytes"] = asdict(largest(per_rank))
         run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]
+
+
+class FitMeasurement(Hook):
+    """Notes in the log of ``fit``, after the first step of this process, what rank 0 holds beside the plan.
+
+    Make it before the model is built.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cpu = device.type == "cpu"
+        self.held_bytes = (resident_bytes() or 0) if is_cpu else 0
+        self._mapped = mapped_bytes() if is_cpu else None
+        self._is_noted = False
+
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        if not self._is_noted and run.is_main:
+            self._is_noted = True
+            since = 0 if self._mapped is None else max(0, mapped_bytes() - self._mapped)
+            note_running(run.folder, run.first_step, self.held_bytes + since)

@@ -23,12 +23,14 @@ class Budget:
         host: host memory beside that, where it computes on a GPU; None: not limited.
         disk: None: not limited.
         source: how ``memory`` is known, for people.
+        given: ``memory``, where the user has said what there is; None: it was looked up.
     """
 
     memory: int
     host: int | None = None
     disk: int | None = None
     source: str = ""
+    given: int | None = None
 
     def excess(self, forecast: Forecast) -> int | None:
         """Bytes over the budget in memory, host memory and disk together; 0: it fits; None: not known."""
@@ -161,23 +163,6 @@ def rank_candidates(found: Found, budget: Budget) -> list[Candidate]:
     if chosen is not None:
         candidates[chosen] = replace(candidates[chosen], is_chosen=True)
     return candidates
-
-
-def after_failures(candidates: Sequence[Candidate], share_left: float) -> list[Candidate]:
-    """The chosen one of ``rank_candidates``, and what to take in turn should each run out of memory all the same.
-
-    Each is the cheapest of those that fit with a forecast of at most ``share_left`` of the one before; the last is the
-    smallest of all, by however little.
-    """
-    fitting = [(c.forecast.step.resident_bytes, c) for c in candidates if c.fits and c.forecast.step is not None]
-    found: list[Candidate] = []
-    most = float("inf")
-    for peak, candidate in fitting:  # cheapest first
-        if peak <= most:
-            found.append(candidate)
-            least, most = peak, share_left * peak
-    smallest, last = min(fitting, key=lambda pair: pair[0])
-    return [*found, last] if smallest < least else found
 
 
 def because(candidates: Sequence[Candidate], budget: Budget) -> str:

@@ -81,6 +81,11 @@ def resident_bytes() -> int | None:
     return _status("VmRSS")
 
 
+def mapped_bytes() -> int:
+    """What this process has in memory of mapped files, mostly code; 0 where the system does not say."""
+    return _status("RssFile") or 0
+
+
 def _status(name: str) -> int | None:
     """A figure of Linux on this process, bytes."""
     status = Path("/proc/self/status")

@@ -7,7 +7,17 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
 from vissl_zero.config.derive.placement_plan import global_batch, placement
 from vissl_zero.config.derive.sharding_plan import sharding_plan
-from vissl_zero.config.host import Host, _shares, idle_cores, this_host, torchrun_ranks
+from vissl_zero.config.host import (
+    Host,
+    _shares,
+    available_memory,
+    free_memory,
+    idle_cores,
+    num_oom_kills,
+    settled_free_memory,
+    this_host,
+    torchrun_ranks,
+)
 from vissl_zero.errors import ConfigError
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -76,6 +86,73 @@ def test_every_control_group_above_a_process_counts(tmp_path):
     (root / "cpu/c/cpu.cfs_period_us").write_text("100000\n")
     own.write_text("4:memory:/m\n1:cpu,cpuacct:/c\n0::/a/b\n")
     assert list(_shares(root, own)) == [1.5, 3.0]
+
+
+def group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_groups_of_a_process_and_above_it_count_in_both_versions(tmp_path, version):
+    """The smallest limit, and the group with least left; files that are cached go first."""
+    root, own, info = tmp_path / "groups", tmp_path / "own", tmp_path / "meminfo"
+    info.write_text(f"MemTotal: 900 kB\nMemAvailable: {2**40} kB\n")
+    if version == 1:
+        own.write_text("5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/\n")
+        none, names = 9223372036854771712, ("memory__limit_in_bytes", "memory__usage_in_bytes")
+        top, cached = root / "memory", "cache 5\ninactive_file 5\ntotal_inactive_file {}\n"
+    else:
+        own.write_text("0::/a/b\n")
+        none, names = "max", ("memory__max", "memory__current")
+        top, cached = root, "anon 5\ninactive_file {}\n"
+    for place, limit, used, files in (
+        (top, none, 3 * GIB, 0),
+        (top / "a", GIB, GIB // 2, GIB // 4),  # three quarters are left
+        (top / "a/b", 2 * GIB, GIB, 0),
+    ):
+        group(place, **dict(zip(names, (str(limit), str(used)), strict=True)), memory__stat=cached.format(files))
+    assert available_memory(root, own) == GIB
+    assert free_memory(root, own, info) == GIB * 3 // 4
+    group(top / "a/b", **{names[0]: str(GIB // 2), names[1]: str(GIB // 2 - 100)})
+    assert available_memory(root, own) == GIB // 2
+    assert free_memory(root, own, info) == 100
+    group(top / "a/b", **{names[1]: str(GIB)})
+    assert free_memory(root, own, info) == 0
+
+
+def test_a_container_finds_its_own_group_at_the_top(tmp_path):
+    """Its files lie there; the name is that of the machine outside."""
+    root, own = tmp_path / "groups", tmp_path / "own"
+    own.write_text("4:memory:/docker/0123\n")
+    group(root / "memory", memory__limit_in_bytes="1000", memory__oom_control="oom_kill_disable 0\noom_kill 3\n")
+    assert available_memory(root, own) == 1000 and num_oom_kills(root, own, tmp_path / "none") == 3
+
+
+def test_kills_are_counted_in_the_group_of_the_process_else_on_the_machine(tmp_path):
+    root, own, counters = (tmp_path / name for name in ("groups", "own", "vmstat"))
+    counters.write_text("nr_free_pages 7\noom_kill 9\n")
+    own.write_text("4:memory:/a\n0::/\n")
+    assert num_oom_kills(root, own, counters) == 9
+    assert num_oom_kills(root, own, tmp_path / "none") == 0
+    group(root / "memory/a", memory__failcnt="4\n", memory__oom_control="oom_kill_disable 0\nunder_oom 0\n")
+    assert num_oom_kills(root, own, counters) == 4  # Linux before 4.13
+    group(root / "memory/a", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert num_oom_kills(root, own, counters) == 2
+    own.write_text("0::/b\n")
+    group(root / "b", memory__events="low 0\noom 1\noom_kill 1\n")
+    assert num_oom_kills(root, own, counters) == 1
+
+
+def test_memory_is_measured_until_no_more_comes_back(monkeypatch):
+    found = iter([1 * GIB, 2 * GIB, 3 * GIB, 3 * GIB, 9 * GIB])
+    monkeypatch.setattr("vissl_zero.config.host.free_memory", lambda: next(found))
+    monkeypatch.setattr("vissl_zero.config.host._SETTLING_S", 0.0)
+    assert settled_free_memory() == 3 * GIB
 
 
 def test_torchrun_decides_the_ranks():

@@ -105,8 +105,11 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
     pids = _pids(loader)
     os.kill(pids[1], number)
     words = {signal.SIGSTOP: "which is stopped", signal.SIGKILL: "was ended by SIGKILL"}
-    with pytest.raises(ProcessLostError, match=rf"worker 1 \(process {pids[1]}.*{words.get(number, 'by signal 40')}"):
+    with pytest.raises(
+        ProcessLostError, match=rf"worker 1 \(process {pids[1]}.*{words.get(number, 'by signal 40')}"
+    ) as lost:
         list(loader.epoch(1))
+    assert lost.value.was_killed == (number == signal.SIGKILL)
     _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 

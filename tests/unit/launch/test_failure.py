@@ -63,6 +63,17 @@ def test_memory_that_ran_out_is_told_from_other_ends(tmp_path: Path, monkeypatch
     assert first_failure(tmp_path, {0: 2}).is_out_of_memory
 
 
+def test_a_loader_worker_that_the_kernel_killed_is_memory_that_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failure.FAILURE_FOLDER_VARIABLE, str(tmp_path))
+    write_failure(ProcessLostError("worker 1 was ended by SIGKILL.", was_killed=True), 0)
+    assert first_failure(tmp_path, {0: 1}, is_short_of_memory=True).is_out_of_memory
+    assert not first_failure(tmp_path, {0: 1}).is_out_of_memory
+    write_failure(ProcessLostError("worker 1 does not answer."), 0)
+    assert not first_failure(tmp_path, {0: 1}, is_short_of_memory=True).is_out_of_memory
+
+
 def test_torchrun_reads_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from vissl_zero.launch.rank_group import RankGroup
+from vissl_zero.launch.rank_group import RankGroup, be_killed_first
 
 # Stands in for torch, so that ranks stay where they import it.
 WAITS = """
@@ -35,6 +35,15 @@ def test_ending_the_ranks_ends_no_other_child_of_this_process(tmp_path: Path) ->
         assert group.wait() == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
         assert other.poll() is None
         other.kill()
+
+
+def test_the_kernel_takes_a_rank_before_its_launcher(tmp_path: Path) -> None:
+    scores = tmp_path / "oom_score_adj"
+    for before, after in ((0, 100), (-500, -400), (950, 1000)):
+        scores.write_text(f"{before}\n")
+        be_killed_first(scores)
+        assert int(scores.read_text()) == after
+    be_killed_first(tmp_path / "none")  # systems other than Linux
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

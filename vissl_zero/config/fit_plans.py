@@ -1,0 +1,256 @@
+"""``ZERO.LEVEL: fit`` without torch: the plans that it may take, which it takes, and what came of them.
+
+The last stands in ``forecasts.jsonl`` in the run folder, where a plan is started, where rank 0 has done its first step,
+and where memory ran out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.config.run_config import RunConfig
+
+FILE_NAME = "forecasts.jsonl"
+STARTED, RUNNING, OUT_OF_MEMORY = "started", "running", "out of memory"
+SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line of the log.
+
+    Attributes:
+        plan, forecast_bytes, budget_bytes: as of ``FitChoice``.
+        outcome: ``STARTED`` by the launcher, ``RUNNING`` in a process of rank 0, or ``OUT_OF_MEMORY``.
+        step: RUNNING: optimizer steps done when that process began; OUT_OF_MEMORY: the last one that is known of it.
+        held_bytes: RUNNING: what rank 0 holds beside the plan: before the model was built, and code mapped since.
+        peak_bytes: OUT_OF_MEMORY: most that rank 0 has held, ``held_bytes`` included, as far as it is known.
+    """
+
+    plan: str
+    forecast_bytes: int
+    budget_bytes: int
+    outcome: str
+    step: int | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """What the forecast is about, measured; None: not known."""
+        return None if self.peak_bytes is None or self.held_bytes is None else self.peak_bytes - self.held_bytes
+
+
+@dataclass(frozen=True)
+class FitOption:
+    """A plan that trains the same and that host memory and disk have room for.
+
+    Attributes:
+        plan: for people.
+        forecast_bytes: most a rank would hold where it computes: on the CPU resident, on a GPU allocated.
+        settings: key path under ``config`` -> value.
+    """
+
+    plan: str
+    forecast_bytes: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FitChoice:
+    """A plan that ``fit`` runs.
+
+    Attributes:
+        run: resolved.
+        plan, forecast_bytes: as of ``FitOption``.
+        budget_bytes: what it was to fit into.
+    """
+
+    run: ResolvedRun
+    plan: str
+    forecast_bytes: int
+    budget_bytes: int
+
+
+class FitPlans:
+    """All plans, cheapest first, of which one is running.
+
+    Args:
+        options: of ``engine/planning.py``; the first of them that fits is taken.
+        budget_bytes: that it fits into.
+        given_bytes: where the user has said what a rank may use; None: what is free counts.
+        why: the sentence on the first choice.
+    """
+
+    def __init__(self, options: Sequence[FitOption], budget_bytes: int, given_bytes: int | None, why: str):
+        self.options = options
+        self.budget_bytes = budget_bytes
+        self.given_bytes = given_bytes
+        self.why = why
+
+    def first(self) -> FitOption:
+        """The cheapest that fits."""
+        return next(option for option in self.options if option.forecast_bytes <= self.budget_bytes)
+
+    def next(self, rows: Sequence[Outcome], free_bytes: int) -> FitOption | None:
+        """The cheapest that fits what is free now, and 90 % of the smallest forecast that ran out of memory.
+
+        What plans have taken beyond their forecast is set aside. Where none fits: the smallest, if it is smaller than
+        those that failed, else None.
+
+        Args:
+            rows: of the log; one at least ran out of memory.
+            free_bytes: what a rank may use now, by measurement.
+        """
+        most, free = most_bytes(rows), self.allowed(free_bytes) - shortfall(rows)
+        for option in self.options:
+            if option.forecast_bytes <= min(most or 0, free):
+                return option
+        least = min(self.options, key=lambda option: option.forecast_bytes)
+        return least if least.forecast_bytes < min(_failed(rows), default=0) else None
+
+    def allowed(self, free_bytes: int) -> int:
+        """The smaller of what is free for a rank and what the user has given it."""
+        return free_bytes if self.given_bytes is None else min(free_bytes, self.given_bytes)
+
+
+class FitRun:
+    """What ``fit`` has chosen for a run, and the way to go on where memory runs out.
+
+    Args:
+        plans: of the run.
+        resolved: an option and a sentence on it -> the run.
+    """
+
+    def __init__(self, plans: FitPlans, resolved: Callable[[FitOption, str], ResolvedRun]):
+        self._plans = plans
+        self._resolved = resolved
+        self._rows: list[Outcome] = []  # also where the disk takes no log
+        self.choice = self._choice(plans.first(), plans.why, plans.budget_bytes)
+
+    def _choice(self, option: FitOption, why: str, budget_bytes: int) -> FitChoice:
+        return FitChoice(self._resolved(option, why), option.plan, option.forecast_bytes, budget_bytes)
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.choice.run.run_dir)
+
+    def started(self) -> None:
+        """Note that the choice was started."""
+        self._note(Outcome(self.choice.plan, self.choice.forecast_bytes, self.choice.budget_bytes, STARTED))
+
+    def ran_out(self) -> None:
+        """Note that it ran out of memory, and what is known of what it took."""
+        row = Outcome(self.choice.plan, self.choice.forecast_bytes, self.choice.budget_bytes, OUT_OF_MEMORY)
+        rows = outcomes(self.folder)
+        if rows and rows[-1].outcome == RUNNING:
+            peaks = dict(measured_peaks(self.folder, rows[-1].step or 0))
+            step = max(peaks, default=rows[-1].step)
+            row = replace(row, step=step, held_bytes=rows[-1].held_bytes, peak_bytes=max(peaks.values(), default=None))
+        self._note(row)
+
+    def go_on(self, free_bytes: int) -> str:
+        """Choose the next plan; returns the sentence that says which and why, empty where there is none.
+
+        Args:
+            free_bytes: what a rank may use now, by measurement.
+        """
+        option = self._plans.next(self._rows, free_bytes)
+        if option is None:
+            return ""
+        allowed, failed = self._plans.allowed(free_bytes), self._rows[-1]
+        measured = failed.measured_bytes
+        took = f", took at least {_gib(measured)}" if measured is not None and measured > failed.forecast_bytes else ""
+        text = (
+            f"{option.plan}, forecast to take {_gib(option.forecast_bytes)} GiB a rank: {_gib(allowed)} GiB may be "
+            f"used now, and {failed.plan}, forecast to take {_gib(failed.forecast_bytes)}{took}, ran out of memory"
+        )
+        self.choice = self._choice(option, f"config.ZERO.LEVEL=fit went on with {text}.", allowed)
+        return f"Going on with {text}"
+
+    def _note(self, row: Outcome) -> None:
+        self._rows.append(row)
+        note(self.folder, row)
+
+
+def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The configuration that a user would write to get a plan."""
+    cfg = copy.deepcopy(cfg)
+    cfg.ZERO.MEMORY_GB = cfg.ZERO.HOST_MEMORY_GB = cfg.ZERO.DISK_GB = None
+    cfg.ZERO.MACHINE_PROFILE = None
+    for path, value in settings.items():
+        *blocks, key = path.split(".")
+        setattr(functools.reduce(getattr, blocks, cfg), key, value)
+    return cfg
+
+
+def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree as written, for saved files: they show interpolations again, but not in place of the chosen values."""
+    left = copy.deepcopy(dict(written))
+    left.pop("ZERO", None)
+    left.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
+    left.get("MODEL", {}).pop("ACTIVATION_CHECKPOINTING", None)
+    return left
+
+
+def note(folder: Path, row: Outcome) -> None:
+    """Append a line. A disk that takes nothing more ends no run."""
+    entry = {name: value for name, value in asdict(row).items() if value is not None}
+    with suppress(OSError), (folder / FILE_NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def note_running(folder: Path, step: int, held_bytes: int) -> None:
+    """Rank 0 of the plan that was started last has done its first step; see ``Outcome``."""
+    if rows := outcomes(folder):
+        note(folder, replace(rows[-1], outcome=RUNNING, step=step, held_bytes=held_bytes, peak_bytes=None))
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """The lines of a run folder in order; damaged ones are passed over."""
+    found = []
+    with suppress(OSError, UnicodeDecodeError):
+        for line in (folder / FILE_NAME).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError):
+                found.append(Outcome(**json.loads(line)))
+    return found
+
+
+def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:
+    """Steps beyond ``after`` in ``metrics.jsonl``, and the peak of rank 0 until then, bytes."""
+    with suppress(OSError, UnicodeDecodeError):
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                if entry["step"] > after:
+                    yield int(entry["step"]), int(entry["bytes"]["peak"])
+
+
+def most_bytes(rows: Sequence[Outcome]) -> int | None:
+    """What a plan may be forecast to take where those of ``rows`` were tried; None: none ran out of memory."""
+    failed = _failed(rows)
+    return int(SHARE_LEFT * min(failed)) if failed else None
+
+
+def shortfall(rows: Sequence[Outcome]) -> int:
+    """Bytes that plans have taken beyond their forecast, the most of any that ran out of memory."""
+    taken = ((row.measured_bytes, row.forecast_bytes) for row in rows if row.outcome == OUT_OF_MEMORY)
+    return max(0, *(measured - forecast for measured, forecast in taken if measured is not None), 0)
+
+
+def _failed(rows: Sequence[Outcome]) -> list[int]:
+    return [row.forecast_bytes for row in rows if row.outcome == OUT_OF_MEMORY]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g}"
