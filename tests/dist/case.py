@@ -55,6 +55,7 @@ class Case:
         dtype: of parameters, data and all computation.
         lr: in the first step.
         trunk: "conv", or one of ``TRUNKS``.
+        float8: the linear layers that multiply in float8, as in the plan.
     """
 
     optimizer: str = "sgd"
@@ -84,6 +85,7 @@ class Case:
     dtype: str = "float64"
     lr: float = LR
     trunk: str = "conv"
+    float8: str = ""
 
 
 @dataclass

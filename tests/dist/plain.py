@@ -28,6 +28,7 @@ from tests.dist.case import (
     rows_of,
     schedule,
 )
+from tests.float8_by_hand import multiply_by_hand
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.sharding.precision import dtype_of, widened
 
@@ -42,6 +43,7 @@ def train_plainly(case: Case, reverse_rows: bool = False, num_ranks: int = 1) ->
         num_ranks: emulate so many ranks where each has batch statistics of its own ("local_batch").
     """
     model = build(case)
+    multiply_by_hand(model, case.float8)
     groups = groups_of(model, case)
     params = dict(model.named_parameters())
     optimizer = _optimizer(case.optimizer, [{"params": [params[n] for n in group.params]} for group in groups])

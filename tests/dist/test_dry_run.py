@@ -16,6 +16,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
+from vissl_zero.errors import ConfigError
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.weight_files import WeightAverageHook
 
@@ -60,6 +61,22 @@ def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
     assert planned_run.forecast.wrap_plan.describe() == described
     assert planned_run.num_steps == num_steps == 2
     assert [planned_run.lr_first, planned_run.lr_last] == rates
+
+
+def _float8(*overrides: str) -> ResolvedRun:
+    recipe, batch = "digits/dinov2", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8"
+    composed = compose(recipe, [batch, "config.ZERO.LEVEL=1", "config.TRAINER.THREADS_PER_RANK=1", *overrides])
+    return resolve(composed.run, "/nowhere", recipe=recipe, host=Host(num_cores=1))
+
+
+def test_inputs_kept_in_float8_are_counted():
+    """Of the blocks' layers, at a byte an element; the forecast is made on the layers that train."""
+    plain, found = (dry_run(_float8(*on)).forecast for on in ([], ["config.MODEL.FLOAT8.USE_FLOAT8=true"]))
+    assert found.unknown == plain.unknown == "" and found.seconds is not None
+    assert 0.5 * plain.memory.activations < found.memory.activations < plain.memory.activations
+    assert (found.memory.params, found.memory.optimizer) == (plain.memory.params, plain.memory.optimizer)
+    with pytest.raises(ConfigError, match=r"config.MODEL.FLOAT8: must match the name of a linear layer .*got 'nothing'"):
+        dry_run(_float8("config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.LAYERS=nothing"))
 
 
 def test_the_command_prints_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):

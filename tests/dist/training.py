@@ -50,6 +50,7 @@ def shard(case: Case, level: int, **changes: Any) -> Sharded:
         "level": level,
         "clip_grad": case.clip,
         "clip_grad_per": case.clip_per,
+        "float8": case.float8,
         "sync_bn_group": 0 if case.norm == "local_batch" else -1,
         "precision": Precision(case.dtype, case.autocast, case.dtype, case.dtype, use_loss_scale=case.inf_step >= 0),
         **changes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from vissl_zero.checkpoint.snapshot import HostMemory
+from vissl_zero.sharding.float8 import Float8Linear
 from vissl_zero.sharding.state import Part
 
 pytestmark = [
@@ -72,3 +74,51 @@ def test_a_save_copies_what_was_computed_before_it_while_the_next_step_computes(
             (copied,) = copy.result()  # what the next update waits for
             state.fill_(-1.0)
             assert bool((copied.read() == value).all())
+
+
+FLOAT8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="a GPU without float8"
+)
+
+
+@FLOAT8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 37, 256])
+def test_products_of_float8_are_the_emulated_ones(dtype, tokens):
+    """Forward and backward, against the same layer on the CPU; the kernel rounds its sums to bfloat16."""
+    torch.manual_seed(0)
+    layer, x, grad = Float8Linear(96, 160), torch.randn(tokens, 96), torch.randn(tokens, 160)
+    found = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(layer).to(device, dtype)
+        given = x.to(device, dtype).requires_grad_()
+        output = own(given)
+        output.backward(grad.to(device, dtype))
+        found.append([tensor.detach().float().cpu() for tensor in (output, given.grad, own.weight.grad)])
+    for emulated, real in zip(*found, strict=True):
+        assert (real - emulated).norm() <= 2**-7 * emulated.norm()
+
+
+@FLOAT8
+def test_widths_that_the_kernel_does_not_take_are_emulated():
+    layer = Float8Linear(24, 10).cuda()
+    layer(torch.randn(5, 24, device="cuda")).sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+VIT_IN_FLOAT8 = [
+    "config.MODEL.TRUNK.NAME=vision_transformer",
+    "config.MODEL.TRUNK.VISION_TRANSFORMERS={IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 2, NUM_HEADS: 2, "
+    "HIDDEN_DIM: 32, MLP_DIM: 64}",
+    "config.MODEL.HEAD.PARAMS=[[swav_head, {dims: [32, 16], num_clusters: [10]}]]",
+    "config.MODEL.FLOAT8.USE_FLOAT8=true",
+]
+
+
+@FLOAT8
+@pytest.mark.parametrize("level", [0, 3])
+def test_float8_trains_under_autocast(level, tmp_path):
+    found = losses(
+        tmp_path / "run", f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"
+    )
+    assert len(found) == 6 and all(loss == loss for loss in found)

@@ -203,3 +203,13 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
         return []
     fix = did_you_mean(value, names).strip() or f"Choose one of: {', '.join(names)}."
     return [Problem(f"config.{key}", repr(value), f"must be {' or '.join(names)}", fix)]
+
+
+def pattern_problems(key: str, value: str) -> list[Problem]:
+    """A problem if ``value`` is no regular expression, or an empty one; ``key`` in full."""
+    fix = "Write the names or parts of them, '|' between: 'qkv|fc1' finds all layers whose names have one of these."
+    try:
+        re.compile(value)
+    except re.error as error:
+        return [Problem(key, repr(value), f"must be a regular expression ({error})", fix)]
+    return [] if value else [Problem(key, "''", "must be a regular expression, and not empty", fix)]

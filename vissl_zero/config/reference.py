@@ -81,7 +81,8 @@ def _table(title: str, block: Any) -> str:
 def _default(value: Any) -> str:
     if isinstance(value, dict) and value:
         return ""
-    return f"`{_YAML.get(value, value) if isinstance(value, (bool, str)) or value is None else value}`"
+    text = f"`{_YAML.get(value, value) if isinstance(value, (bool, str)) or value is None else value}`"
+    return text.replace("|", "\\|")
 
 
 def keys_of(schema: type) -> list[Key]:

@@ -128,6 +128,7 @@ class ShardingPlan:
         reshard_after_forward: fairscale at level 3 frees the full parameters of a unit after its forward pass.
         keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
         compile: backend of torch.compile for the units of the model ("inductor"); empty: they run as they are.
+        float8: regular expression of the linear layers that multiply in float8; empty: none does.
         needs_whole_tensors: the optimizer's update of an element depends on its full tensor; found by trial.
     """
 
@@ -156,6 +157,7 @@ class ShardingPlan:
     reshard_after_forward: bool = True
     keep_gradients: bool = False
     compile: str = ""
+    float8: str = ""
     needs_whole_tensors: bool = False
 
 

@@ -27,6 +27,7 @@ from vissl_zero.own_loop.settings import ZeroSettings, read_settings
 from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
 from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.float8 import require_float8
 from vissl_zero.sharding.replica_check import is_marked_sharded, mark_sharded, require_equal
 
 M = TypeVar("M", bound=nn.Module)
@@ -76,6 +77,7 @@ def initialize(
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model)
     where = training_device(model) if device is None else torch.device(device)
+    require_float8(model, settings.float8, where, "zero.float8")
     join_ranks(where, timeout_s)
     _check_groups(settings.shard_group_size, settings.level)
     tiers = settings.offload_optimizer, settings.offload_params
@@ -94,6 +96,7 @@ def initialize(
         seed=seed,
         keep_gradients=settings.keep_gradients,
         compile="inductor" if settings.compile else "",
+        float8=settings.float8,
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
     )
@@ -134,6 +137,7 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
         "precision",
         "keep_gradients",
         "compile",
+        "float8",
         "seed",
     )
     tiers = {

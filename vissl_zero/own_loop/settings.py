@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
+from vissl_zero.config.constraints import pattern_problems
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
 from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, typed_level
 from vissl_zero.errors import ConfigError, Problem
@@ -29,6 +30,7 @@ _RECIPE_KEYS = {
     "HOST_MEMORY_GB": "host_memory_gb",
     "DISK_GB": "disk_gb",
 }  # a ZERO block copied from a recipe
+_BLOCK_LAYERS = "(^|[.])(qkv|proj|fc1|fc2)$"  # of transformers, as timm names them
 _BUDGET = ("memory_gb", "host_memory_gb", "disk_gb")
 _FIT = "fit"
 _BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
@@ -51,6 +53,7 @@ class _Keys:
     shard_group_size: int = -1
     keep_gradients: bool = False
     compile: bool = False
+    float8: bool | str = False
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     disk_gb: float | None = None
@@ -75,6 +78,7 @@ class ZeroSettings:
         engine: a name of the STRATEGIES registry.
         keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
         compile: compile each unit with torch.compile.
+        float8: regular expression of the linear layers that multiply in float8; empty: none does.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -95,6 +99,7 @@ class ZeroSettings:
     shard_group_size: int = -1
     keep_gradients: bool = False
     compile: bool = False
+    float8: str = ""
     engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
@@ -133,6 +138,7 @@ def read_settings(zero: Any) -> ZeroSettings:
             is_half=bool(keys.fp16 or keys.bf16 or (keys.type is not None and level == 2 and keys.fp16 is None)),
             is_offloaded={optimizer.device, params.device} != {"none"},
             shard_group_size=keys.shard_group_size,
+            is_float8=keys.float8 is not False,
         )
     if problems:
         raise ConfigError(problems)
@@ -153,6 +159,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         shard_group_size=keys.shard_group_size,
         keep_gradients=keys.keep_gradients,
         compile=keys.compile,
+        float8=_BLOCK_LAYERS if keys.float8 is True else keys.float8 or "",
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
@@ -254,6 +261,8 @@ def _range_problems(keys: _Keys) -> list[Problem]:
             found.append(
                 Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out to use what is available.")
             )
+    if isinstance(keys.float8, str):
+        found += pattern_problems("zero.float8", keys.float8)
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found

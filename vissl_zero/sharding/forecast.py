@@ -23,6 +23,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
 from vissl_zero.sharding.equal_units import recorded
+from vissl_zero.sharding.float8 import quantize_layers, require_float8
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.memory_model import (
     ModelFacts,
@@ -111,7 +112,9 @@ class Forecaster:
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
+        require_float8(subject.model, plan.float8, torch.device("cpu"))
         for module in filter(None, (subject.model, subject.teacher)):
+            quantize_layers(module, plan.float8)
             # All become ours, also where nothing is recomputed: only those can be given a group of ranks later.
             convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
             run_in_precision(module, plan.precision, torch.device("cpu"))

@@ -14,6 +14,7 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
+from vissl_zero.sharding.float8 import quantize_layers
 from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
@@ -21,7 +22,7 @@ from vissl_zero.sharding.wrap_plan import WrapPlan, model_units, plan_wrap
 
 
 def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:
-    """Decide the units of ``model``; set its number formats, batch norm, recomputation and compilation, in place.
+    """Decide the units of ``model``; set its number formats, float8, batch norm, recomputation, compilation, in place.
 
     Collective; the process group must be up, but for level 0.
 
@@ -43,6 +44,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         unit = model.get_submodule(name)
         assert isinstance(unit, Unit), name
         unit.checkpoint = True
+    quantize_layers(model, plan.float8)
     # After the conversion: compilation knows our batch norm by its class and leaves it out of the graphs.
     if plan.compile:
         compile_units(model, model_units(model) or [model], plan.compile)

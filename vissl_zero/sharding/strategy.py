@@ -25,6 +25,7 @@ from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule, update_rule
+from vissl_zero.sharding.float8 import require_float8
 from vissl_zero.sharding.replica_check import equal_values
 
 if TYPE_CHECKING:
@@ -349,6 +350,7 @@ class Strategy(ABC):
                 was.
         """
         self._check(plan, device)
+        require_float8(model, plan.float8, device)
         # Before _shard, which changes the model: a refusal must leave it as it was.
         rule = update_rule_of(build_optimizer, model, groups, plan)
         if rule is UpdateRule.PER_TENSOR:

@@ -150,6 +150,29 @@ def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) ->
         param.register_post_accumulate_grad_hook(hook)
 
 
+def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
+    """``a @ b.T`` of float8 on a GPU, (n, m) in bfloat16, accumulated in float32.
+
+    Args:
+        a: (n, k) e4m3 or e5m2, contiguous.
+        a_scales: (n, 1) float32, of its rows.
+        b: (m, k) e4m3, contiguous; 16 divides k and m.
+        b_scales: (m, 1) float32.
+    """
+    scales = {"scale_a": a_scales, "scale_b": b_scales.t()}
+    # bfloat16 is the one format that every kernel of scaled rows gives.
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
+def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As ``tensor.view(shape)``, but no view to autograd: one drops a unit's hooks when it is written to.
+
+    ``tensor`` must not be used any more.
+    """
+    found: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return found
+
+
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
     """``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
 

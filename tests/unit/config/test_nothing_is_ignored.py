@@ -53,6 +53,7 @@ KEYS: dict[str, Any] = {
     **{f"{PARAM}{key}": value for key, value in {**NVME, "pin_memory": False, "fast_init": 5}.items()},
     f"{PARAM}max_in_cpu": 7.0,
     "TRAINER__COMPILE": True,
+    "MODEL__FLOAT8__USE_FLOAT8": True,
 }
 
 

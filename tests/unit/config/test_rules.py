@@ -35,6 +35,18 @@ REFUSALS = {
         "config.MODEL.SHARDED_DDP_SETUP.USE_SDP: cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP",
     ),
     "fairscale on the CPU": ({"ZERO__ENGINE": "fairscale"}, "level 3) on CUDA only, and this run is on the CPU"),
+    "float8 on fairscale": (
+        {"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 2, "MODEL__FLOAT8__USE_FLOAT8": True},
+        "config.MODEL.FLOAT8.USE_FLOAT8: is not available on fairscale",
+    ),
+    "float8 layers": (
+        {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": "fc(1"},
+        "config.MODEL.FLOAT8.LAYERS: must be a regular expression (missing )",
+    ),
+    "no float8 layers": (
+        {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": ""},
+        "config.MODEL.FLOAT8.LAYERS: must be a regular expression, and not empty",
+    ),
     "fairscale unsharded": ({"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 0}, "fairscale has no level 0"),
     "unknown engine": ({"ZERO__ENGINE": "torhc"}, "Did you mean 'torch'?"),
     "accumulation": (

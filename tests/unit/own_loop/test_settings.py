@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,17 @@ def test_what_has_no_effect_at_level_0_is_said():
         f"zero.{key} has no effect at level 0: nothing is sharded." for key in keys
     )
     assert read_settings({"level": 1, **keys}).notes == ()
+
+
+def test_float8_is_a_switch_or_a_pattern():
+    assert read_settings({"level": 1}).float8 == read_settings({"level": 1, "float8": False}).float8 == ""
+    assert re.search(read_settings({"level": 1, "float8": True}).float8, "blocks.0.mlp.fc1")
+    assert read_settings({"level": 1, "float8": "dense"}).float8 == "dense"
+    for pattern in ("(", ""):
+        with pytest.raises(ConfigError, match=r"zero\.float8: must be a regular expression"):
+            read_settings({"level": 1, "float8": pattern})
+    with pytest.raises(ConfigError, match="must be torch with float8, whose parity has not been shown on fairscale"):
+        read_settings({"level": 1, "engine": "fairscale", "float8": True})
 
 
 def test_deepspeed_names_are_read(tmp_path):

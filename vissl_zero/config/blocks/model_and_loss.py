@@ -71,6 +71,18 @@ class AmpParams:
 
 
 @dataclass
+class Float8:
+    """``MODEL.FLOAT8``: multiply in 8-bit floats in linear layers; weights and updates stay as they are."""
+
+    USE_FLOAT8: bool = False
+    """Round what linear layers multiply to float8, forward and backward, with a scale per row; a GPU needs compute
+    capability 8.9, and the CPU emulates it: the same numbers, no faster."""
+    LAYERS: str = "^trunk[.](.*[.])?(qkv|proj|fc1|fc2)$"
+    """Regular expression of the layers' full names, found anywhere in them; the default: the trunk's qkv, proj, fc1 and
+    fc2, which are those of a transformer's blocks."""
+
+
+@dataclass
 class RegNetBlock(RegNetConfig):
     """``MODEL.TRUNK.REGNET``: RegNet's own keys and where its activations are recomputed."""
 
@@ -261,6 +273,8 @@ class ModelConfig:
     """From features to what the loss takes."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""
+    FLOAT8: Float8 = field(default_factory=Float8)
+    """Products of linear layers in float8."""
     SYNC_BN_CONFIG: SyncBnConfig = field(default_factory=SyncBnConfig)
     """Batch norm over several processes."""
     ACTIVATION_CHECKPOINTING: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)

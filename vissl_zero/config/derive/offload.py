@@ -137,7 +137,7 @@ def engine_of(name: str) -> str:
 
 
 def engine_problems(
-    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int
+    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool = False
 ) -> list[Problem]:
     """What cannot be done, each with the reason.
 
@@ -147,6 +147,7 @@ def engine_problems(
         is_half: half precision is asked for, or comes with ``type=``.
         is_offloaded: the optimizer or parameters rest elsewhere.
         shard_group_size: -1: all ranks.
+        is_float8: linear layers multiply in float8.
     """
     if engine_of(name) not in ENGINES:
         fix = did_you_mean(name, ENGINES).strip() or "Leave it out."
@@ -157,6 +158,7 @@ def engine_problems(
         "at levels 0 and 3, which fairscale does not have in custom loops": level not in (1, 2),
         "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": is_half,
         "with offload, which fairscale does not have": is_offloaded,
+        "with float8, whose parity has not been shown on fairscale": is_float8,
         "with shard_group_size, since fairscale shares one copy among all ranks": shard_group_size != -1,
     }
     fix = "Leave it out, or the other."

@@ -6,7 +6,7 @@ import re
 
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
-from vissl_zero.config.constraints import one_of
+from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.derive.offload import offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
 from vissl_zero.config.derive.placement_plan import Placement, placement, ranks
@@ -174,6 +174,17 @@ def float64(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
+def float8(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
+    if not cfg.MODEL.FLOAT8.USE_FLOAT8:
+        return []
+    found = pattern_problems("config.MODEL.FLOAT8.LAYERS", cfg.MODEL.FLOAT8.LAYERS)
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "is not available on fairscale, where its parity has not been shown"
+        found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, f"Write {_ENGINE}=torch."))
+    return found
+
+
 _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
 REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
 
@@ -210,6 +221,7 @@ SHARDING_RULES = (
     names,
     opt_level,
     float64,
+    float8,
     reachable,
 )
 
@@ -255,6 +267,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
         compile="inductor" if cfg.TRAINER.COMPILE else "",
+        float8=cfg.MODEL.FLOAT8.LAYERS if cfg.MODEL.FLOAT8.USE_FLOAT8 else "",
     )
     return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
 

@@ -1,0 +1,172 @@
+"""Rounding to float8 against the formats written out, the layer's products, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.float8_by_hand import multiply_by_hand, representable, rounded
+from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.errors import ConfigError
+from vissl_zero.sharding.float8 import Float8Linear, product, quantize, quantize_layers, require_float8
+from vissl_zero.sharding.strategy import Strategy
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = [(E4M3, 4, 3), (E5M2, 5, 2)]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("dtype", "exponent_bits", "mantissa_bits"), FORMATS)
+def test_what_float8_can_say_stays_as_it_is(dtype: torch.dtype, exponent_bits: int, mantissa_bits: int) -> None:
+    table = representable(exponent_bits, mantissa_bits)
+    assert table[-1] == torch.finfo(dtype).max and len(table) == (127 if dtype == E4M3 else 124)
+    for power in (-3, 0, 5):  # of the scale
+        row = torch.cat([table, -table])[None] * 2.0**power
+        assert torch.equal(quantize(row, dtype).wide(torch.float64), row)
+
+
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "exponent_bits", "mantissa_bits"), FORMATS)
+def test_rounding_is_the_formats(dtype: torch.dtype, exponent_bits: int, mantissa_bits: int, wide: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = (torch.randn(20, 50, dtype=torch.float64) * torch.logspace(-3, 3, 20, dtype=torch.float64)[:, None]).to(
+        wide
+    )
+    rows = quantize(matrix, dtype)
+    values, scales = rounded(matrix, exponent_bits, mantissa_bits)
+    assert rows.scales.dtype == (torch.float64 if wide == torch.float64 else torch.float32)
+    torch.testing.assert_close(rows.scales.double(), scales, rtol=1e-6, atol=0)
+    # Dividing in float32 moves a number that lies in the middle to either side.
+    is_same = rows.values.double() == values
+    assert is_same.all() if wide == torch.float64 else is_same.double().mean() > 0.99
+    error = (rows.wide(torch.float64) - matrix.double()).abs()
+    smallest = representable(exponent_bits, mantissa_bits)[1] * scales
+    bound = matrix.double().abs() * 2.0 ** -(mantissa_bits + 1) + smallest / 2
+    assert (error <= bound * (1 + 1e-5)).all()
+
+
+def test_zeros_and_tiny_rows() -> None:
+    matrix = torch.tensor([[0.0, -0.0], [1e-44, 0.0], [1e-30, -2e-30], [1.0, 2.0]])
+    rows = quantize(matrix, E4M3)
+    assert rows.values.float().isfinite().all()
+    torch.testing.assert_close(rows.wide(torch.float32), matrix, rtol=2**-4, atol=1e-40)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_that_is_not_finite_is_nan_and_no_other_is(bad: float) -> None:
+    a, b = torch.ones(3, 4), torch.ones(5, 4)
+    a[1, 2] = bad
+    result = product(quantize(a, E5M2), quantize(b, E4M3), torch.float32)
+    assert result[1].isnan().all()
+    torch.testing.assert_close(result[[0, 2]], torch.full((2, 5), 4.0))
+    layer = Float8Linear(4, 5)
+    layer(a).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.isnan().any()  # by which a loss scaler skips the step
+
+
+def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    return [output, *(tensor.grad for tensor in (x, *model.parameters()) if tensor.grad is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7), (0, 7)])
+def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9, bias=bias), nn.Tanh(), nn.Linear(9, 2, bias=bias)).double()
+    by_hand, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
+    quantize_layers(model, ".")
+    if len(shape) > 1:
+        multiply_by_hand(by_hand, ".")
+        for ours, theirs in zip(_gradients(model, x), _gradients(by_hand, x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    else:
+        torch.testing.assert_close(model(x), model(x[None])[0])
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in by_hand.named_parameters()]
+
+
+def test_formats_of_outputs_and_gradients() -> None:
+    layer = Float8Linear(8, 4)
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+        output.float().sum().backward()  # a backward pass inside autocast is as outside
+    assert output.dtype == torch.bfloat16 and x.grad is not None and layer.weight.grad is not None
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+    assert torch.equal(output, layer(x).bfloat16()) or (output.float() - layer(x)).abs().max() < 0.05
+
+
+def test_an_input_is_kept_in_float8_and_not_at_all_under_a_frozen_weight() -> None:
+    kept: list[Tensor] = []
+    layer, x = Float8Linear(64, 32), torch.randn(50, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(x)
+        assert [tensor.nbytes for tensor in kept] == [50 * 64, 50 * 4, layer.weight.nbytes]
+        kept.clear()
+        layer.requires_grad_(False)(x).sum().backward()
+    assert kept[0] is layer.weight and x.grad is not None
+
+
+class _Own(nn.Linear):
+    """A subclass may compute otherwise."""
+
+
+def _model() -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"fc1": nn.Linear(2, 2), "own": _Own(2, 2)}) for _ in range(2))
+    model.head = nn.Linear(2, 2)
+    return model
+
+
+def test_layers_are_chosen_by_name_and_keep_everything_else() -> None:
+    model = _model()
+    before = dict(model.named_parameters())
+    quantize_layers(model, "")
+    assert not any(isinstance(layer, Float8Linear) for layer in model.modules())
+    quantize_layers(model, "fc1|own")
+    names = [name for name, layer in model.named_modules() if isinstance(layer, Float8Linear)]
+    assert names == ["blocks.0.fc1", "blocks.1.fc1"]
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
+    require_float8(_model(), "", CPU)
+    require_float8(_model(), "head", CPU)
+    with pytest.raises(ConfigError) as error:
+        require_float8(_model(), "qkv", CPU)
+    assert str(error.value) == (
+        "config.MODEL.FLOAT8: must match the name of a linear layer (got 'qkv'). "
+        "Linear layers of this model: blocks.*.fc1, head."
+    )
+
+
+def test_a_strategy_refuses_before_it_changes_anything() -> None:
+    model = _model()
+    plan = ShardingPlan(level=0, float8="qkv")
+    with pytest.raises(ConfigError, match="Linear layers of this model"):
+        _strategy().shard(model, [], lambda groups: (torch.optim.SGD(groups), None), plan, CPU)
+
+
+def _strategy() -> Strategy:
+    from vissl_zero.registry import STRATEGIES
+
+    built: Strategy = STRATEGIES.get("torch").build()
+    return built
+
+
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError) as error:
+        require_float8(_model(), "head", torch.device("cuda"))
+    assert str(error.value) == (
+        "config.MODEL.FLOAT8: needs a GPU of compute capability 8.9 or above, which multiplies float8 (got capability "
+        "8.0). Turn it off: bfloat16 is what this GPU has."
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    require_float8(_model(), "head", torch.device("cuda"))
