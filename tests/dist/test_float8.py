@@ -31,7 +31,7 @@ def _levels(case: Case, levels: tuple[int, ...], plan: dict[str, Any]) -> list[O
 
 
 def _largest(case: Case, world_size: int, levels: tuple[int, ...], **plan: Any) -> float:
-    outcomes = run_on_ranks(world_size, _levels, case, levels, plan, timeout_s=150)[0]
+    outcomes = run_on_ranks(world_size, _levels, case, levels, plan, timeout_s=280)[0]
     reference = train_plainly(case)
     distances = [max(outcome.distance(reference).values()) for outcome in outcomes]
     print(f"{world_size} ranks, levels {levels}: {', '.join(f'{distance:.1e}' for distance in distances)}")
@@ -57,10 +57,9 @@ def test_other_layers_by_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend: str) -> None:
+def test_compiled() -> None:
     case = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=4, float8=Float8.LAYERS)
-    assert _largest(case, 2, (3,), compile=backend, checkpoint_every=1) < TOLERANCE
+    assert _largest(case, 2, (3,), compile="aot_eager") < TOLERANCE
 
 
 def test_float8_is_what_runs() -> None:
