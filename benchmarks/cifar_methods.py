@@ -72,15 +72,18 @@ class _Own:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
+_TILED_CROP = "{name: CifarCrop, size: 40, least_area: 0.6, colour: 0.5}"
+_TILES = "{name: ImgPatchesFromTensor, num_patches: 4, patch_jitter: 4}"
 _OWN = {
     "byol": _Own(epochs=12),
     "data2vec": _Own(epochs=16, colour=0.0),
     "dino": _Own(epochs=12),
     "dinov2": _Own(epochs=12),
     "ibot": _Own(epochs=16),
-    "ijepa": _Own(epochs=16, colour=0.0),
-    "jigsaw": _Own(epochs=6, least_area=0.6),
-    "mae": _Own(epochs=24, colour=0.0),
+    "ijepa": _Own(epochs=32, colour=0.0),
+    # Tiles of 16 pixels with gaps of up to 4 between them: without gaps, edges that meet tell the order.
+    "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_TILED_CROP}, {_TILES}]"}),
+    "mae": _Own(epochs=48, colour=0.0),
     "msn": _Own(epochs=12),
     "npid": _Own(epochs=12, views=1),
     "pirl": _Own(epochs=6),
