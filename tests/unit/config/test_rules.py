@@ -271,6 +271,12 @@ def test_refusal_says_what_and_how(name):
     assert any(text in complaint for complaint in found), found
 
 
+def test_a_data_source_may_insist_on_its_own_labels():
+    assert complaints(DATA__TRAIN__LABEL_SOURCES=["digits"]) == []
+    (complaint,) = complaints(DATA__TRAIN__LABEL_SOURCES=["digts"])
+    assert "Did you mean 'digits'" in complaint
+
+
 def test_all_problems_are_reported_together():
     found = complaints(ZERO__LEVEL=9, LOSS__name="nope", MODEL__TRUNK__NAME="nope", OPTIMIZER__num_epochs=0)
     assert len(found) == 4

@@ -145,8 +145,7 @@ def labels(cfg: RunConfig, host: Host) -> list[Problem]:
     for name, split in splits(cfg).items():
         key = f"DATA.{name}"
         for source in split.LABEL_SOURCES:
-            known = ("disk_folder", "disk_filelist", "torchvision_dataset", "synthetic")
-            found += one_of(f"{key}.LABEL_SOURCES", source, known)
+            found += one_of(f"{key}.LABEL_SOURCES", source, tuple(DATA_SOURCES))
         if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
             fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
             found.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
