@@ -7,7 +7,6 @@ the file descriptor of a batch.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -64,9 +63,12 @@ class BatchStream:
         self._timeout_s = 0.0
         self._plans = Plans()
         self._has_begun = False
+        self._workers: list[Any] = []
+        # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and queue
+        # are freed together, as part of a traceback; then it sends SIGTERM, which a worker ignores, and joins it.
+        finalize(self, _kill, self._workers)
         if num_workers:
             self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
-            _streams.add(self)
             note_shares()
         pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pins else None
@@ -98,7 +100,7 @@ class BatchStream:
         """What the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
         requests: SimpleQueue[bool] = SimpleQueue()
         answers: SimpleQueue[Any] = SimpleQueue()
-        arguments = (self._loader, self._device, requests, answers)
+        arguments = (self._loader, self._workers, self._device, requests, answers)
         Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
         try:
             for number in itertools.count():
@@ -116,21 +118,13 @@ class BatchStream:
         finally:
             requests.put(False)
 
-    def _workers(self) -> list[Any]:
-        return list(getattr(self._loader._iterator, "_workers", ()))  # torch has no public name for them
-
-    def _kill_workers(self) -> None:
-        for worker in self._workers():
-            with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
-                worker.kill()
-
     def _give_up_on(self, turn: int) -> str:
         """Kill all workers. Returns the sentence that names those to blame: stopped ones, else the one that is due."""
-        workers = [(index, worker.pid) for index, worker in enumerate(self._workers())]
+        workers = [(index, worker.pid) for index, worker in enumerate(self._workers)]
         stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
         slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]
         names = " and ".join(stopped or slow) or "workers, which have not started"
-        self._kill_workers()
+        _kill(self._workers)
         return (
             f"A micro-batch has not come within {self._timeout_s:g} s from data loading {names}. Look at the disk that "
             "the images are on; raise config.DATA.WORKER_TIMEOUT_S if a micro-batch may take that long."
@@ -140,13 +134,13 @@ class BatchStream:
         """A dead worker shows as an error of torch's, or of the socket that a batch was to come through."""
         if not isinstance(error, OSError | EOFError) and not str(error).startswith("DataLoader worker"):
             return error
-        for worker in self._workers():
+        for worker in self._workers:
             worker.join(_REAPED_S / self._loader.num_workers)
-        dead = [(index, worker) for index, worker in enumerate(self._workers()) if not worker.is_alive()]
+        dead = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_alive()]
         if not dead and isinstance(error, OSError | EOFError):
             return error
         names = ", ".join(f"worker {index} (process {one.pid}) {_how_ended(one.exitcode)}" for index, one in dead)
-        self._kill_workers()
+        _kill(self._workers)
         lost = ProcessLostError(
             f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory, or /dev/shm "
             f"did: lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
@@ -167,14 +161,10 @@ class BatchStream:
         return loaded.batch
 
 
-_streams: WeakSet[BatchStream] = WeakSet()
-
-
-@atexit.register
-def _kill_all_workers() -> None:
-    """Runs before multiprocessing's own SIGTERM, which a worker ignores: it would wait for one that hangs."""
-    for stream in _streams:
-        stream._kill_workers()
+def _kill(workers: Iterable[Any]) -> None:
+    for worker in workers:
+        with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
+            worker.kill()
 
 
 class _Shared(Dataset[Loaded]):
@@ -210,8 +200,14 @@ _NO_ROOM = (
 )
 
 
-def _serve(loader: DataLoader[Any], device: int | None, requests: SimpleQueue[bool], answers: SimpleQueue[Any]) -> None:
-    """Runs in a thread: a batch, an error or the end for each request, until there is none."""
+def _serve(
+    loader: DataLoader[Any],
+    workers: list[Any],
+    device: int | None,
+    requests: SimpleQueue[bool],
+    answers: SimpleQueue[Any],
+) -> None:
+    """Runs in a thread: a batch, an error or the end for each request, until there is none. Fills ``workers``."""
     if device is not None:
         torch.cuda.set_device(device)  # each thread has its own, and the loader pins memory for it
     batches: Iterator[Any] | None = None
@@ -220,6 +216,7 @@ def _serve(loader: DataLoader[Any], device: int | None, requests: SimpleQueue[bo
             if batches is None:
                 start_fork_server(_PRELOAD)  # not left to torch, which would do it in this thread: it ends soon
                 batches = iter(loader)
+                workers[:] = getattr(batches, "_workers", ())  # torch has no public name for them
             answers.put(next(batches, _END))
         except BaseException as error:  # noqa: BLE001 - the other thread raises it
             answers.put(error)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from PIL import Image
 
 from tests.unit.data.conftest import MakeData
 from vissl_zero.data.loader import Loader, build_loader
-from vissl_zero.errors import ProcessLostError
+from vissl_zero.errors import DataError, ProcessLostError
 from vissl_zero.registry import TRANSFORMS
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +115,23 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
 
 
 @pytest.mark.timeout(180)
+def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, photos: Path) -> None:
+    """The queues that ask them to end are freed with it, and they ignore SIGTERM: the process would not exit."""
+    (photos / "a/3.jpg").write_bytes(b"no image")
+    kept: list[Any] = [build_loader(make_data("disk_folder", photos, num_workers=2), "TRAIN", 0, 6, 0, 1, 1)]
+    try:
+        list(kept[0].epoch(0))
+    except DataError as error:
+        kept += [error, kept]  # a cycle, as of a traceback and the frame that caught it
+    workers = list(kept[0]._stream._workers)
+    assert len(workers) == 2
+    del kept
+    gc.collect()
+    for worker in workers:
+        worker.join(20)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+
+
 def test_what_asks_a_run_to_stop_does_not_end_its_workers(short_path: Path) -> None:
     """Ctrl-C reaches every process of a terminal, and SLURM's signals all of a job; the rank has steps to take yet."""
     process = _start(short_path, "64")
@@ -200,7 +218,7 @@ def _start(
 
 
 def _pids(loader: Loader) -> list[int]:
-    workers: Any = loader._stream._workers()
+    workers: Any = loader._stream._workers
     return [worker.pid for worker in workers]
 
 
