@@ -80,7 +80,7 @@ _OWN = {
     "dino": _Own(epochs=12),
     "dinov2": _Own(epochs=12),
     "ibot": _Own(epochs=16),
-    "ijepa": _Own(epochs=32, colour=0.0),
+    "ijepa": _Own(epochs=16, colour=0.0),
     # Tiles of 16 pixels with gaps of up to 4 between them: without gaps, edges that meet tell the order.
     "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_TILED_CROP}, {_TILES}]"}),
     "mae": _Own(epochs=48, colour=0.0),
