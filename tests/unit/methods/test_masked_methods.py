@@ -33,7 +33,7 @@ def _resolved(recipe: str, *overrides: str) -> Any:
         ("mae", _SIZES, "must make crops of one size for mae_loss"),
         ("mae", "config.MODEL.HEAD.PARAMS=[[mlp,{dims: [64, 8]}]]", "must be one patch_predictor for mae_loss"),
         ("simmim", f"{_TRUNK}=false", f"{_TRUNK}: must be true for simmim_loss"),
-        ("ijepa", "config.LOSS.ijepa_loss.target_scale=0.2", "must leave room for the context: 0.8 of the patches"),
+        ("ijepa", "config.LOSS.ijepa_loss.target_scale=0.3", "must leave room for the context: 0.6 of the patches"),
         ("ijepa", "config.LOSS.ijepa_loss.target_ratio=[2, 1]", "the least and the largest"),
         ("data2vec", f"{_TRUNK}=false", f"{_TRUNK}: must be true for data2vec_loss"),
         ("data2vec", "config.LOSS.data2vec_loss.average_top_k_layers=4", "must be at most the trunk's 3 blocks"),
