@@ -112,7 +112,8 @@ def overrides(name: str, batch: int) -> tuple[str, list[str]]:
 
 def candidates_of(name: str, batch: int) -> list[dict[str, Any]]:
     """Forecasts of all candidates, cheapest first, and the runs they stand for."""
-    from vissl_zero.engine.planning import plan_run, with_candidate
+    from vissl_zero.config.fit_plans import with_settings
+    from vissl_zero.engine.planning import plan_run
 
     recipe, words = overrides(name, batch)
     cfg = compose(recipe, words).run
@@ -121,7 +122,7 @@ def candidates_of(name: str, batch: int) -> list[dict[str, Any]]:
         step = candidate.forecast.step
         assert step is not None, candidate.forecast.unknown
         with tempfile.TemporaryDirectory() as folder:
-            run = resolve(with_candidate(cfg, candidate), folder, recipe=recipe, host=Host(num_cores=1))
+            run = resolve(with_settings(cfg, candidate.settings()), folder, recipe=recipe, host=Host(num_cores=1))
         row = {
             "plan": str(candidate),
             "tensors": step.peak_bytes,

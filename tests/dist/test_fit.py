@@ -8,11 +8,12 @@ import torch
 from tests.ranks import run_on_ranks
 from vissl_zero.config.compose import compose
 from vissl_zero.config.host import Host
+from vissl_zero.config.fit_plans import with_settings
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.planning import fitted, plan_run, with_candidate
+from vissl_zero.engine.planning import fitted, plan_run
 
 pytestmark = pytest.mark.slow  # a dozen runs on real ranks, and a forecast of every plan
 
@@ -58,8 +59,8 @@ def test_fit_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
     """The budget is what the wanted plan takes; of those that fit it is taken where it is the cheapest."""
     peak = next(c.forecast.step.resident_bytes for c in candidates if str(c) == wanted)
     composed = compose(RECIPE, [*COMMON, "config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={peak / 2**30}"])
-    cfg, notes, written = fitted(composed)
-    plan = resolve(cfg, tmp_path, recipe=RECIPE, written=written, notes=notes, host=HOST)
+    one = fitted(composed)
+    plan = resolve(one.run, tmp_path, recipe=RECIPE, written=one.written, notes=one.notes, host=HOST)
     assert plan.global_batch == 16 and plan.sharding.level <= int(wanted[6])
     assert_trains(plan, plain)
 
@@ -77,7 +78,7 @@ def test_fit_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
 )
 def test_every_tier_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
     candidate = next(c for c in candidates if str(c) == wanted)
-    plan = resolve(with_candidate(compose(RECIPE, [*COMMON]).run, candidate), tmp_path, recipe=RECIPE, host=HOST)
+    plan = resolve(with_settings(compose(RECIPE, [*COMMON]).run, candidate.settings()), tmp_path, recipe=RECIPE, host=HOST)
     assert plan.sharding.level == candidate.sharding.level
     assert plan.sharding.offload_params.device == candidate.sharding.offload_params.device
     assert_trains(plan, plain)
@@ -91,8 +92,8 @@ def test_a_budget_that_only_a_disk_meets_trains_what_level_0_trains(disk, tmp_pa
     least = min(c.forecast.step.resident_bytes for c in every if c.sharding.offload_optimizer.device == "none")
     assert needed["nvme"] < least, "no budget asks for the disk"
     budget = f"config.ZERO.MEMORY_GB={needed['nvme'] / 2**30}"
-    cfg, notes, written = fitted(compose(RECIPE, [*words, "config.ZERO.LEVEL=fit", budget]))
-    plan = resolve(cfg, tmp_path / "fit", recipe=RECIPE, written=written, notes=notes, host=HOST)
+    one = fitted(compose(RECIPE, [*words, "config.ZERO.LEVEL=fit", budget]))
+    plan = resolve(one.run, tmp_path / "fit", recipe=RECIPE, written=one.written, notes=one.notes, host=HOST)
     assert plan.sharding.offload_optimizer.device == "nvme"
     plain = resolve(compose(RECIPE, [*COMMON, *WIDE, "config.ZERO.LEVEL=0"]).run, tmp_path, recipe=RECIPE, host=HOST)
     assert_trains(plan, run_on_ranks(2, trained, plain)[0])

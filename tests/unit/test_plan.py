@@ -65,11 +65,12 @@ def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     every = planned("config.ZERO.MEMORY_GB=1").candidates
     budget = sorted(c.forecast.step.resident_bytes for c in every)[1] / 2**30
     words = ["config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={budget}"]
-    cfg, notes, written = fitted(compose(RECIPE, words))
+    chosen_by_fit = fitted(compose(RECIPE, words))
     chosen = planned(*words[1:]).chosen
     assert chosen.excess == 0 and chosen.forecast.step.resident_bytes <= budget * 2**30
     again = resolve(compose(RECIPE, overrides_of(chosen)).run, "/nowhere", recipe=RECIPE)
-    fit = resolve(cfg, "/nowhere", recipe=RECIPE, written=written, notes=notes)
+    written, notes = chosen_by_fit.written, chosen_by_fit.notes
+    fit = resolve(chosen_by_fit.run, "/nowhere", recipe=RECIPE, written=written, notes=notes)
     assert fit.sharding == again.sharding == chosen.sharding
     assert fit.global_batch == again.global_batch
     assert any(note.startswith("config.ZERO.LEVEL=fit took level") for note in fit.notes)

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -29,11 +28,10 @@ from vissl_zero.config.compose import (
     register,
     remember_new,
 )
-from vissl_zero.config.fit_plans import FitOption, FitPlans, FitRun, with_settings, without_chosen
+from vissl_zero.config.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.config.host import free_memory
 from vissl_zero.config.recipes import recipe_names, recipe_text
 from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run_config import RunConfig
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.sweep import finish_sweep, register_launcher
@@ -168,7 +166,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         folders = [Path(source.path) for source in reversed(sources) if source.schema == "file"]
         composed = typed(cfg, recipe, overrides, folders)
         fit = _fit(composed, output_dir) if str(composed.run.ZERO.LEVEL) == "fit" else None
-        plan = fit.choice.run if fit else _resolved(composed, composed.run, output_dir)
+        plan = fit.choice.run if fit else _resolved(composed, output_dir)
         code = run(plan, composed.user_yaml(), composed.node_id, fit)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)
@@ -182,11 +180,9 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
 def _fit(composed: Composed, output_dir: Path) -> FitRun:
     """Decide ``ZERO.LEVEL: fit``, in a process of its own: it builds the model with fake tensors, and imports torch."""
     plans = apart(_fit_plans, composed, output_dir, free_memory())
-    written = without_chosen(composed.written)
 
     def resolved(option: FitOption, why: str) -> ResolvedRun:
-        cfg = with_settings(composed.run, option.settings)
-        return _resolved(replace(composed, written=written, notes=(*composed.notes, why)), cfg, output_dir)
+        return _resolved(with_option(composed, option, why), output_dir)
 
     return FitRun(plans, resolved)
 
@@ -197,10 +193,10 @@ def _fit_plans(composed: Composed, output_dir: Path, free_bytes: int) -> FitPlan
     return fit_plans(composed, output_dir, free_bytes)
 
 
-def _resolved(composed: Composed, cfg: RunConfig, output_dir: Path) -> ResolvedRun:
+def _resolved(composed: Composed, output_dir: Path) -> ResolvedRun:
     from vissl_zero.config.resolve import resolve
 
-    return resolve(cfg, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
+    return resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
 
 
 def _remove_if_empty(folder: Path) -> None:

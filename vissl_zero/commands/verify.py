@@ -138,8 +138,8 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
     forced = [*_COMMON, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}"]
     forced.append(f"config.HOOKS.EXTRA=[{','.join([*extra, 'weight_trace'])}]")
     composed = compose(recipe, [*overrides, *forced])
-    cfg, notes, written = fitted(composed)
-    return run(resolve(cfg, folder, recipe=recipe, written=written, notes=notes), composed.user_yaml())
+    one = fitted(composed)
+    return run(resolve(one.run, folder, recipe=recipe, written=one.written, notes=one.notes), composed.user_yaml())
 
 
 def compare(reference: Path, other: Path) -> list[StepDifference]:

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from vissl_zero.config.compose import Composed
 
 FILE_NAME = "forecasts.jsonl"
 STARTED, RUNNING, OUT_OF_MEMORY = "started", "running", "out of memory"
@@ -147,11 +150,11 @@ class FitRun:
 
     def started(self) -> None:
         """Note that the choice was started."""
-        self._note(Outcome(self.choice.plan, self.choice.forecast_bytes, self.choice.budget_bytes, STARTED))
+        self._note(self._outcome(STARTED))
 
     def ran_out(self) -> None:
         """Note that it ran out of memory, and what is known of what it took."""
-        row = Outcome(self.choice.plan, self.choice.forecast_bytes, self.choice.budget_bytes, OUT_OF_MEMORY)
+        row = self._outcome(OUT_OF_MEMORY)
         rows = outcomes(self.folder)
         if rows and rows[-1].outcome == RUNNING:
             peaks = dict(measured_peaks(self.folder, rows[-1].step or 0))
@@ -178,9 +181,22 @@ class FitRun:
         self.choice = self._choice(option, f"config.ZERO.LEVEL=fit went on with {text}.", allowed)
         return f"Going on with {text}"
 
+    def _outcome(self, outcome: str) -> Outcome:
+        return Outcome(self.choice.plan, self.choice.forecast_bytes, self.choice.budget_bytes, outcome)
+
     def _note(self, row: Outcome) -> None:
         self._rows.append(row)
         note(self.folder, row)
+
+
+def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
+    """What to resolve in place of a recipe whose ZERO.LEVEL is fit: as if the user had written the option."""
+    return replace(
+        composed,
+        run=with_settings(composed.run, option.settings),
+        written=without_chosen(composed.written),
+        notes=(*composed.notes, why),
+    )
 
 
 def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -245,7 +261,7 @@ def most_bytes(rows: Sequence[Outcome]) -> int | None:
 def shortfall(rows: Sequence[Outcome]) -> int:
     """Bytes that plans have taken beyond their forecast, the most of any that ran out of memory."""
     taken = ((row.measured_bytes, row.forecast_bytes) for row in rows if row.outcome == OUT_OF_MEMORY)
-    return max(0, *(measured - forecast for measured, forecast in taken if measured is not None), 0)
+    return max([0, *(measured - forecast for measured, forecast in taken if measured is not None)])
 
 
 def _failed(rows: Sequence[Outcome]) -> list[int]:

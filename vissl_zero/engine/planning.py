@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vissl_zero.config.compose import Composed
 from vissl_zero.config.fit_plans import (
@@ -28,8 +27,7 @@ from vissl_zero.config.fit_plans import (
     most_bytes,
     outcomes,
     shortfall,
-    with_settings,
-    without_chosen,
+    with_option,
 )
 from vissl_zero.config.host import RESERVE, MachineProfile, free_memory
 from vissl_zero.config.resolve import resolve
@@ -74,8 +72,8 @@ class Planned:
         return next((candidate for candidate in self.candidates if candidate.is_chosen), None)
 
 
-def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, Any]]:
-    """Decide ``ZERO.LEVEL: fit``: the configuration, notes and written tree to resolve instead.
+def fitted(composed: Composed) -> Composed:
+    """Decide ``ZERO.LEVEL: fit``: what to resolve instead.
 
     A configuration that names a level is returned unchanged.
 
@@ -83,10 +81,9 @@ def fitted(composed: Composed) -> tuple[RunConfig, tuple[str, ...], dict[str, An
         ConfigError, DataError: what the run would be refused for; or nothing fits, with the smallest memory that would.
     """
     if str(composed.run.ZERO.LEVEL) != FIT:
-        return composed.run, composed.notes, composed.written
+        return composed
     plans = fit_plans(composed)
-    cfg = with_settings(composed.run, plans.first().settings)
-    return cfg, (*composed.notes, plans.why), without_chosen(composed.written)
+    return with_option(composed, plans.first(), plans.why)
 
 
 def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: int | None = None) -> FitPlans:
@@ -192,13 +189,8 @@ def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
     return calibrate(folder), cache_file()
 
 
-def with_candidate(cfg: RunConfig, candidate: Candidate) -> RunConfig:
-    """The configuration that a user would write to get this candidate."""
-    return with_settings(cfg, candidate.settings())
-
-
 def overrides_of(candidate: Candidate) -> list[str]:
-    """What ``with_candidate`` changes, as words of the command line."""
+    """What a candidate changes, as words of the command line."""
     return [f"config.{path}={'null' if value is None else value}" for path, value in candidate.settings().items()]
 
 
