@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import socket
 import tempfile
 import time
 import traceback
@@ -31,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from one_process import be_a_rank, train_here
 from PIL import Image
 from torch import Tensor
 
@@ -41,7 +40,6 @@ from vissl_zero.data.sources.disk import DiskFolder
 from vissl_zero.evaluation.features import Features, thumbnails
 from vissl_zero.evaluation.knn import knn_top1
 from vissl_zero.evaluation.trunk import LoadedTrunk, load_trunk
-from vissl_zero.launch.run import run
 from vissl_zero.methods.spec import FIGURES, PAGE, with_table
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
@@ -72,7 +70,10 @@ class _Own:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
-_TILED_CROP = "{name: CifarCrop, size: 40, least_area: 0.6, colour: 0.5}"
+def _crop(size: int, least_area: float, colour: float) -> str:
+    return f"{{name: CifarCrop, size: {size}, least_area: {least_area}, colour: {colour}}}"
+
+
 _TILES = "{name: ImgPatchesFromTensor, num_patches: 4, patch_jitter: 4}"
 _OWN = {
     "byol": _Own(epochs=12),
@@ -82,7 +83,7 @@ _OWN = {
     "ibot": _Own(epochs=16),
     "ijepa": _Own(epochs=16, colour=0.0),
     # Tiles of 16 pixels with gaps of up to 4 between them: without gaps, edges that meet tell the order.
-    "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_TILED_CROP}, {_TILES}]"}),
+    "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_crop(40, 0.6, 0.5)}, {_TILES}]"}),
     "mae": _Own(epochs=48, colour=0.0),
     "msn": _Own(epochs=12),
     "npid": _Own(epochs=12, views=1),
@@ -103,12 +104,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    # As torchrun starts a rank: the runs are this process.
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
+    be_a_rank()
     with tempfile.TemporaryDirectory() as temporary:
         bench = _Bench(args.data.absolute(), args.images, args.seed, Path(temporary))
         for method in args.methods or METHODS.builtin():
@@ -166,14 +162,14 @@ class _Bench:
         values = self._changes(compose(recipe).run.MODEL.TRUNK.NAME, own) | own.keys
         composed = compose(recipe, [f"config.{key}={value}" for key, value in values.items()])
         plan = resolve(composed.run, self.folder / method, recipe=recipe)
-        if not (self.folder / method / "summary.json").exists() and run(plan, ""):
-            raise RuntimeError(f"{method} did not train")
+        if not (self.folder / method / "summary.json").exists():
+            train_here(plan)
         return dict(plan.config), self.folder / method
 
     def _changes(self, trunk: str, own: _Own) -> dict[str, Any]:
         is_patches = trunk == "vision_transformer"
         copies = f"{{name: ImgReplicatePil, num_times: {own.views}}}"
-        crop = f"{{name: CifarCrop, size: {_SIDE}, least_area: {own.least_area}, colour: {own.colour}}}"
+        crop = _crop(_SIDE, own.least_area, own.colour)
         # A convolution sees an object as large as in the crops; positions want as many patches.
         sized = f"{{name: Resize, size: [{_SIDE}, {_SIDE}]}}, " if is_patches else ""
         colours = f"{{name: Normalize, mean: {_MEAN.tolist()}, std: {_STD.tolist()}}}"

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,11 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from one_process import be_a_rank, train_here
 
 from vissl_zero.config.compose import compose
 from vissl_zero.config.resolve import resolve
-from vissl_zero.launch.run import run
 from vissl_zero.methods.spec import FIGURES, PAGE, with_table
 from vissl_zero.registry import METHODS
 
@@ -40,7 +37,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.processes == 1:
-        _be_a_rank()
+        be_a_rank()
     for method in args.methods or METHODS.builtin():
         figures = _train(METHODS.get(method).build().recipe, args.processes)
         found: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
@@ -62,7 +59,7 @@ def _train(recipe: str, processes: int) -> dict[str, float]:
         folder = Path(temporary, "run")
         began, used = time.perf_counter(), _processor_seconds()
         if processes == 1:
-            _train_here(recipe, folder, changes)
+            train_here(resolve(compose(recipe, changes).run, folder, recipe=recipe))
         else:
             command = [sys.executable, "-m", "vissl_zero.cli", f"config={recipe}", f"config.CHECKPOINT.DIR={folder}"]
             subprocess.run([*command, *changes], check=True, stdout=subprocess.DEVNULL)
@@ -73,22 +70,6 @@ def _train(recipe: str, processes: int) -> dict[str, float]:
         for name, key in (("untrained", "before"), ("trained", "after"), ("raw_pixels", "raw_pixels"))
     }
     return reached | {name: round(seconds, 1) for name, seconds in times.items()}
-
-
-def _be_a_rank() -> None:
-    """As torchrun starts the only one: runs are this process, with one thread."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
-
-
-def _train_here(recipe: str, folder: Path, changes: list[str]) -> None:
-    """In this process, which has imported everything already."""
-    plan = resolve(compose(recipe, changes).run, folder, recipe=recipe)
-    if run(plan, ""):
-        raise RuntimeError(f"{recipe} did not train")
 
 
 def _processor_seconds() -> float:
