@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from vissl_zero.atomic import read_regular
-from vissl_zero.checkpoint.shard_file import DTYPES, ShardFile, opened
+from vissl_zero.checkpoint.shard_file import DTYPES, ShardFile, Sized, opened
 from vissl_zero.errors import CheckpointError
 
 FORMAT = "vissl_zero checkpoint"
@@ -119,22 +119,12 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(Sized):
     """One tensor of a checkpoint as a whole."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the full tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the full tensor."""
-        return self.num_elements * self.dtype.itemsize
 
 
 def stem_of(rank: int) -> str:

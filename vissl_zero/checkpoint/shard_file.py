@@ -53,8 +53,25 @@ _MAX_DIMS = 64  # as torch has it
 WRITER, CHECKSUMS = "vissl_zero", "vissl_zero_xxh3"
 
 
+class Sized:
+    """A tensor known by its type and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.num_elements * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
-class Entry:
+class Entry(Sized):
     """One tensor to write.
 
     Attributes:
@@ -72,16 +89,6 @@ class Entry:
     def of(cls, key: str, tensor: Tensor) -> Entry:
         """A tensor that is there already."""
         return cls(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data."""
-        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,10 @@ class BatchStream:
         self._plans = Plans()
         self._has_begun = False
         self._workers: list[Any] = []
-        # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and queue
-        # are freed together, as part of a traceback; then it sends SIGTERM, which a worker ignores, and joins it.
-        finalize(self, _kill, self._workers)
         if num_workers:
+            # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and
+            # queue are freed together, as part of a traceback; then it sends SIGTERM, which workers ignore, and joins.
+            finalize(self, _kill, self._workers)
             self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
             note_shares()
         pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
