@@ -78,12 +78,16 @@ class OptimizerPlan:
     head_rules: tuple[dict[str, Any], ...] = ()
 
 
+# Tier, as recipes name it -> where its bytes are.
+TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
 @dataclass(frozen=True)
 class OffloadPlan:
     """Where one kind of training state is kept between uses.
 
     Attributes:
-        device: "none" (with the computation), "cpu" or "nvme".
+        device: a name of ``TIERS``.
         nvme_path: folder on the disk; given with nvme.
         pin_memory: page-lock host memory, where there is an accelerator.
         fast_init: leave memory and disk untouched until their first use.
@@ -97,6 +101,20 @@ class OffloadPlan:
     fast_init: bool = False
     keep_files: bool = False
     max_in_cpu: int | None = None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """The state is in files between uses, and passes through memory in pieces."""
+        return TIERS[self.device] == "disk"
+
+    def place(self, device_type: str) -> str:
+        """Where the state is between uses: "device", "host" or "disk".
+
+        Args:
+            device_type: "cpu" or "cuda". On the CPU, host memory is the memory of the device.
+        """
+        place = TIERS[self.device]
+        return "device" if device_type == "cpu" and place == "host" else place
 
 
 @dataclass(frozen=True)
@@ -231,7 +249,7 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
         and plan.level in (1, 2)
         and device_type == "cpu"
         and num_ranks == world_size
-        and plan.offload_params.device != "nvme"
+        and not plan.offload_params.is_on_disk
         and {precision.compute, precision.reduce} == {precision.master}
     )
 

@@ -81,14 +81,11 @@ class DryRun:
         """
         held, sharding = self.forecast.memory, self.plan.sharding
         tiers = {"device": held.activations + held.buffers + held.teacher, "host": 0, "disk": 0}
-        place = {"none": "device", "cpu": "host", "nvme": "disk"}
-        params = place[sharding.offload_params.device]
+        params = sharding.offload_params.place(self.plan.device)
         tiers[params] += held.params
         tiers["device"] += held.params_step_peak - held.params  # units that are gathered
         tiers["disk" if params == "disk" else "device"] += held.grads
-        tiers[place[sharding.offload_optimizer.device]] += held.optimizer
-        if self.plan.device == "cpu":
-            tiers["device"] += tiers.pop("host")
+        tiers[sharding.offload_optimizer.place(self.plan.device)] += held.optimizer
         return {name: num_bytes for name, num_bytes in tiers.items() if num_bytes}
 
 

@@ -94,7 +94,7 @@ def opening_lines(run: Run) -> list[str]:
 
 
 def _place(tier: OffloadPlan) -> str:
-    return "in host memory" if tier.device == "cpu" else f"on the disk, {tier.nvme_path}"
+    return f"on the disk, {tier.nvme_path}" if tier.is_on_disk else "in host memory"
 
 
 def _length(run: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.resolved import TIERS, ShardingPlan
 from vissl_zero.errors import Problem
 from vissl_zero.sharding.forecast import Forecast, Forecaster
 
@@ -84,9 +84,9 @@ class Candidate:
             "ZERO.LEVEL": self.sharding.level,
             "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
             "ZERO.offload_optimizer_config.device": optimizer.device,
-            "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.device == "nvme" else None,
+            "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
             "ZERO.offload_param_config.device": params.device,
-            "ZERO.offload_param_config.nvme_path": params.nvme_path if params.device == "nvme" else None,
+            "ZERO.offload_param_config.nvme_path": params.nvme_path if params.is_on_disk else None,
             "DATA.TRAIN.BATCHSIZE_PER_REPLICA": self.batch_per_rank,
             "ZERO.gradient_accumulation_steps": self.micro_batches,
         }
@@ -117,9 +117,10 @@ def sharding_plans(
     """
     folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
     formats = base.precision
-    devices = ["none", *(["cpu"] if device_type == "cuda" else []), *(["nvme"] if folder else [])]
+    is_useful = {"device": True, "host": device_type == "cuda", "disk": bool(folder)}
+    devices = [device for device, place in TIERS.items() if is_useful[place]]
     optimizer_tiers, param_tiers = (
-        [replace(block, device=device, nvme_path=folder if device == "nvme" else None) for device in devices]
+        [replace(block, device=device, nvme_path=folder if TIERS[device] == "disk" else None) for device in devices]
         for block in (base.offload_optimizer, base.offload_params)
     )
     is_recomputed = bool(base.checkpoint_every or any(base.stage_checkpoints))

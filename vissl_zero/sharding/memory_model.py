@@ -272,9 +272,7 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        if plan.offload_params.device != "nvme" and not (
-            plan.offload_params.device == "cpu" and self.device_type == "cuda"
-        ):
+        if plan.offload_params.place(self.device_type) == "device":
             yield "params", self.held(facts.params)
         else:
             yield "params", sum(param.itemsize for param in facts.params.values() if not param.shape)
@@ -283,9 +281,7 @@ class _Step:
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
         yield "inputs", self.trace.input_bytes * self.micro_batches
-        if plan.offload_optimizer.device == "none" or (
-            plan.offload_optimizer.device == "cpu" and self.device_type == "cpu"
-        ):
+        if plan.offload_optimizer.place(self.device_type) == "device":
             yield "optimizer", state
         if self.is_whole:
             yield "grads", sum(param.padded(self.num_ranks) for param in self.trained.values())
@@ -316,7 +312,7 @@ class _Step:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
-            if self.plan.offload_params.device != "nvme":
+            if not self.plan.offload_params.is_on_disk:
                 largest = max((self.whole_unit(unit) for unit in self.units), default=0)
                 # A set: there is one buffer for each number format, used for gathering and for reducing.
                 shares = {self.compute_share, self.reduce_share}
@@ -329,9 +325,9 @@ class _Step:
         plan = self.plan
         master = dtype_of(plan.precision.master).itemsize
         record = CHUNK_ELEMENTS * master
-        if plan.offload_optimizer.device == "nvme" and self.facts.updates[self.num_ranks].num_state_keys:
+        if plan.offload_optimizer.is_on_disk and self.facts.updates[self.num_ranks].num_state_keys:
             yield _mapped(_NUM_STREAMED * RECORD_BYTES)
-        if plan.offload_params.device == "nvme":
+        if plan.offload_params.is_on_disk:
             yield from (_mapped(number * record) for number in (_NUM_READ_AHEAD, _NUM_SPILLED, 2 * _NUM_STREAMED))
 
     def whole_unit(self, unit: str) -> int:
@@ -352,7 +348,7 @@ class _Step:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
-            if self.plan.offload_params.device == "nvme":  # its shards, and a buffer that is not kept
+            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer that is not kept
                 shards = self.whole_unit(unit) // self.num_ranks
                 self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
@@ -485,7 +481,7 @@ class _Step:
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
-        if self.plan.offload_params.device == "nvme":
+        if self.plan.offload_params.is_on_disk:
             self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
         elif self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
@@ -586,11 +582,11 @@ class _Step:
             return 0
         # Gradients, and values unless all ranks hold them: both as they came in, and as tensors.
         copies = 3 if self.is_whole else 4
-        if "nvme" not in (self.plan.offload_optimizer.device, self.plan.offload_params.device):
+        if not (self.plan.offload_optimizer.is_on_disk or self.plan.offload_params.is_on_disk):
             return copies * update.whole_bytes
         of_round = ROUND_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
         at_once = min(max(update.largest_bytes, of_round), update.whole_bytes)
-        if self.plan.offload_optimizer.device == "nvme":  # the state too comes for the update alone
+        if self.plan.offload_optimizer.is_on_disk:  # the state too comes for the update alone
             copies += -(-update.state_bytes // update.whole_bytes)
         return copies * at_once
 
@@ -600,14 +596,14 @@ class _Step:
         shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
         grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
         state = self.facts.updates[self.num_ranks].state_bytes
-        is_gpu = self.device_type == "cuda"
-        if plan.offload_optimizer.device == "nvme":
+        optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
+        if optimizer == "disk":
             disk += state
-        elif plan.offload_optimizer.device == "cpu" and is_gpu:
+        elif optimizer == "host":
             host += state
-        if plan.offload_params.device == "nvme":
+        if params == "disk":
             disk += shards + grads
-        elif (plan.offload_params.device == "cpu" and is_gpu) or (plan.offload_optimizer.device != "none" and is_gpu):
+        elif params == "host" or (optimizer != "device" and self.device_type == "cuda"):
             host += shards + grads
         return host, disk
 

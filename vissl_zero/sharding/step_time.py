@@ -279,16 +279,17 @@ def step_seconds(
     # The update reads and writes state and parameters, and reads gradients.
     moved = 2 * state + 2 * params / num_ranks + part
     update = moved / machine.memory
-    if plan.offload_optimizer.device == "nvme":
+    optimizer_place, params_place = (tier.place(device_type) for tier in (plan.offload_optimizer, plan.offload_params))
+    if optimizer_place == "disk":
         update += 2 * state / machine.disk
-    elif plan.offload_optimizer.device == "cpu" and device_type == "cuda":
+    elif optimizer_place == "host":
         update += moved / machine.host
-    if plan.offload_params.device == "nvme":
+    if params_place == "disk":
         own = params / num_ranks
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
-    elif plan.offload_params.device == "cpu" and device_type == "cuda":
+    elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
     if machine.fresh is not None:
         compute += cleared_bytes / machine.fresh

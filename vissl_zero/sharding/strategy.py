@@ -409,7 +409,7 @@ def update_rule_of(
             for group, own in zip(groups, shapes, strict=True)
         ]
     )
-    is_on_disk = "nvme" in (plan.offload_optimizer.device, plan.offload_params.device)  # streamed in runs of elements
+    is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk  # streamed in runs of elements
     is_flattened = (plan.engine == "fairscale" and plan.level == 3) or is_on_disk
     rule = update_rule(optimizer, shapes, is_flattened=is_flattened)
     if rule is UpdateRule.PER_TENSOR and plan.engine == "fairscale":

@@ -100,7 +100,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ):
         self._shards, self._group, self._comm = list(shards), group, comm
         self._stores = list({id(s.store): s.store for s in shards if isinstance(s, DiskShard)}.values())
-        self._is_streamed = bool(self._stores) or tier.device == "nvme"
+        self._is_streamed = bool(self._stores) or tier.is_on_disk
         # Whole on every rank, beside the rows that the optimizer updates: the owner has the values already.
         self._is_held = [s.source is not s.local and not isinstance(s.source, DTensor) for s in self._shards]
         self.num_sent = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
-from vissl_zero.config.resolved import OffloadPlan
+from vissl_zero.config.resolved import TIERS, OffloadPlan
 from vissl_zero.errors import Problem, did_you_mean
 
-DEVICES = ("none", "cpu", "nvme")
+DEVICES = tuple(TIERS)
 
 
 def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[OffloadPlan, OffloadPlan]:
@@ -52,7 +52,7 @@ def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: i
         if block.device not in DEVICES:
             fix = did_you_mean(block.device, DEVICES).strip() or "Choose one of them."
             found.append(Problem(f"{key}.device", repr(block.device), "must be none, cpu or nvme", fix))
-        if block.device == "nvme" and not block.nvme_path:
+        if TIERS.get(block.device) == "disk" and not block.nvme_path:
             found.append(Problem(f"{key}.nvme_path", "", "must be given with nvme", "Name a folder on a local disk."))
     if optimizer.device in DEVICES[1:] and level == 0:
         must = "needs ZeRO level 1, 2 or 3: at level 0 nothing is sharded, and every rank would move the whole state"
@@ -107,8 +107,8 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
             notes.append(f"{key}.fast_init={block.fast_init:g} is a number and is read as max_in_cpu.")
         if block.pin_memory and not has_gpu:
             notes.append(f"{key}.pin_memory has no effect without an accelerator.")
-        elif block.pin_memory and block.device == "nvme" and isinstance(block, OffloadParam):
-            notes.append(f"{key}.pin_memory has no effect with device: nvme.")
+        elif block.pin_memory and TIERS[block.device] == "disk" and isinstance(block, OffloadParam):
+            notes.append(f"{key}.pin_memory has no effect with device: {block.device}.")
         elif block.pin_memory and isinstance(block, OffloadOptimizer) and params.device != "none":
             notes.append(
                 f"{key}.pin_memory has no effect: what the update needs is stored with the parameters already."

@@ -7,7 +7,7 @@ import re
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
 from vissl_zero.config.constraints import one_of, pattern_problems
-from vissl_zero.config.derive.offload import offload_notes, offload_plans, offload_problems
+from vissl_zero.config.derive.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
 from vissl_zero.config.derive.placement_plan import Placement, placement, ranks
 from vissl_zero.config.host import Host, read_profile
@@ -128,14 +128,11 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
     is_here = not cfg.SLURM.USE_SLURM and cfg.DISTRIBUTED.NUM_NODES == 1
-    paths = {
-        "offload_optimizer_config": optimizer.nvme_path if optimizer.device == "nvme" else None,
-        "offload_param_config": params.nvme_path if params.device == "nvme" else None,
-    }
+    names = ("offload_optimizer_config", "offload_param_config")
     return [
-        Problem(f"config.ZERO.{name}.nvme_path", repr(path), "must name a folder that exists", _NVME_FIX)
-        for name, path in paths.items()
-        if is_here and path is not None and not is_folder(path)
+        Problem(f"config.ZERO.{name}.nvme_path", repr(tier.nvme_path), "must name a folder that exists", _NVME_FIX)
+        for name, tier in zip(names, offload_plans(optimizer, params), strict=True)
+        if is_here and tier.is_on_disk and not is_folder(str(tier.nvme_path))
     ]
 
 
@@ -373,7 +370,7 @@ def typed_level(name: str) -> int | None:
 
 def implied_level(params_device: str) -> int | None:
     """The level of a block that names none but has parameters off the device, as on ColossalAI's page; else None."""
-    return 3 if params_device in ("cpu", "nvme") else None
+    return 3 if params_device in DEVICES[1:] else None
 
 
 def switches(cfg: RunConfig) -> dict[str, int]:

@@ -69,6 +69,10 @@ class RunFolder:
             os.close(base)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a later run that this one is alive
 
+    def file(self, name: str, sizes: Sequence[int], is_touched: bool) -> BlockFile:
+        """A new file of records in this folder; the arguments and errors are those of ``BlockFile``."""
+        return BlockFile(self, name, sizes, is_touched)
+
     def remove(self) -> None:
         """Delete this rank's files and, with the last rank, the run's folder; nothing if they are to be kept."""
         if self._keep:

@@ -131,9 +131,9 @@ class ParameterStore:
         self.layout = Layout(units)
         sizes = self.layout.sizes
         trained = [size if self.layout.is_trained(record) else 0 for record, size in enumerate(sizes)]
-        self.parameters = BlockFile(folder, "parameters", sizes, is_touched=False)  # written before training starts
+        self.parameters = folder.file("parameters", sizes, is_touched=False)  # written before training starts
         try:
-            gradients = BlockFile(folder, "gradients", trained, is_touched=not is_fast_init)
+            gradients = folder.file("gradients", trained, is_touched=not is_fast_init)
         except OffloadError:
             self.parameters.close()
             raise

@@ -253,7 +253,7 @@ class StateOnDisk(StatePlace):
         self._chunks = chunks
         sizes = [len(kernel.keys) * chunk.num_elements * chunk.itemsize for chunk in chunks]
         self.record_bytes = max(sizes, default=0)
-        self.records = self.file = BlockFile(folder, _FILE, sizes, is_touched=not is_fast_init)
+        self.records = self.file = folder.file(_FILE, sizes, is_touched=not is_fast_init)
         # The optimizer sets it, since its buffers are sized by the records of this file.
         self.pipeline: RecordPipeline | None = None
         self.is_sound = True

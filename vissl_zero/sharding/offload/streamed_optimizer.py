@@ -283,7 +283,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         self._sizes = list(sizes)
         pieces = [[min(RECORD_BYTES, size - at) for at in range(0, size, RECORD_BYTES)] for size in sizes]
         self._firsts = [0, *accumulate(map(len, pieces))]
-        self._file = BlockFile(folder, _FILE, [piece for own in pieces for piece in own], is_touched=not is_fast_init)
+        self._file = folder.file(_FILE, [piece for own in pieces for piece in own], is_touched=not is_fast_init)
         self.disk_bytes = self._file.num_bytes
         self._pipeline = RecordPipeline([max((piece for own in pieces for piece in own), default=0)])
         self._stored: dict[int, list[StoredTensor]] = {}

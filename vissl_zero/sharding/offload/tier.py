@@ -36,7 +36,7 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """
-    if plan.device != "nvme":
+    if not plan.is_on_disk:
         return None
     give_back_large_blocks()
     room = plan.max_in_cpu or 0
@@ -71,29 +71,29 @@ def offloaded(
         ConfigError: (from the result) the optimizer cannot be streamed.
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
     """
-    where = plan.offload_optimizer.device
+    is_on_disk = plan.offload_optimizer.is_on_disk
     if plan.needs_whole_tensors:  # WholeTensorOptimizer streams full tensors itself
         return build_optimizer
     index_of = {id(shard.local): shard.index for shard in shards if isinstance(shard, DiskShard)}
-    if where != "nvme" and not index_of:
+    if not (is_on_disk or index_of):
         return build_optimizer
 
     def factory(groups: Groups) -> tuple[torch.optim.Optimizer, Adaptation | None]:
         optimizer, adaptation = build_optimizer([{**group, "params": _proxies(group)} for group in groups])
-        kernel = UpdateKernel(optimizer, _KEY if where == "nvme" else _PARAM_KEY)
+        kernel = UpdateKernel(optimizer, _KEY if is_on_disk else _PARAM_KEY)
         params = [list(group["params"]) for group in groups]
         together = [param for own in params for param in own]
         stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}
-        if where == "nvme" and kernel.keys:
+        if is_on_disk and kernel.keys:
             fast_init = plan.offload_optimizer.fast_init
             return _on_every_rank(
                 plan.offload_optimizer,
                 lambda folder: StreamedOptimizer(kernel, params, folder, fast_init, store, stored),
             ), adaptation
-        if where == "nvme" and collectives.rank() == 0:
+        if is_on_disk and collectives.rank() == 0:
             name = type(kernel.optimizer).__name__
             logging.getLogger(__name__).warning(
-                "%s=nvme has no effect: %s keeps no state with these settings.", _KEY, name
+                "%s=%s has no effect: %s keeps no state with these settings.", _KEY, plan.offload_optimizer.device, name
             )
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
@@ -117,7 +117,7 @@ def whole_states(
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """
-    if plan.device != "nvme":
+    if not plan.is_on_disk:
         return None
     groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     sizes = [sum(map(padded_bytes, trial_state(optimizer, groups[param], param).values())) for param in params]
