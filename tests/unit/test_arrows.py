@@ -81,6 +81,13 @@ def test_configuration_and_launcher_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+def test_a_rank_imports_nothing_before_its_first_step_that_it_may_never_need():
+    slow = {"hydra", "matplotlib", "timm", "sklearn", "tensorboard"}
+    code = f"import vissl_zero.launch.worker, sys; sys.exit(' '.join({slow} & sys.modules.keys()) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_walks_of_the_architecture_page_name_files_that_exist_and_stay_short():
     walks = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("## Two walks")[1].split("\n## ")[0]
     rooms = PACKAGE, PACKAGE / "sharding"

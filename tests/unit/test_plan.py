@@ -25,7 +25,7 @@ from vissl_zero.config.fit_plans import (
     with_settings,
 )
 from vissl_zero.config.resolve import resolve, save_resolved
-from vissl_zero.engine.planning import fit_plans, fitted, history, overrides_of, plan_run
+from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
 
@@ -68,7 +68,7 @@ def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     chosen_by_fit = fitted(compose(RECIPE, words))
     chosen = planned(*words[1:]).chosen
     assert chosen.excess == 0 and chosen.forecast.step.resident_bytes <= budget * 2**30
-    again = resolve(compose(RECIPE, overrides_of(chosen)).run, "/nowhere", recipe=RECIPE)
+    again = resolve(compose(RECIPE, chosen.overrides()).run, "/nowhere", recipe=RECIPE)
     written, notes = chosen_by_fit.written, chosen_by_fit.notes
     fit = resolve(chosen_by_fit.run, "/nowhere", recipe=RECIPE, written=written, notes=notes)
     assert fit.sharding == again.sharding == chosen.sharding

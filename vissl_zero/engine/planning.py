@@ -189,11 +189,6 @@ def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
     return calibrate(folder), cache_file()
 
 
-def overrides_of(candidate: Candidate) -> list[str]:
-    """What a candidate changes, as words of the command line."""
-    return [f"config.{path}={'null' if value is None else value}" for path, value in candidate.settings().items()]
-
-
 def _without_choice(cfg: RunConfig) -> RunConfig:
     """The configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
     plain = copy.deepcopy(cfg)

@@ -6,6 +6,7 @@ red, green and blue) and figure 1 of DINO (https://arxiv.org/abs/2104.14294: att
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, evaluating, nearest
-from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[P
 
     Cost: one forward pass over the images on every rank.
     """
-    trunk = next((module for module in run.sharded.model.modules() if isinstance(module, TransformerTrunk)), None)
+    trunk = _transformer(run.sharded.model)
     images = [] if trunk is None else _images(run, source, image_ids)
     if trunk is None or not images:
         return []
@@ -149,6 +149,12 @@ def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
     except (DataError, OSError):  # a report is no reason to fail a run that has ended well
         return []
     return found if len({image.shape for image in found}) == 1 else []
+
+
+def _transformer(model: nn.Module) -> nn.Module | None:
+    # Where this module is not loaded, no model has one of its trunks; with timm, it takes half a second to import.
+    loaded = sys.modules.get("vissl_zero.models.trunks.vision_transformer")
+    return loaded and next((module for module in model.modules() if isinstance(module, loaded.TransformerTrunk)), None)
 
 
 def _keep_tokens(caught: dict[str, Tensor], _module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -7,6 +7,7 @@ before anything slow is imported.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -167,8 +168,12 @@ def main() -> int:
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
     signal.signal(signal.SIGINT, _on_ctrl_c)
+    # Imports leave nothing to collect, and Python would look through all of it a hundred times: a fifth of their time.
+    gc.disable()
     from vissl_zero.launch import worker
 
+    gc.freeze()
+    gc.enable()
     return worker.main()
 
 

@@ -18,7 +18,6 @@ from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.metrics_file import MetricsFile, TensorBoard
 from vissl_zero.reporting.quantity import PeakMemory
-from vissl_zero.reporting.report import ReportImage
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 
@@ -101,6 +100,34 @@ def _length(run: Run) -> str:
     if not run.num_steps:  # TEST_ONLY
         return "nothing is trained"
     return f"{run.num_steps} steps of {run.plan.global_batch} images, {run.steps_per_epoch} steps per epoch"
+
+
+class ReportImage(Hook):
+    """Draws ``report.png`` on rank 0, after every hook that adds results.
+
+    Args:
+        knn: the run's kNN hook, for its curve and neighbours.
+        console: where to print the file's path.
+    """
+
+    FILE = "report.png"
+
+    def __init__(self, knn: KnnHook, console: Console | None = None):
+        self._knn = knn
+        self._console = console or rich.get_console()
+
+    def on_end(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        from vissl_zero.reporting.report import gather_content, write_report  # matplotlib: not before the first step
+
+        path = run.folder / self.FILE
+        try:
+            write_report(gather_content(run, self._knn), path)
+        except OSError as error:
+            self._console.print(f"warning: {self.FILE} cannot be written ({error.strerror}).", markup=False)
+            return
+        self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 class CollapseWatch(Hook):

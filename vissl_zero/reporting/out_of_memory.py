@@ -13,7 +13,6 @@ import torch
 
 from vissl_zero.config.resolved import Precision, ResolvedRun
 from vissl_zero.engine.dry_run import dry_run, set_stage
-from vissl_zero.engine.planning import overrides_of
 from vissl_zero.errors import OutOfMemoryError
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
 from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
@@ -111,11 +110,11 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     if forecast.step is None:
         return
     peak = forecast.step.peak_bytes
-    words = overrides_of(Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, None, None))
+    words = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, None, None).overrides()
     for candidate in rank_candidates(stage.forecasts(), Budget(peak)):
         step = candidate.forecast.step
         if step is not None and step.peak_bytes < peak:
-            changed = " ".join(word for word in overrides_of(candidate) if word not in words)
+            changed = " ".join(word for word in candidate.overrides() if word not in words)
             yield Switch(changed, peak - step.peak_bytes, f"same numbers, {_time(candidate.forecast, forecast)}")
 
 

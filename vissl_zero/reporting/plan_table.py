@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vissl_zero.engine.planning import Past, Planned, overrides_of
+from vissl_zero.engine.planning import Past, Planned
 from vissl_zero.reporting.quantity import bytes_text
 from vissl_zero.sharding.candidates import Candidate, because, smallest
 from vissl_zero.sharding.memory_model import KINDS
@@ -67,7 +67,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     step = chosen.forecast.step
     yield f"chosen: {chosen}; {because(planned.candidates, planned.budget)}"
     yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
-    yield f"write: {' '.join(overrides_of(chosen))}"
+    yield f"write: {' '.join(chosen.overrides())}"
 
 
 def history_table(rows: Sequence[Past]) -> Table:
@@ -217,5 +217,5 @@ def _json(candidate: Candidate) -> dict[str, Any]:
         "excess_bytes": candidate.excess,
         "chosen": candidate.is_chosen,
         "not_known": candidate.forecast.unknown,
-        "overrides": overrides_of(candidate),
+        "overrides": candidate.overrides(),
     }

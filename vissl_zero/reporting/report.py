@@ -11,13 +11,11 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-import rich
 from matplotlib.axes import Axes
-from rich.console import Console
 
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
-from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbours
 from vissl_zero.reporting.panels import (
@@ -168,34 +166,6 @@ def _draw_neighbours(page: Page, content: ReportContent, top: float, height: flo
         page.text(WIDTH - MARGIN, top + 2, frames, size=10.5, color=SOFT)
     axes = page.picture(MARGIN, top + _TITLE - 14, _INNER, height)
     draw_neighbours(axes, content.neighbours, _INNER)
-
-
-FILE_NAME = "report.png"
-
-
-class ReportImage(Hook):
-    """Draws the page on rank 0, after every hook that adds results.
-
-    Args:
-        knn: the run's kNN hook, for its curve and neighbours.
-        console: where to print the file's path.
-    """
-
-    def __init__(self, knn: KnnHook, console: Console | None = None):
-        self._knn = knn
-        self._console = console or rich.get_console()
-
-    def on_end(self, run: Run) -> None:
-        if not run.is_main:
-            return
-
-        path = run.folder / FILE_NAME
-        try:
-            write_report(gather_content(run, self._knn), path)
-        except OSError as error:
-            self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
-            return
-        self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def gather_content(run: Run, knn: KnnHook) -> ReportContent:

@@ -91,6 +91,10 @@ class Candidate:
             "ZERO.gradient_accumulation_steps": self.micro_batches,
         }
 
+    def overrides(self) -> list[str]:
+        """``settings`` as words of the command line."""
+        return [f"config.{path}={'null' if value is None else value}" for path, value in self.settings().items()]
+
     def __str__(self) -> str:
         words = [f"level {self.sharding.level}"]
         if self.is_recomputed:

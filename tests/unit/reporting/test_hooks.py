@@ -13,9 +13,8 @@ from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import RegistryError
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.display import Display
-from vissl_zero.reporting.hooks import build_hooks
+from vissl_zero.reporting.hooks import ReportImage, build_hooks
 from vissl_zero.reporting.metrics_file import TensorBoard
-from vissl_zero.reporting.report import ReportImage
 from vissl_zero.reporting.summary import Summary
 
 

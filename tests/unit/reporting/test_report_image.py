@@ -15,8 +15,9 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbours
+from vissl_zero.reporting.hooks import ReportImage
 from vissl_zero.reporting.quantity import PeakMemory
-from vissl_zero.reporting.report import ReportImage, gather_content, headlines, neighbour_rows
+from vissl_zero.reporting.report import gather_content, headlines, neighbour_rows
 
 
 @pytest.fixture(scope="module")
