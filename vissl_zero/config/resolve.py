@@ -26,7 +26,14 @@ from vissl_zero.config.derive.inactive import VISSL_RULES, inactive_keys, no_eff
 from vissl_zero.config.derive.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
 from vissl_zero.config.derive.model_rules import MODEL_RULES
 from vissl_zero.config.derive.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
-from vissl_zero.config.derive.placement_plan import GPU_NAMES, PLACEMENT_RULES, global_batch, placement, ranks
+from vissl_zero.config.derive.placement_plan import (
+    GPU_NAMES,
+    PLACEMENT_RULES,
+    global_batch,
+    is_submitted,
+    placement,
+    ranks,
+)
 from vissl_zero.config.derive.sharding_plan import SHARDING_RULES, sharding_plan
 from vissl_zero.config.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.config.recipes import list_recipes, recipe_packages
@@ -175,11 +182,11 @@ def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
 def _host(cfg: RunConfig) -> Host:
     """The machine to plan for: this one, or a node of the cluster that the run is submitted to."""
     here = this_host()
-    if cfg.DRY_RUN and not cfg.SLURM.USE_SLURM:
+    if cfg.DRY_RUN and not is_submitted(cfg):
         procs = ranks(cfg, here)[1]
         is_elsewhere = cfg.MACHINE.DEVICE in GPU_NAMES and here.num_gpus < procs
         return assumed_host(here, procs) if is_elsewhere else here
-    if not cfg.SLURM.USE_SLURM or here.torchrun:
+    if not is_submitted(cfg) or here.torchrun:
         # Looking at idle cores takes a fifth of a second: only where nobody has said how many threads.
         is_asked = cfg.TRAINER.THREADS_PER_RANK or here.num_threads
         return here if is_asked else replace(here, num_idle_cores=idle_cores(here))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,17 +47,28 @@ def read_image(path: str | Path) -> Image.Image:
         BrokenImageError: missing, damaged, truncated, not an image, more than ``MAX_PIXELS`` pixels, or of pixels whose
             range is not known (floating point, 32-bit integers, 12-bit TIFF).
     """
+    with _named(path), os.fdopen(open_regular(path, follow_links=True), "rb") as file:  # a pipe would block for ever
+        return _decoded(file, path)
+
+
+def decode_image(data: bytes, name: str) -> Image.Image:
+    """An image whose file is in memory, as from a database; ``name`` is what errors call it. Else as ``read_image``."""
+    with _named(name):
+        return _decoded(io.BytesIO(data), name)
+
+
+@contextmanager
+def _named(name: str | Path) -> Iterator[None]:
+    """Whatever goes wrong becomes the error of this image."""
     try:
         with warnings.catch_warnings():
             # Pillow warns where we are about to refuse. Costs 5 microseconds.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            # A list may name a pipe, which would block the reader for ever.
-            with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
-                return _decoded(file, path)
+            yield
     except BrokenImageError:
         raise
     except Exception as error:
-        raise BrokenImageError(str(path), _reason(error)) from error
+        raise BrokenImageError(str(name), _reason(error)) from error
 
 
 def _decoded(file: BinaryIO, path: str | Path) -> Image.Image:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step as soon as it was launched; equal on every rank except for ``bytes``.
+    """An optimizer step as soon as it was launched, with the figures that each rank knows by itself.
+
+    Rank 0 writes its own. They are equal on every rank except for ``bytes`` and, by little, ``images_per_s``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).

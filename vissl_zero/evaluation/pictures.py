@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, evaluating, nearest
+
+if TYPE_CHECKING:
+    from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,12 @@ def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
     return found if len({image.shape for image in found}) == 1 else []
 
 
-def _transformer(model: nn.Module) -> nn.Module | None:
+def _transformer(model: nn.Module) -> TransformerTrunk | None:
     # Where this module is not loaded, no model has one of its trunks; with timm, it takes half a second to import.
     loaded = sys.modules.get("vissl_zero.models.trunks.vision_transformer")
-    return loaded and next((module for module in model.modules() if isinstance(module, loaded.TransformerTrunk)), None)
+    if loaded is None:
+        return None
+    return next((module for module in model.modules() if isinstance(module, loaded.TransformerTrunk)), None)
 
 
 def _keep_tokens(caught: dict[str, Tensor], _module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from tests.unit.data.conftest import MakeData, save_image
-from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, read_image
+from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, decode_image, read_image
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.data.source import relabel
 from vissl_zero.data.sources.disk import read_list
@@ -61,6 +61,13 @@ def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, damage: Callable
         BrokenImageError, match=rf"(?i)^The image {path} cannot be used: .*({reason}).* Delete or repair"
     ):
         read_image(path)
+
+
+def test_an_image_in_memory_is_decoded_like_its_file(tmp_path: Path) -> None:
+    path = save_image(tmp_path / "x.png", 1, (64, 64))
+    assert np.array_equal(np.asarray(decode_image(path.read_bytes(), "row 7")), np.asarray(read_image(path)))
+    with pytest.raises(BrokenImageError, match=r"^The image row 7 cannot be used: "):
+        decode_image(path.read_bytes()[:100], "row 7")
 
 
 @pytest.mark.timeout(20)

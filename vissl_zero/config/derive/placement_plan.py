@@ -121,7 +121,7 @@ def gpu(cfg: RunConfig, host: Host) -> Problem | None:
 def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
     """Several machines know where to meet."""
     distributed = cfg.DISTRIBUTED
-    if distributed.NUM_NODES <= 1 or host.torchrun or cfg.SLURM.USE_SLURM or cfg.DRY_RUN:
+    if distributed.NUM_NODES <= 1 or host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
         return None
     host_name, _, port = distributed.RUN_ID.rpartition(":")
     if host_name and port.isdigit() and 0 < int(port) < 65536:
@@ -269,9 +269,14 @@ def _numbers(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
+def is_submitted(cfg: RunConfig) -> bool:
+    """Whether the run is handed in to a scheduler: its machines are not this one, and have disks of their own."""
+    return cfg.SLURM.USE_SLURM
+
+
 def slurm_job(cfg: RunConfig, host: Host) -> list[Problem]:
     """What a job of a cluster may be called and ask for, where one is submitted."""
-    if not cfg.SLURM.USE_SLURM:
+    if not is_submitted(cfg):
         return []
     return [*_texts(cfg, host), *_setup(cfg, host), *_additional(cfg, host), *_numbers(cfg, host)]
 

@@ -9,7 +9,7 @@ from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, Amp
 from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.derive.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
-from vissl_zero.config.derive.placement_plan import Placement, placement, ranks
+from vissl_zero.config.derive.placement_plan import Placement, is_submitted, placement, ranks
 from vissl_zero.config.host import Host, read_profile
 from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.config.run_config import RunConfig
@@ -127,7 +127,7 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
     if cfg.ZERO.ENGINE == "fairscale":
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
-    is_here = not cfg.SLURM.USE_SLURM and cfg.DISTRIBUTED.NUM_NODES == 1
+    is_here = not is_submitted(cfg) and cfg.DISTRIBUTED.NUM_NODES == 1
     names = ("offload_optimizer_config", "offload_param_config")
     return [
         Problem(f"config.ZERO.{name}.nvme_path", repr(tier.nvme_path), "must name a folder that exists", _NVME_FIX)
