@@ -83,7 +83,8 @@ def test_configuration_and_launcher_import_no_torch(module):
 
 def test_a_rank_imports_nothing_before_its_first_step_that_it_may_never_need():
     slow = {"hydra", "matplotlib", "timm", "sklearn", "tensorboard"}
-    code = f"import vissl_zero.launch.worker, sys; sys.exit(' '.join({slow} & sys.modules.keys()) or 0)"
+    modules = "vissl_zero.launch.worker, vissl_zero.models.trunks.regnet, vissl_zero.methods.swav"
+    code = f"import {modules}, sys; sys.exit(' '.join({slow} & sys.modules.keys()) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

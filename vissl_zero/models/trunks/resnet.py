@@ -22,7 +22,6 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from vissl_zero.config.components.trunks import ResNetConfig, ResNetSkConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.model import LayerTap, Unit
-from vissl_zero.models.trunks.timm_trunk import TimmTrunk
 from vissl_zero.registry import TRUNKS
 
 _EPS = 1e-5
@@ -236,6 +235,8 @@ def build_resnet_sk(**options: Any) -> nn.Module:
 
     Args: the fields of ``ResNetSkConfig``.
     """
+    from vissl_zero.models.trunks.timm_trunk import TimmTrunk  # timm takes half a second to import
+
     build = partial(_net, ResNetSkConfig(**options))
     return TimmTrunk(build(), build)
 
