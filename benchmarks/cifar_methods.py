@@ -77,7 +77,7 @@ def _crop(size: int, least_area: float, colour: float) -> str:
 _TILES = "{name: ImgPatchesFromTensor, num_patches: 4, patch_jitter: 4}"
 _OWN = {
     "byol": _Own(epochs=12),
-    "data2vec": _Own(epochs=48, colour=0.0, keys={"LOSS.data2vec_loss.momentum": 0.999}),
+    "data2vec": _Own(epochs=16, colour=0.0),
     "dino": _Own(epochs=12),
     "dinov2": _Own(epochs=12),
     "ibot": _Own(epochs=16),
@@ -90,8 +90,7 @@ _OWN = {
     "pirl": _Own(epochs=6),
     "rotnet": _Own(views=1),
     "simclr": _Own(epochs=12),
-    # Squares of two patches on a side: what is hidden between two seen patches is a matter of interpolation.
-    "simmim": _Own(epochs=64, colour=0.0, keys={"LOSS.simmim_loss.mask_patch_size": 8}),
+    "simmim": _Own(epochs=16, colour=0.0),
     "simsiam": _Own(epochs=20),
     "swav": _Own(epochs=6),
 }
