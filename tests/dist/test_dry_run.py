@@ -69,9 +69,11 @@ def _float8(*overrides: str) -> ResolvedRun:
     return resolve(composed.run, "/nowhere", recipe=recipe, host=Host(num_cores=1))
 
 
-def test_inputs_kept_in_float8_are_counted():
+@pytest.mark.parametrize("scales", ["rows", "mx"])
+def test_inputs_kept_in_float8_are_counted(scales):
     """Of the blocks' layers, at a byte an element; the forecast is made on the layers that train."""
-    plain, found = (dry_run(_float8(*on)).forecast for on in ([], ["config.MODEL.FLOAT8.USE_FLOAT8=true"]))
+    switched_on = ["config.MODEL.FLOAT8.USE_FLOAT8=true", f"config.MODEL.FLOAT8.SCALES={scales}"]
+    plain, found = (dry_run(_float8(*on)).forecast for on in ([], switched_on))
     assert found.unknown == plain.unknown == "" and found.seconds is not None
     assert 0.5 * plain.memory.activations < found.memory.activations < plain.memory.activations
     assert (found.memory.params, found.memory.optimizer) == (plain.memory.params, plain.memory.optimizer)

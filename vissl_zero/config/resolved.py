@@ -118,6 +118,19 @@ class OffloadPlan:
 
 
 @dataclass(frozen=True)
+class Float8Plan:
+    """Which linear layers multiply in float8, and how.
+
+    Attributes:
+        layers: regular expression of their full names, found anywhere in them; empty: none does.
+        scales: rows (one for each row) or mx (one for each 32 elements of a row).
+    """
+
+    layers: str = ""
+    scales: str = "rows"
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """What ``sharding`` is asked to do.
 
@@ -146,7 +159,7 @@ class ShardingPlan:
         reshard_after_forward: fairscale at level 3 frees the full parameters of a unit after its forward pass.
         keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
         compile: backend of torch.compile for the units of the model ("inductor"); empty: they run as they are.
-        float8: regular expression of the linear layers that multiply in float8; empty: none does.
+        float8: linear layers that multiply in float8.
         needs_whole_tensors: the optimizer's update of an element depends on its full tensor; found by trial.
     """
 
@@ -175,7 +188,7 @@ class ShardingPlan:
     reshard_after_forward: bool = True
     keep_gradients: bool = False
     compile: str = ""
-    float8: str = ""
+    float8: Float8Plan = Float8Plan()
     needs_whole_tensors: bool = False
 
 

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
-from vissl_zero.config.constraints import pattern_problems
+from vissl_zero.config.constraints import choice, pattern_problems
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
 from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, typed_level
+from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError, Problem
 
 _RECIPE_KEYS = {
@@ -54,6 +55,7 @@ class _Keys:
     keep_gradients: bool = False
     compile: bool = False
     float8: bool | str = False
+    float8_scales: str = choice("rows", "rows", "mx")
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     disk_gb: float | None = None
@@ -78,7 +80,7 @@ class ZeroSettings:
         engine: a name of the STRATEGIES registry.
         keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
         compile: compile each unit with torch.compile.
-        float8: regular expression of the linear layers that multiply in float8; empty: none does.
+        float8: linear layers that multiply in float8.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -99,7 +101,7 @@ class ZeroSettings:
     shard_group_size: int = -1
     keep_gradients: bool = False
     compile: bool = False
-    float8: str = ""
+    float8: Float8Plan = field(default_factory=Float8Plan)
     engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
@@ -159,7 +161,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         shard_group_size=keys.shard_group_size,
         keep_gradients=keys.keep_gradients,
         compile=keys.compile,
-        float8=_BLOCK_LAYERS if keys.float8 is True else keys.float8 or "",
+        float8=_float8_plan(keys),
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
@@ -293,11 +295,21 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
-    """Sentences on keys that do nothing at this level."""
+    """Sentences on keys that do nothing at this level, or without another key."""
+    found = []
+    if keys.float8_scales != "rows" and keys.float8 is False:
+        found.append("zero.float8_scales has no effect without zero.float8.")
     if level:
-        return []
+        return found
     in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
-    return [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
+    found += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
+    return found
+
+
+def _float8_plan(keys: _Keys) -> Float8Plan:
+    if keys.float8 is False:
+        return Float8Plan()
+    return Float8Plan(_BLOCK_LAYERS if keys.float8 is True else keys.float8, keys.float8_scales)
 
 
 _MARK = "zero_optimization"

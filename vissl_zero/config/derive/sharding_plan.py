@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from vissl_zero.atomic import is_folder
-from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
+from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
 from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.derive.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
 from vissl_zero.config.derive.placement_plan import Placement, is_submitted, placement, ranks
 from vissl_zero.config.host import Host, read_profile
-from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
+from vissl_zero.config.resolved import NO_UNITS, Float8Plan, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import TASK_LEVELS
 from vissl_zero.errors import ConfigError, Problem
@@ -264,9 +264,13 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
         compile="inductor" if cfg.TRAINER.COMPILE else "",
-        float8=cfg.MODEL.FLOAT8.LAYERS if cfg.MODEL.FLOAT8.USE_FLOAT8 else "",
+        float8=_float8_plan(cfg.MODEL.FLOAT8),
     )
     return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
+
+
+def _float8_plan(block: Float8) -> Float8Plan:
+    return Float8Plan(block.LAYERS, block.SCALES) if block.USE_FLOAT8 else Float8Plan()
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
