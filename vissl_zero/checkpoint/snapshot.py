@@ -1,4 +1,4 @@
-"""What a run stores of itself at one step: this rank's part, its random state, and on rank 0 the manifest.
+"""State of a run at one step: this rank's part, its random state, and on rank 0 the manifest.
 
 Replicated state is here too: how it is stored, and the replica check that finds ranks that differ.
 """

@@ -1,4 +1,4 @@
-"""``vissl-zero doctor``: what works on this machine, and why the rest does not."""
+"""``vissl-zero doctor``: which features work on this machine, and why others do not."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class OptimizerPlan:
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
         head_lr_factors: of the learning rate, one per head; empty: 1 for all.
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
-        head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: heads are alike.
+        head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: all heads have the same.
         layer_decay: of the learning rate from one block of a transformer to the one before.
         param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
     """
@@ -119,7 +119,7 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What ``sharding`` is asked to do.
+    """The sharding plan of a run: the input of ``sharding``.
 
     Attributes:
         level: ZeRO level, 0 to 3.

@@ -304,7 +304,8 @@ class ImgReplicatePil:
 class ImgPatchesFromTensor:
     """Tiles of an image: one at a random place of each cell of a grid, the cells column by column, as in VISSL.
 
-    Neither an edge that goes on in the next tile nor the tile's place tells the order (arXiv 1603.09246, section 3.3).
+    Neither an edge that continues in the next tile nor the tile's position reveals the order (arXiv 1603.09246,
+    section 3.3).
 
     Args:
         num_patches: tiles, a square number.

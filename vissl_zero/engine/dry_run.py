@@ -154,7 +154,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
     data, assumed = _data(plan)
     loader = _loader(plan, data)
-    batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # made-up ones are all alike
+    batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
     if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
@@ -269,9 +269,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def described_machine(plan: ResolvedRun) -> MachineProfile | None:
-    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else what was measured of this one, if that is there.
+    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else the measurements of this machine, if there are any.
 
-    Of several machines none counts as measured: each decides by itself, and all must decide alike.
+    With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
     """
     profile = plan.config["ZERO"]["MACHINE_PROFILE"]
     if profile:

@@ -1,4 +1,4 @@
-"""One loss over all micro-batches of a step: what as many processes, with a micro-batch each, would give.
+"""One loss over all micro-batches of a step, equal to that of as many processes with one micro-batch each.
 
 Accumulating gradients of a loss that couples samples is not the same as a larger batch: each micro-batch has its own
 negatives, centre or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of

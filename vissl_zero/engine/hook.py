@@ -1,4 +1,4 @@
-"""What the training loop tells the rest of the program, and when.
+"""The events that the training loop reports to hooks.
 
 Hooks are how metrics, display, evaluation and reports attach to a run; the loop knows none of them. Every hook runs on
 every rank (some of them call collectives); one that only writes files checks ``run.is_main``.

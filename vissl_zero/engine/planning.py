@@ -73,7 +73,7 @@ class Planned:
 
 
 def fitted(composed: Composed) -> Composed:
-    """Decide ``ZERO.LEVEL: fit``: what to resolve instead.
+    """Decide ``ZERO.LEVEL: fit``; returns the configuration to resolve.
 
     A configuration that names a level is returned unchanged.
 

@@ -251,7 +251,7 @@ def _free_for_a_rank(plan: ResolvedRun) -> int:
     if plan.device == "cuda":
         try:
             return apart(_free_gpu_memory, plan.procs_per_node)
-        except Exception as error:  # noqa: BLE001 - what failed before says enough to go on
+        except Exception as error:  # noqa: BLE001 - the earlier failure suffices to continue
             print(f"The free memory of the GPUs was not found out ({error}).", file=sys.stderr)
             return sys.maxsize
     return max(0, settled_free_memory() // plan.procs_per_node - RESERVE)

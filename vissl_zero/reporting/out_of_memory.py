@@ -92,7 +92,7 @@ def _advice(plan: ResolvedRun, need: int) -> list[str]:
     others = list(other_numbers(plan))
     enough = [switch for switch in others if switch.saved >= need]
     if enough:
-        return ["No switch that keeps every number frees enough; this would:", f"  {enough[0]}"]
+        return ["No switch that keeps results unchanged frees enough; this one would:", f"  {enough[0]}"]
     useful = sorted((switch for switch in (*same, *others) if switch.saved > 0), key=lambda switch: -switch.saved)
     if not useful:
         return ["No switch would free much here: use a smaller model or batch, or more memory."]

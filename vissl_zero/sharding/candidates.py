@@ -180,7 +180,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
         return f"{text}."
     last = candidates[index - 1]
     if last.forecast.step is None:
-        return f"{text}; of {last} the memory is not known."
+        return f"{text}; the memory of {last} is unknown."
     return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.resident_bytes)} GiB."
 
 
@@ -196,10 +196,10 @@ def nothing_fits(
     """The problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
 
     Args:
-        level, memory: the words that a user writes for the two keys.
+        level, memory: the names of the two keys, as a user writes them.
         disk: how a disk is named, where none was tried.
         others: what else would help.
-        block: what stands before the two keys where problems name them.
+        block: the prefix of the two keys in messages.
     """
     least = smallest(candidates)
     if least is None or least.forecast.step is None:
@@ -207,7 +207,7 @@ def nothing_fits(
         must = f"needs a forecast, and there is none ({reason})"
         return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
-    must = f"is too little for every plan that trains the same; the smallest takes {_gib(need)} GiB ({least})"
+    must = f"is too little for every plan that trains the same model; the smallest takes {_gib(need)} GiB ({least})"
     has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
     # To a thousandth and a bit.
     fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{'' if has_disk else disk}, add ranks{others}."

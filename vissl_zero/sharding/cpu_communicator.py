@@ -330,7 +330,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
                 if now - started > self._timeout_s:
                     raise LostRankError(
                         f"No answer from peer rank {sender} of the shard group for {self._timeout_s:.0f} s. "
-                        "Find out why it is late, or raise the timeout of collectives."
+                        "Check why that rank is late, or raise the timeout of collectives."
                     )
 
     def _require_alive(self, sender: int) -> None:
@@ -482,7 +482,7 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     Collective over the world: every rank calls it, each with its own group.
 
     Args:
-        group: the ranks that exchange.
+        group: the ranks that communicate.
         timeout_s: longest wait for a message; that of ``group`` if it is shorter.
         use_shared_memory: False: gloo in any case.
     """

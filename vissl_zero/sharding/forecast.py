@@ -78,7 +78,7 @@ class Subject:
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
-        teacher: what ``Sharded.adopt_teacher`` will be given.
+        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
         loss: buffers of it are counted.
         machine: whose rates estimate the time; None: what is assumed of the device.
     """
@@ -222,7 +222,7 @@ class Forecaster:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
             cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-            return f"a step on tensors without values failed, and so may the run: {cause}"
+            return f"a test step on tensors without values failed; the run may fail too: {cause}"
         finally:
             for module in modules:
                 share_among(module, None)

@@ -206,7 +206,7 @@ class WholeParameter(nn.Parameter):
         """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
         if self._row_shard is None:
             return real_grad(self)
-        # Finish the exchange first: until then it is not known whether any rank had a gradient.
+        # Finish the communication first: only then is it known whether any rank had a gradient.
         self._settle()
         return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
 

@@ -1,7 +1,7 @@
-"""What a rank must write so that a run can resume under any layout: each tensor with its place in the full one.
+"""State that a rank writes so that a run can resume under any layout: each tensor with its place in the full one.
 
 ``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
-``restore_state`` takes from such a store whatever runs this rank needs, however it was cut when it was written.
+``restore_state`` reads the runs that this rank needs from such a store, whatever the layout that wrote it.
 ``sharding/rank_state.py`` has the same layout's form, one dict a rank.
 """
 

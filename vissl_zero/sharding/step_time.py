@@ -78,7 +78,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             operation_s=_operation(share),
             convolution_share=_convolution(share) / flops,
             fresh=_fresh(share),
-            source=f"measured on this machine, torch {torch.__version__}; far_link is half of near_link by assumption",
+            source=f"measured on this machine, torch {torch.__version__}; far_link is assumed to be half of near_link",
         )
     finally:
         torch.set_num_threads(threads)

@@ -318,7 +318,7 @@ class Sharded(ABC):
 
 
 _WHOLE_TENSORS = (
-    "The optimizer looks at full tensors: each is gathered to one rank, updated there and sent back. A step moves "
+    "The optimizer needs full tensors: each is gathered to one rank, updated there and sent back. A step moves "
     "gradients once more and parameters twice more than with an element-wise optimizer; state is 1/N on each rank."
 )
 

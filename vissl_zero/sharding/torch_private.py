@@ -22,7 +22,7 @@ from vissl_zero.errors import VisslZeroError
 
 # torch's own property, which the classes of shard.py hide from users behind another one.
 _GRAD: Any = torch._C.TensorBase.grad
-# torch keeps no flag for it, so the stack is searched for these two functions.
+# torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
 
 

@@ -235,7 +235,7 @@ _FAIRSCALE_KEYS = {
 
 
 def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
-    """The sharding plan of a run, and what to say about it."""
+    """The sharding plan of a run, and the notes to print about it."""
     number, level_notes = level(cfg)
     formats, precision_notes = precision(cfg, number)
     zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
@@ -453,7 +453,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
 
 
 def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
-    """Notes on precision keys of FSDP_CONFIG that say something else than what is done."""
+    """Notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
     fsdp = cfg.MODEL.FSDP_CONFIG
     if fsdp.compute_dtype == (half or "float32"):
         return ()

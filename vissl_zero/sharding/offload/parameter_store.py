@@ -242,7 +242,7 @@ class ParameterStore:
 
     def _require_sound(self) -> None:
         if self._is_broken:
-            raise OffloadError("Streaming parameters failed earlier, or was ended. Resume from the last checkpoint.")
+            raise OffloadError("Streaming of parameters failed earlier or was closed. Resume from the last checkpoint.")
 
 
 def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:

@@ -1,8 +1,8 @@
 """Guards ``fully_shard`` units: ranks that use them differently are refused before data are mixed.
 
-torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. Where ranks differ,
-parts of different parameters of one size would be put together without a word. So before each message of a unit ranks
-tell each other which unit it is for, and an absent gradient counts as zero.
+torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. If ranks differ,
+parts of different parameters of equal size would be combined silently. So before each message of a unit, ranks tell
+each other which unit it is for, and an absent gradient counts as zero.
 
 ``fully_shard`` has no hooks at these moments, so methods of a unit's parameter group are extended on the object.
 """
@@ -34,7 +34,7 @@ _GATHER, _REDUCE = range(2)
 _WHAT = ("gathers", "reduces gradients of")
 _END = -1
 
-_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit of which all saved tensors are looked at
+_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all saved tensors are checked
 
 FREED = (
     "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "

@@ -35,16 +35,16 @@ class Tell(Protocol):
 def use_communicator(
     units: Sequence[FSDPModule], comm: CpuCommunicator, tell: Tell, keeps_buffers: bool = True
 ) -> Callable[[], list[Tensor]]:
-    """Make ``units`` communicate through ``comm``, and gather each when it is needed and not before.
+    """Make ``units`` communicate through ``comm``, and gather each only when it is needed.
 
-    Fetching ahead hides the time of a network. Here gathering is copying, by the core that would compute meanwhile, and
-    a unit fetched ahead is one more in memory.
+    Fetching ahead hides the time of a network. Here gathering is a copy by the same core that computes, and a unit
+    fetched ahead would occupy more memory.
 
     Args:
         units: of one model; their places here are their numbers.
         comm: among the ranks that share it.
         tell: called before each message with the number of its unit.
-        keeps_buffers: for the next unit; False where memory is dearer than the time to have it cleared.
+        keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
     Returns:
         A function that lists the buffers they have taken so far.
     """
