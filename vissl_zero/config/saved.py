@@ -167,8 +167,11 @@ def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
     """The run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
-    is_whole = run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value)
-    return text if is_whole else run_dir.replace(str(Path(value)), text)
+    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+        return text
+    # The last place: a folder further up may have the same name.
+    before, found, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
+    return f"{before}/{text}/{after}".rstrip("/") if found else run_dir
 
 
 def _is_relative(path: str) -> bool:
@@ -182,9 +185,9 @@ def _plain(value: Any) -> Any:
 
 
 def _masked_text(text: str, values: Mapping[str, str]) -> str:
-    """A sentence for people, with ``${...}`` in the place of interpolated texts."""
+    """A sentence for people, with ``${...}`` in the place of interpolated texts: whole words, no parts of others."""
     for value, written in values.items():
-        text = text.replace(value, written)
+        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?![\w])", lambda _, written=written: written, text)
     return text
 
 
