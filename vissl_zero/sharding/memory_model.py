@@ -312,13 +312,17 @@ class _Step:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
-            if not self.plan.offload_params.is_on_disk:
-                largest = max((self.whole_unit(unit) for unit in self.units), default=0)
-                # A set: there is one buffer for each number format, used for gathering and for reducing.
-                shares = {self.compute_share, self.reduce_share}
-                yield "communication", int(sum(largest * share for share in shares))
-                if self.facts.teacher:
-                    yield "communication", int(largest * self.compute_share)
+            largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+            # A set: there is one buffer for each number format, used for gathering and for reducing.
+            shares = {self.compute_share, self.reduce_share}
+            yield "communication", int(sum(largest * share for share in shares))
+            if self.facts.teacher and not self.plan.offload_params.is_on_disk:
+                yield "communication", int(largest * self.compute_share)
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        return self.device_type == "cpu" and self.num_ranks > 1
 
     def offload_buffers(self) -> Iterator[int]:
         """What passes through memory on its way from and to a disk."""
@@ -348,9 +352,10 @@ class _Step:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
-            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer that is not kept
+            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
                 shards = self.whole_unit(unit) // self.num_ranks
-                self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
+                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
+                self.spikes.append((self.place, shards + int(buffer), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
@@ -482,7 +487,8 @@ class _Step:
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
         if self.plan.offload_params.is_on_disk:
-            self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
+            buffer = 0 if self.keeps_buffer else whole  # it is reduced from
+            self.spikes.append((self.place, shards + buffer, "grads"))
         elif self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
             self.change("grads", *parts)

@@ -85,6 +85,10 @@ class Shard:
         assert self.local.grad is not None
         return self.local.grad
 
+    def known_square(self) -> Tensor | None:
+        """Squared norm of ``grad``, if it is known without reading the gradient; 0-d, as ``squared_norms`` gives it."""
+        return None
+
     def set_zero_grad(self) -> None:
         """Have a gradient of zero, where backward has left none."""
         self.local.grad = torch.zeros_like(self.local)
@@ -139,6 +143,35 @@ def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True
     return Shard(
         name, param, param, param.shape, contributes_to_norm=contributes_to_norm, num_copies=copies[0], copy=copies[1]
     )
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared L2 norm of each local shard.
+
+    Args:
+        tensors: T shards of any shapes, one device; an empty shard counts as zero.
+    Returns:
+        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
+    """
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    dtype = wide_dtype(tensors)
+    # In the wide type: squares of large values overflow in half precision.
+    norms = torch._foreach_norm(filled, 2, dtype=dtype) if filled else ()
+    return in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+
+
+def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Reductions run in float32 at least."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
+    device = tensors[0].device if tensors else None
+    zero = torch.zeros((), dtype=dtype, device=device)
+    remaining = iter(values)
+    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
+    return torch.stack(found) if found else zero.new_zeros(0)
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
