@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "ijepa": ("ijepa_loss", {"momentum": 0.7}, ["patch_predictor", {**PATCHES[1], "dims": [6, 8, 6]}], [2]),
     "data2vec": ("data2vec_loss", {"momentum": 0.7, "average_top_k_layers": 2}, ["latent_head", {"dims": [6, 6]}], [2]),
     "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
-    "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5]}], [2, 1]),
+    "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5], "normalize_last_layer": False}], [2, 1]),
     "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
     "npid": ("nce_loss_with_memory", {"embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, MLP, [1]),
     "pirl": ("pirl_loss", {"num_towers": 4, "embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, PIRL, [2]),
