@@ -80,9 +80,9 @@ class DryRun:
         On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
         """
         held, sharding = self.forecast.memory, self.plan.sharding
-        tiers = {"device": held.activations + held.buffers + held.teacher, "host": 0, "disk": 0}
+        tiers = {"device": held.activations + held.buffers + self.forecast.teacher_buffers, "host": 0, "disk": 0}
         params = sharding.offload_params.place(self.plan.device)
-        tiers[params] += held.params
+        tiers[params] += held.params + self.forecast.teacher_params
         tiers["device"] += held.params_step_peak - held.params  # units that are gathered
         tiers["disk" if params == "disk" else "device"] += held.grads
         tiers[sharding.offload_optimizer.place(self.plan.device)] += held.optimizer

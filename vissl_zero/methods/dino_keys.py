@@ -124,6 +124,8 @@ class IBOTHeadConfig:
     """Prototypes. One number: patches share the class token's head. Two: they have a head of their own."""
     activation_name: str = "GELU"
     """Activation between the layers: ReLU, GELU or SiLU."""
+    normalize_last_layer: bool = True
+    """Prototypes have unit length; off: the length of each is learned."""
 
 
 @dataclass

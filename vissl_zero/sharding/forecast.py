@@ -52,10 +52,13 @@ class Forecast:
     Attributes:
         wrap_plan: the units.
         memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
-            ``peak`` is 0 (it depends on the allocator and the machine).
+            ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
+            counted wherever they are; of the teacher, what is in memory.
         step: memory over a step; None where it is not known.
         unknown: why the activations are not known, or empty.
         seconds: estimated, of one step; to be compared with that of other plans. None where it is not known.
+        teacher_params: bytes of the teacher's parameters between units, in the place of the model's.
+        teacher_buffers: bytes of its buffers, which are always on the device.
     """
 
     wrap_plan: WrapPlan
@@ -63,6 +66,8 @@ class Forecast:
     step: StepMemory | None
     unknown: str = ""
     seconds: float | None = None
+    teacher_params: int = 0
+    teacher_buffers: int = 0
 
 
 @dataclass
@@ -134,7 +139,8 @@ class Forecaster:
         units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
         facts = self._facts(plan, units, num_ranks, rule)
         trace = self.trace(plan)
-        if not keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type):
+        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
+        if not is_whole:
             wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
@@ -164,7 +170,9 @@ class Forecaster:
                 subject.device_type,
                 0 if step is None else step.cleared_bytes,
             )
-        return Forecast(wrap_plan, self._rest(plan, wrap_plan, facts, num_ranks, trace), step, unknown, seconds)
+        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, taught)
+        return Forecast(wrap_plan, memory, step, unknown, seconds, taught, facts.teacher_buffer_bytes)
 
     @property
     def can_recompute(self) -> bool:
@@ -247,7 +255,13 @@ class Forecaster:
         )
 
     def _rest(
-        self, plan: ShardingPlan, wrap_plan: WrapPlan, facts: ModelFacts, num_ranks: int, trace: StepTrace | str
+        self,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        facts: ModelFacts,
+        num_ranks: int,
+        trace: StepTrace | str,
+        teacher_params: int,
     ) -> Bytes:
         """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
         subject = self._subject
@@ -256,7 +270,8 @@ class Forecaster:
         held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
         reduced = dtype_of(plan.precision.reduce)
         trained = [facts.params[name] for group in subject.groups for name in group.params]
-        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        if plan.offload_params.is_on_disk:
+            teacher_params = sum(param.itemsize for param in facts.teacher.values() if not param.shape)
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
@@ -264,7 +279,7 @@ class Forecaster:
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
-            teacher=taught + facts.teacher_buffer_bytes,
+            teacher=teacher_params + facts.teacher_buffer_bytes,
             params_step_peak=held + wrap_plan.whole_bytes,
         )
 

@@ -272,11 +272,8 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        if plan.offload_params.place(self.device_type) == "device":
-            yield "params", self.held(facts.params)
-        else:
-            yield "params", sum(param.itemsize for param in facts.params.values() if not param.shape)
-        yield "teacher", self.held(facts.teacher) + facts.teacher_buffer_bytes
+        yield "params", self.on_device(facts.params)
+        yield "teacher", self.on_device(facts.teacher) + facts.teacher_buffer_bytes
         yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
@@ -295,6 +292,12 @@ class _Step:
     def held(self, params: Mapping[str, ParamFacts]) -> int:
         """Bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
+
+    def on_device(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
+        if self.plan.offload_params.place(self.device_type) == "device":
+            return self.held(params)
+        return sum(param.itemsize for param in params.values() if not param.shape)
 
     def communication(self) -> Iterator[tuple[str, int]]:
         """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
@@ -333,6 +336,9 @@ class _Step:
             yield _mapped(_NUM_STREAMED * RECORD_BYTES)
         if plan.offload_params.is_on_disk:
             yield from (_mapped(number * record) for number in (_NUM_READ_AHEAD, _NUM_SPILLED, 2 * _NUM_STREAMED))
+            if self.facts.teacher:  # it has files of its own; a record holds shards of one unit
+                largest = max((self.whole_unit(unit) // self.num_ranks for unit in self.units), default=0)
+                yield from (_mapped(number * min(record, largest)) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
@@ -549,8 +555,9 @@ class _Step:
         replay = BlockReplay(heap_of(self.plan))
         if constants.pop("params", 0) > sum(param.itemsize for param in facts.params.values()):
             replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
-        replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
-        constants.pop("teacher", 0)
+        if self.plan.offload_params.place(self.device_type) == "device":
+            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
+            constants["teacher"] -= self.held(facts.teacher)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)
@@ -600,6 +607,7 @@ class _Step:
         """Bytes in host memory beside the device, and on a disk."""
         plan, host, disk = self.plan, 0, 0
         shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
+        taught = sum(param.padded(self.num_ranks) for param in self.facts.teacher.values())
         grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
         state = self.facts.updates[self.num_ranks].state_bytes
         optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
@@ -608,8 +616,10 @@ class _Step:
         elif optimizer == "host":
             host += state
         if params == "disk":
-            disk += shards + grads
-        elif params == "host" or (optimizer != "device" and self.device_type == "cuda"):
+            disk += shards + grads + taught
+        elif params == "host":
+            host += shards + grads + taught
+        elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
             host += shards + grads
         return host, disk
 

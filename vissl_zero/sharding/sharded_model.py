@@ -487,7 +487,7 @@ class ShardedModel(Sharded):
         )
 
     def held_bytes(self) -> int:
-        """Bytes of parameters and buffers now, for a model that is not trained. Not a collective."""
+        """Bytes of parameters and buffers in memory now, for a model that is not trained. Not a collective."""
         storages = parameter_storages(self._module, self._shards.values())
         storages.add(self._module.buffers())
         return storages.num_bytes

@@ -289,8 +289,11 @@ def step_seconds(
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
+        # A teacher's are read for each pass; to follow, they are read and written, and those of the model are read.
+        update += (micro_batches + 3) * taught / num_ranks / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
+        update += micro_batches * taught / num_ranks / machine.host
     if machine.fresh is not None:
         compute += cleared_bytes / machine.fresh
     return micro_batches * compute + sent + update
