@@ -101,7 +101,7 @@ class Shard:
         self.source.grad = None
         self.local.grad = None
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The full parameter, on every rank. Collective; costs one all-gather of it."""
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()

@@ -298,10 +298,10 @@ class DiskShard(Shard):
         self.store.gradients.set_zero(self.index)
         self.local.grad = torch.empty_like(self.local)
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """See ``Shard``."""
         with self._in_memory():
-            return super().whole()
+            return super().full_tensor()
 
     def normalize_rows(self) -> None:
         """See ``Shard``."""
