@@ -19,6 +19,7 @@ from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.strategy import StepResult
+from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_, foreach_norm
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -32,7 +33,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     dtype = _wide(tensors)
     # In the wide type: squares of large values overflow in half precision.
-    norms = torch._foreach_norm(filled, 2, dtype=dtype) if filled else ()
+    norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
     return _in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
 
 
@@ -286,8 +287,8 @@ class Stepper:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
             with torch.no_grad():
-                torch._foreach_mul_(grads, grad_factors)
-                torch._foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
+                foreach_mul_(grads, grad_factors)
+                foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
 
 
 def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
@@ -307,7 +308,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     if in_memory:
         grads = [grad for grad, _ in in_memory]
         each: Any = [own for _, own in in_memory] if has_own else factor
-        torch._foreach_mul_(grads, each)
+        foreach_mul_(grads, each)
 
 
 def _grads(shards: Sequence[Shard]) -> list[Tensor]:
