@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# What LARC and LARS do where a recipe does not say: the share of its own norm that a tensor may move per unit of
+# learning rate, and what is added to the denominator.
+TRUST_COEFFICIENT, TRUST_EPS = 0.001, 1e-8
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -34,8 +38,8 @@ class LarcPlan:
     """LARC on top of the base optimizer: https://arxiv.org/abs/1708.03888, clipping as in apex."""
 
     clip: bool = False
-    trust_coefficient: float = 0.001
-    eps: float = 1e-8
+    trust_coefficient: float = TRUST_COEFFICIENT
+    eps: float = TRUST_EPS
 
 
 @dataclass(frozen=True)

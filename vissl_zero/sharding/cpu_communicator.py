@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vissl_zero.sharding.torch_private import timeout_of
+
 Fill = Callable[[Tensor], None]
 Drain = Callable[[Sequence[Tensor]], None]
 
@@ -487,7 +489,7 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
         use_shared_memory: False: gloo in any case.
     """
     comm: CpuCommunicator | None = None
-    of_group_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    of_group_s = timeout_of(group).total_seconds()
     timeout_s = min(timeout_s, of_group_s)
     if use_shared_memory:
         comm = open_shared_memory(group, SLOT_BYTES, timeout_s)

@@ -40,7 +40,7 @@ from vissl_zero.sharding.step_time import machine_for, step_seconds
 from vissl_zero.sharding.step_trace import Recorder, StepTrace
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
-from vissl_zero.sharding.torch_private import pretended_ranks
+from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.whole_tensors import deal
 from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
 
@@ -296,7 +296,7 @@ def fake_(module: nn.Module) -> None:
         return made[id(tensor)]
 
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        for table in (own_parameters(part), own_buffers(part)):
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
                     table[name] = faked(tensor)  # type: ignore[assignment]

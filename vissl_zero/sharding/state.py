@@ -22,6 +22,7 @@ from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, Wh
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.teacher import WeightAverage
+from vissl_zero.sharding.torch_private import unsaved_buffers
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
@@ -78,7 +79,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Full names and values of the buffers that belong into a checkpoint."""
     for prefix, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
+            if name not in unsaved_buffers(owner):
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
