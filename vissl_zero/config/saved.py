@@ -187,7 +187,8 @@ def _plain(value: Any) -> Any:
 def _masked_text(text: str, values: Mapping[str, str]) -> str:
     """A sentence for people, with ``${...}`` in the place of interpolated texts: whole words, no parts of others."""
     for value, written in values.items():
-        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?![\w])", lambda _, written=written: written, text)
+        as_it_is = written.replace("\\", r"\\")  # not a reference to a group
+        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", as_it_is, text)
     return text
 
 
