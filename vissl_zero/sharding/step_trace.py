@@ -26,6 +26,13 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.sharding.memory import Storages, tensors_of
+from vissl_zero.sharding.torch_private import (
+    ATTENTION_ON_CPU,
+    object_address,
+    operation_name,
+    overloads_of,
+    writes_in_place,
+)
 from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 _BINS = 14  # of arithmetic per byte, by powers of two; the last has all above
@@ -104,13 +111,7 @@ def kernel_of(operation: str, flops: int) -> Kernel:
 
 
 # Torch counts attention of its GPU kernels alone.
-_ATEN = torch.ops.aten
-_COUNTED: dict[Any, Callable[..., Any]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
-}
+_COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
 
 
 class Moment(IntEnum):
@@ -188,7 +189,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # a question, no operation
             return func(*args, **kwargs)
-        if func._schema.name.startswith("aten::_fused_"):
+        name = operation_name(func)
+        if name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
             )
@@ -200,11 +202,12 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors_of(result):
             made += self._note(tensor)
         # A view moves nothing.
-        is_moving = made or func._schema.is_mutable
-        counted = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        is_moving = made or writes_in_place(func)
+        overloads = overloads_of(func)
+        counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        self._work.add(kernel_of(func._schema.name, flops), flops, moved)
+        self._work.add(kernel_of(name, flops), flops, moved)
         return result
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
@@ -218,7 +221,7 @@ class Recorder(TorchDispatchMode):
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
-        key = tensor.untyped_storage()._cdata
+        key = object_address(tensor.untyped_storage())
         if key not in self._alive:  # it shares a storage with something else
             return tensor.nbytes
         _, num_bytes, birth = self._alive.pop(key)
@@ -235,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = object_address(storage)
         if key in self._alive or storage in self._constants:
             return 0
         num_bytes = storage.nbytes()

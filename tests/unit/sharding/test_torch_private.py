@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding import torch_private as private
@@ -203,6 +204,33 @@ def test_tables_of_a_module_can_be_read_and_written():
     replaced = nn.Parameter(torch.full((2,), 5.0))
     private.own_parameters(norm)["weight"] = replaced
     assert norm.weight is replaced, f"{TORCH} reads a module's parameters from _parameters"
+
+
+def test_moves_and_casts_of_a_module_can_be_refused():
+    layer, seen = nn.Linear(1, 1), []
+
+    def before(module, apply, *args, **kwargs):
+        seen.append(module)
+        return apply(*args, **kwargs)
+
+    private.put_before_moves(layer, before)
+    layer.double()
+    nn.Sequential(layer).to(torch.float32)
+    assert seen == [layer, layer], f"{TORCH} moves and casts through _apply"
+    assert layer.weight.dtype == torch.float32
+
+
+def test_an_operation_shows_its_name_its_overloads_and_whether_it_writes():
+    add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    assert private.operation_name(add) == "aten::add", f"{TORCH} names operations in _schema"
+    assert not private.writes_in_place(add) and private.writes_in_place(add_), f"{TORCH} tells writes in _schema"
+    assert private.overloads_of(add) is torch.ops.aten.add, f"{TORCH} has _overloadpacket"
+    assert flop_registry.keys() >= {*private.ATTENTION_ON_CPU.values()}, f"{TORCH} counts attention's flops"
+
+
+def test_a_unit_shows_what_gathers_it(unit):
+    gather = private.gather_of(private.group_of(private.unit_state(unit)))
+    assert callable(gather.allocate), f"{TORCH} gathers a unit by _all_gather_comm"
 
 
 def test_hooks_are_counted():

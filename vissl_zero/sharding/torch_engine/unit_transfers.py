@@ -23,6 +23,7 @@ from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.torch_private import (
+    gather_of,
     group_of,
     is_being_gathered,
     local_tensor,
@@ -232,7 +233,7 @@ class UnitOnDisk:
 
     def _unused_memory(self) -> Tensor | None:
         """Room for all shards that saves the clearing of fresh pages, or None."""
-        gather, params = self._group._all_gather_comm, self._group.fsdp_params
+        gather, params = gather_of(self._group), self._group.fsdp_params
         dtype = params[0].orig_dtype
         # Elsewhere the message has another format, or is not made of these shards alone.
         if not isinstance(gather, _AllGather) or any(
