@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks.
 WORKERS ?= 2
 
-.PHONY: help quickstart test test-slow soak test-models lint docs format clean
+.PHONY: help quickstart test test-slow soak gpu test-models lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -34,6 +34,9 @@ test-slow: $(STAMP) ## The long tests.
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without one.
+	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.
 	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)
