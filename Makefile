@@ -26,7 +26,7 @@ $(STAMP): $(READY)
 quickstart: $(READY) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
-test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
+test: $(STAMP) ## The tests; 15 to 25 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The long tests.
