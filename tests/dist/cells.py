@@ -85,6 +85,7 @@ FEATURES: dict[str, Feature] = {
     "recompute_blocks": Feature(plan={"checkpoint_every": 1}),
     "recompute_every_2nd": Feature(plan={"checkpoint_every": 2}),
     "recompute_stages": Feature(plan={"stage_checkpoints": ((1,), (2,))}),
+    "recompute_named": Feature(plan={"checkpoint_blocks": ("trunk.blocks.1",)}),
     "recompute_dropout": Feature({"dropout": 0.3}, {"checkpoint_every": 1}),
     "recompute_unsynchronised_norm": Feature({"norm": "local_batch"}, {"checkpoint_every": 1}),
     "two_forwards": Feature({"two_forwards": True}),

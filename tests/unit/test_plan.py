@@ -76,6 +76,22 @@ def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     assert any(note.startswith("config.ZERO.LEVEL=fit took level") for note in fit.notes)
 
 
+def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
+    words = ["plan", f"config={RECIPE}", "--ranks", "4", "--gpus", "--json", "--memory-gb"]
+    assert cli.main([*words, "1"]) == 0
+    every = json.loads(capsys.readouterr().out)["candidates"]
+    kept = min(c["resident_bytes"] for c in every if not c["recomputed"])
+    assert cli.main([*words, str((kept - 1024) / 2**30)]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    chosen = next(c for c in found if c["chosen"])
+    all_blocks = [c for c in found if c["fits"] and len(c["recomputed"]) == 4]
+    assert 0 < len(chosen["recomputed"]) < 4 and f"{len(chosen['recomputed'])} block" in chosen["plan"]
+    assert all_blocks and chosen["relative_time"] < min(c["relative_time"] for c in all_blocks)
+    words = [*(word for word in chosen["overrides"] if "BATCHSIZE" not in word), DRY]
+    run = resolve(compose(RECIPE, words).run, "/nowhere", recipe=RECIPE)
+    assert list(run.sharding.checkpoint_blocks) == chosen["recomputed"]
+
+
 def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     folder = f"config.ZERO.offload_optimizer_config.nvme_path={tmp_path}"
     assert all(c.forecast.step.disk_bytes == 0 for c in planned().candidates)

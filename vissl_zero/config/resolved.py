@@ -136,6 +136,7 @@ class ShardingPlan:
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
+        checkpoint_blocks: full names of the blocks to recompute, used instead of both when not empty.
         precision: number formats.
         timeout_s: of every collective.
         deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
@@ -164,6 +165,7 @@ class ShardingPlan:
     sync_bn_only_marked: bool = False
     checkpoint_every: int = 0
     stage_checkpoints: tuple[tuple[int, ...], ...] = ()
+    checkpoint_blocks: tuple[str, ...] = ()
     precision: Precision = Precision()
     timeout_s: float = 600.0
     deterministic: bool = False
@@ -181,6 +183,15 @@ class ShardingPlan:
     compile: str = ""
     float8: str = ""
     needs_whole_tensors: bool = False
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any block is run again in the backward pass."""
+        return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
+
+    def keeping_activations(self) -> ShardingPlan:
+        """The same plan, with nothing recomputed."""
+        return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
 
 
 @dataclass(frozen=True)

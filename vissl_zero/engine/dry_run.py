@@ -32,7 +32,7 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.candidates import Found, forecast_all
+from vissl_zero.sharding.candidates import Budget, Found, forecast_all, recomputed_in_part
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.sharding.step_time import measured_machine
 
@@ -138,6 +138,11 @@ class Stage:
                 plan.accumulation_steps,
                 plan.batch_per_rank,
             )
+
+    def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
+        """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
+        with self.mode, _default_dtype(getattr(torch, self.plan.sharding.precision.master)):
+            return recomputed_in_part(found, budget, self.forecaster)
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:

@@ -11,6 +11,7 @@ from vissl_zero.errors import Problem
 from vissl_zero.sharding.forecast import Forecast, Forecaster
 
 _GIB = 2**30
+_TRIES = 3
 Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
 
 
@@ -75,7 +76,7 @@ class Candidate:
     @property
     def is_recomputed(self) -> bool:
         """Whether any unit is run again in backward."""
-        return bool(self.sharding.checkpoint_every or any(self.sharding.stage_checkpoints))
+        return self.sharding.is_recomputed
 
     def settings(self) -> dict[str, Any]:
         """Key path under ``config`` -> value: what a user would write to get this candidate."""
@@ -83,6 +84,7 @@ class Candidate:
         return {
             "ZERO.LEVEL": self.sharding.level,
             "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "MODEL.ACTIVATION_CHECKPOINTING.BLOCKS": list(self.sharding.checkpoint_blocks),
             "ZERO.offload_optimizer_config.device": optimizer.device,
             "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
             "ZERO.offload_param_config.device": params.device,
@@ -93,11 +95,14 @@ class Candidate:
 
     def overrides(self) -> list[str]:
         """``settings`` as words of the command line."""
-        return [f"config.{path}={'null' if value is None else value}" for path, value in self.settings().items()]
+        return [f"config.{path}={_word(value)}" for path, value in self.settings().items()]
 
     def __str__(self) -> str:
         words = [f"level {self.sharding.level}"]
-        if self.is_recomputed:
+        if self.sharding.checkpoint_blocks:
+            number = len(self.sharding.checkpoint_blocks)
+            words.append(f"{number} block{'s' * (number > 1)} recomputed")
+        elif self.is_recomputed:
             words.append("recomputed")
         if self.sharding.offload_optimizer.device != "none":
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
@@ -106,6 +111,13 @@ class Candidate:
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches of {self.batch_per_rank}")
         return ", ".join(words)
+
+
+def _word(value: Any) -> str:
+    """As on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
 
 
 def sharding_plans(
@@ -127,9 +139,8 @@ def sharding_plans(
         [replace(block, device=device, nvme_path=folder if TIERS[device] == "disk" else None) for device in devices]
         for block in (base.offload_optimizer, base.offload_params)
     )
-    is_recomputed = bool(base.checkpoint_every or any(base.stage_checkpoints))
-    recomputations = [replace(base, checkpoint_every=0, stage_checkpoints=())] if can_recompute or is_recomputed else []
-    recomputed = base if is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
+    recomputations = [base.keeping_activations()] if can_recompute or base.is_recomputed else []
+    recomputed = base if base.is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
     for recomputation in [*recomputations, recomputed]:
         # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
         for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
@@ -237,6 +248,57 @@ def forecast_all(
     """
     plans = sharding_plans(base, world_size, device_type, can_recompute and forecaster.can_recompute)
     return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
+
+
+def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
+    """Plans that recompute only as many blocks as the budget asks for.
+
+    Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
+    blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
+    ``_TRIES`` recordings for a level, and none where a plan without recomputation is the cheapest that fits.
+
+    Args:
+        found: all at one number of micro-batches, made by ``forecaster``.
+        budget: of a rank.
+    """
+    best = min(
+        (forecast.seconds for *_, forecast in found if budget.excess(forecast) == 0 and forecast.seconds), default=0
+    )
+    cheaper = [
+        (forecast.seconds, plan, micro_batches, batch, forecast)
+        for plan, micro_batches, batch, forecast in found
+        if not plan.is_recomputed and budget.excess(forecast) and forecast.seconds and forecast.seconds < best
+    ]
+    more: Found = []
+    for seconds, plan, micro_batches, batch, forecast in sorted(cheaper, key=lambda row: row[0]):
+        if seconds >= best:
+            break  # its parts can only be slower than a part that was found to fit
+        for part, outcome in _parts(plan, micro_batches, forecast, budget, forecaster):
+            more.append((part, micro_batches, batch, outcome))
+            if budget.excess(outcome) == 0 and outcome.seconds:
+                best = min(best, outcome.seconds)
+    return more
+
+
+def _parts(
+    plan: ShardingPlan, micro_batches: int, kept: Forecast, budget: Budget, forecaster: Forecaster
+) -> Iterator[tuple[ShardingPlan, Forecast]]:
+    """With more and more blocks recomputed, until one fits."""
+    order = forecaster.recomputable(plan)
+    number, freed, excess = 0, 0, budget.excess(kept) or 0
+    for _ in range(_TRIES):
+        needed = freed + excess
+        while number < len(order) and freed < needed:
+            freed += order[number][1]
+            number += 1
+        if number >= len(order):
+            return  # every block: that plan is known
+        names = tuple(name for name, _ in order[:number])
+        outcome = forecaster.forecast(replace(plan, checkpoint_blocks=names), micro_batches)
+        yield replace(plan, checkpoint_blocks=outcome.wrap_plan.checkpointed), outcome  # named in the model's order
+        excess = budget.excess(outcome) or 0
+        if not excess:
+            return
 
 
 def _relative(forecast: Forecast, unit: float) -> float | None:

@@ -36,7 +36,7 @@ from vissl_zero.sharding.memory_model import (
 from vissl_zero.sharding.precision import dtype_of, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
-from vissl_zero.sharding.step_time import machine_for, step_seconds
+from vissl_zero.sharding.step_time import machine_for, step_seconds, work_seconds
 from vissl_zero.sharding.step_trace import Recorder, StepTrace
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
@@ -178,6 +178,25 @@ class Forecaster:
     def can_recompute(self) -> bool:
         """Whether the model is made of units that can be run again in backward."""
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
+
+    def recomputable(self, plan: ShardingPlan) -> list[tuple[str, int]]:
+        """Blocks and the bytes of activations that running them again saves, most bytes per second of running first.
+
+        The bytes are an upper bound: the output of a block, which is kept for the next one, is among them.
+        """
+        plan = plan.keeping_activations()
+        trace = self.trace(plan)
+        if isinstance(trace, str):
+            return []
+        blocks = plan_wrap(self._subject.model, replace(plan, checkpoint_every=1), 1).checkpointed
+        machine = self._subject.machine or machine_for(self._subject.device_type)
+        saved = trace.forward_bytes()
+        rate = {
+            name: saved[name] / max(work_seconds(trace.forward_work[name], plan, machine), 1e-12)
+            for name in blocks
+            if saved.get(name, 0) > 0
+        }
+        return [(name, saved[name]) for name in sorted(rate, key=rate.__getitem__, reverse=True)]
 
     @property
     def has_batch_norm(self) -> bool:

@@ -31,7 +31,7 @@ from vissl_zero.config.host import MachineProfile, read_profile
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.memory_model import ModelFacts
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.step_trace import Kernel, StepTrace
+from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
@@ -223,6 +223,15 @@ def machine_for(device_type: str) -> MachineProfile:
     return read_profile(_ASSUMED[device_type])
 
 
+def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_threads: int = 1) -> float:
+    """Estimated seconds of recorded operations, in the number formats of ``plan``."""
+    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
+    flops = (machine.half_flops if is_half else machine.flops) * num_threads
+    rates = {Kernel.CONVOLUTION: flops * machine.convolution_share}
+    seconds = work.seconds(lambda kernel: rates.get(kernel, flops), machine.memory)
+    return seconds + work.num_operations * machine.operation_s
+
+
 def step_seconds(
     trace: StepTrace,
     facts: ModelFacts,
@@ -248,11 +257,7 @@ def step_seconds(
         num_threads: of a rank, on the CPU: they share the arithmetic.
     """
     num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
-    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
-    flops = machine.half_flops if is_half else machine.flops
-    rates = {Kernel.CONVOLUTION: flops * num_threads * machine.convolution_share}
-    compute = trace.work.seconds(lambda kernel: rates.get(kernel, flops * num_threads), machine.memory)
-    compute += trace.work.num_operations * machine.operation_s
+    compute = work_seconds(trace.work, plan, machine, num_threads)
     share = dtype_of(plan.precision.compute).itemsize / dtype_of(plan.precision.master).itemsize
     params = sum(param.num_bytes for param in facts.params.values())
     grads = sum(param.num_bytes for param in facts.params.values() if param.is_trained)

@@ -155,6 +155,7 @@ class StepTrace:
         input_bytes: of the images, alive throughout.
         work: of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
+        forward_work: of the forward pass alone, by unit.
     """
 
     deltas: list[int] = field(default_factory=list)
@@ -162,6 +163,26 @@ class StepTrace:
     input_bytes: int = 0
     work: Work = field(default_factory=Work)
     kept_bytes: int = 0
+    forward_work: dict[str, Work] = field(default_factory=dict)
+
+    def forward_bytes(self) -> dict[str, int]:
+        """What the forward pass of each unit leaves for the backward pass, its output included."""
+        found: dict[str, int] = {}
+        for entered, left in self.forward_passes():
+            kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
+            found[self.marks[entered].name] = found.get(self.marks[entered].name, 0) + kept
+        return found
+
+    def forward_passes(self) -> Iterator[tuple[int, int]]:
+        """Indices of the two marks around each forward pass of a unit."""
+        begun: dict[str, int] = {}
+        for index, mark in enumerate(self.marks):
+            if mark.moment == Moment.FORWARD_IN:
+                begun[mark.name] = index
+            elif mark.moment == Moment.FORWARD_OUT:
+                yield begun[mark.name], index
+            elif mark.moment == Moment.LOSS:  # what comes later is run again
+                return
 
 
 class Recorder(TorchDispatchMode):
@@ -218,6 +239,11 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         """Nothing more is recorded: sum up."""
         self.trace.work = self._work.so_far()
+        work = self.trace.forward_work
+        for entered, left in self.trace.forward_passes():
+            own = self.works[left].plus(self.works[entered], -1)
+            name = self.trace.marks[entered].name
+            work[name] = work[name].plus(own) if name in work else own
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
