@@ -135,16 +135,17 @@ def plan_run(
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
                 stages.append(set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)))
     budget = budget_of(cfg, plan, free_bytes)
-    found = _forecasts(stages, budget)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source), machine)
+    return Planned(plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     """Of all stages; of the one whose plan would be chosen, ways to recompute less than every block too."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
     found = [row for stage in stages for row in stage.forecasts()]
-    chosen = next((candidate for candidate in rank_candidates(found, budget) if candidate.is_chosen), None)
+    ranked = rank_candidates(found, budget, stages[0].plan.world_size)
+    chosen = next((candidate for candidate in ranked if candidate.is_chosen), None)
     if chosen is not None and chosen.is_recomputed:
         own = [row for row in found if row[1] == chosen.micro_batches]
         found += by_number[chosen.micro_batches].forecasts_in_part(own, budget)

@@ -107,8 +107,9 @@ def _candidates(
     )
     with mode:
         forecaster = Forecaster(subject, base)
-        found = forecast_all(forecaster, base, subject.world_size, device.type, micro_batches, 0, can_recompute=False)
-    return rank_candidates(found, budget)
+        machines = subject.world_size, subject.num_nodes
+        found = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+    return rank_candidates(found, budget, subject.world_size)
 
 
 def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
