@@ -86,7 +86,7 @@ class Case:
     dtype: str = "float64"
     lr: float = LR
     trunk: str = "conv"
-    float8: Float8Plan = Float8Plan()
+    float8: Float8Plan = field(default_factory=Float8Plan)
 
 
 @dataclass
@@ -188,10 +188,11 @@ def _block(width_in: int, width_out: int, case: Case) -> Unit:
 
 def _vision_transformer(case: Case, width: int = 6, mlp_width: int = 10) -> nn.Module:
     """Positions for 3 x 3 patches, interpolated for 2 x 2; dropout of every kind where ``case.dropout``."""
-    sizes = {"IMAGE_SIZE": 6, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": width, "MLP_DIM": mlp_width}
+    sizes = {"IMAGE_SIZE": 6, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2}
+    widths = {"HIDDEN_DIM": width, "MLP_DIM": mlp_width}
     more = {"NUM_REGISTERS": 1, "LAYER_SCALE_INIT": 0.5, "QKV_BIAS": True, "PATCH_DROP_RATE": case.dropout}
     rates = dict.fromkeys(("DROPOUT_RATE", "ATTENTION_DROPOUT_RATE", "DROP_PATH_RATE"), case.dropout)
-    return VisionTransformer(**sizes, **more, **rates)
+    return VisionTransformer(**sizes, **widths, **more, **rates)
 
 
 def _timm(name: str, **model_args: Any) -> Callable[[Case], nn.Module]:

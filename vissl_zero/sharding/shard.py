@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.torch_private import real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import foreach_norm, real_grad, set_real_grad
 
 # As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
 MIN_ROW_NORM = 1e-12
@@ -105,7 +105,7 @@ class Shard:
         self.source.grad = None
         self.local.grad = None
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The full parameter, on every rank. Collective; costs one all-gather of it."""
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
@@ -156,7 +156,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     dtype = wide_dtype(tensors)
     # In the wide type: squares of large values overflow in half precision.
-    norms = torch._foreach_norm(filled, 2, dtype=dtype) if filled else ()
+    norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
     return in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
 
 
@@ -239,7 +239,7 @@ class WholeParameter(nn.Parameter):
         """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
         if self._row_shard is None:
             return real_grad(self)
-        # Finish the exchange first: until then it is not known whether any rank had a gradient.
+        # Finish the communication first: only then is it known whether any rank had a gradient.
         self._settle()
         return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
 

@@ -19,6 +19,7 @@ from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.strategy import StepResult
+from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 
 
 def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
@@ -262,8 +263,8 @@ class Stepper:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
             with torch.no_grad():
-                torch._foreach_mul_(grads, grad_factors)
-                torch._foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
+                foreach_mul_(grads, grad_factors)
+                foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
 
 
 def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
@@ -283,7 +284,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     if in_memory:
         grads = [grad for grad, _ in in_memory]
         each: Any = [own for _, own in in_memory] if has_own else factor
-        torch._foreach_mul_(grads, each)
+        foreach_mul_(grads, each)
 
 
 def _grads(shards: Sequence[Shard]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Files of this rank on the user's disk: its own folder, numbered records in a preallocated file, and their pipeline.
 
 The folder: ``<nvme_path>/vissl-zero-<random>/rank<k>/``, folders 0700, files 0600, created exclusively, links not
-followed. The random part makes sure that neither another run nor what a crash left behind is ever taken for one's own;
-nothing in it outlives the process by itself, so nothing there is ever read by a later run.
+followed. The random part ensures that a run never takes files of another run, or of a crashed one, for its own. Later
+runs never read these files.
 
 Reads and writes go around the page cache (O_DIRECT) into page-aligned memory: state that is streamed once a step would
 push everything else out of the cache, and through the cache the same traffic runs at half of the speed or less

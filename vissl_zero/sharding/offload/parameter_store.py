@@ -29,6 +29,7 @@ from vissl_zero.sharding.offload.block_file import (
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
 from vissl_zero.sharding.shard import Shard, divide_by_norms, squared_norms
+from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 
 class GradientStore:
@@ -256,7 +257,7 @@ class ParameterStore:
 
     def _require_sound(self) -> None:
         if self._is_broken:
-            raise OffloadError("Streaming parameters failed earlier, or was ended. Resume from the last checkpoint.")
+            raise OffloadError("Streaming of parameters failed earlier or was closed. Resume from the last checkpoint.")
 
 
 def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
@@ -316,10 +317,10 @@ class DiskShard(Shard):
         self.store.gradients.set_zero(self.index)
         self.local.grad = torch.empty_like(self.local)
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """See ``Shard``."""
         with self._in_memory():
-            return super().whole()
+            return super().full_tensor()
 
     def normalize_rows(self) -> None:
         """See ``Shard``."""
@@ -330,13 +331,13 @@ class DiskShard(Shard):
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
         assert isinstance(self.source, DTensor)
-        absent = self.source._local_tensor
+        absent = local_tensor(self.source)
         # full_tensor() gathers what the DTensor holds, and that is a meta tensor but for this moment.
-        self.source._local_tensor = self.values()
+        set_local_tensor(self.source, self.values())
         try:
             yield
         finally:
-            self.source._local_tensor = absent
+            set_local_tensor(self.source, absent)
 
 
 def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
