@@ -116,10 +116,10 @@ _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu 
 
 # Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
 _OVER_WHOLE = {
-    _ATEN.mse_loss.default,
-    _ATEN.smooth_l1_loss.default,
-    _ATEN.binary_cross_entropy.default,
-    _ATEN.soft_margin_loss.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
 }
 
 
