@@ -246,9 +246,14 @@ def _unstreamable(given: dict[str, Any], folder: str) -> str:
 
 @pytest.mark.timeout(60)
 def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) -> None:
-    for kind, reason in [("Adagrad", "makes state when it is built"), ("ScheduleFreeAdamW", "other weights to evaluate")]:
+    for kind, reason in [
+        ("Adagrad", "makes state when it is built"),
+        ("ScheduleFreeAdamW", "other weights to evaluate"),
+    ]:
         told = run_on_ranks(1, _unstreamable, {"type": kind, "lr": 0.1}, str(tmp_path))[0]
-        assert told.startswith("offload_optimizer_config.device: can be nvme only with an optimizer that is updated piece")
+        assert told.startswith(
+            "offload_optimizer_config.device: can be nvme only with an optimizer that is updated piece"
+        )
         assert reason in told
     dampened = {"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}
     assert "without dampening" in run_on_ranks(1, _unstreamable, dampened, str(tmp_path))[0]

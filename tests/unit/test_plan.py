@@ -63,6 +63,23 @@ def test_more_ranks_take_less_of_what_is_sharded(capsys):
     assert held[1]["level 0"]["optimizer"] == held[0]["level 0"]["optimizer"]
 
 
+def test_machines_joined_by_a_network_may_keep_a_copy_of_the_state_each(capsys):
+    words = ["plan", RECIPE, "--ranks", "16", "--gpus", "--memory-gb", "1", "--json"]
+    assert cli.main(words) == 0
+    every = {c["plan"]: c for c in json.loads(capsys.readouterr().out)["candidates"]}
+    grouped, shared = every["level 3, groups of 8"], every["level 3"]
+    assert (grouped["shard_group_size"], shared["shard_group_size"]) == (8, 16)
+    assert grouped["relative_time"] < shared["relative_time"]
+    assert grouped["by_kind"]["optimizer"] > 1.5 * shared["by_kind"]["optimizer"]
+    assert "config.ZERO.SHARD_GROUP_SIZE=8" in grouped["overrides"]
+    assert "config.ZERO.SHARD_GROUP_SIZE=-1" in shared["overrides"]
+    # Asked for, they stay; the same bits ask for one order of sums.
+    for override, sizes in (("config.ZERO.SHARD_GROUP_SIZE=4", {1, 4}), ("config.TRAINER.DETERMINISTIC=true", {1, 16})):
+        assert cli.main([*words, override]) == 0
+        candidates = json.loads(capsys.readouterr().out)["candidates"]
+        assert {c["shard_group_size"] for c in candidates} == sizes
+
+
 def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     every = planned("config.ZERO.MEMORY_GB=1").candidates
     budget = sorted(c.forecast.step.resident_bytes for c in every)[1] / 2**30

@@ -135,6 +135,7 @@ class Stage:
                 self.forecaster,
                 plan.sharding,
                 plan.world_size,
+                plan.num_nodes,
                 plan.device,
                 plan.accumulation_steps,
                 plan.batch_per_rank,

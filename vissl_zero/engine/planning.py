@@ -137,18 +137,19 @@ def plan_run(
                 part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
                 stages.append(set_stage(part, is_timed=True))
     budget = budget_of(cfg, plan, free_bytes)
-    found = _forecasts(stages, budget)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
     estimated = dict.fromkeys(sentence for stage in stages for sentence in stage.forecaster.estimated)
     assumed = (*stage.assumed, *estimated)
-    return Planned(plan, rank_candidates(found, budget), budget, assumed, len(stage.loader.source), machine)
+    return Planned(plan, candidates, budget, assumed, len(stage.loader.source), machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     """Of all stages; of the one whose plan would be chosen, ways to recompute less than every block too."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
     found = [row for stage in stages for row in stage.forecasts()]
-    chosen = next((candidate for candidate in rank_candidates(found, budget) if candidate.is_chosen), None)
+    ranked = rank_candidates(found, budget, stages[0].plan.world_size)
+    chosen = next((candidate for candidate in ranked if candidate.is_chosen), None)
     if chosen is not None and chosen.is_recomputed:
         own = [row for row in found if row[1] == chosen.micro_batches]
         found += by_number[chosen.micro_batches].forecasts_in_part(own, budget)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,20 @@ class Forecast:
     seconds: float | None = None
     teacher_params: int = 0
     teacher_buffers: int = 0
+
+
+class Recomputable(NamedTuple):
+    """A block that may be run again in the backward pass.
+
+    Attributes:
+        name: of the unit.
+        saved_bytes: of activations that are then not kept.
+        seconds: that its forward pass takes once more, estimated, for one micro-batch.
+    """
+
+    name: str
+    saved_bytes: int
+    seconds: float
 
 
 @dataclass
@@ -199,24 +213,22 @@ class Forecaster:
         """Whether the model is made of units that can be run again in backward."""
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
 
-    def recomputable(self, plan: ShardingPlan) -> list[tuple[str, int]]:
-        """Blocks and the bytes of activations that running them again saves, most bytes per second of running first.
-
-        The bytes are an upper bound: the output of a block, which is kept for the next one, is among them.
-        """
-        plan = plan.keeping_activations()
-        trace = self.trace(plan)
-        if isinstance(trace, str):
+    def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
+        """Blocks that running again saves memory, those first that save most bytes per second."""
+        kept = self.trace(plan.keeping_activations())
+        every = replace(plan.keeping_activations(), checkpoint_every=1)
+        again = self.trace(every)
+        if isinstance(kept, str) or isinstance(again, str):
             return []
-        blocks = plan_wrap(self._subject.model, replace(plan, checkpoint_every=1), 1).checkpointed
         machine = self._subject.machine or machine_for(self._subject.device_type)
-        saved = trace.forward_bytes()
-        rate = {
-            name: saved[name] / max(work_seconds(trace.forward_work[name], plan, machine), 1e-12)
-            for name in blocks
-            if saved.get(name, 0) > 0
-        }
-        return [(name, saved[name]) for name in sorted(rate, key=rate.__getitem__, reverse=True)]
+        before, after = kept.forward_bytes(), again.forward_bytes()
+        blocks = [
+            Recomputable(name, before[name] - after[name], work_seconds(kept.forward_work[name], plan, machine))
+            for name in plan_wrap(self._subject.model, every, 1).checkpointed
+            if name in before and name in after
+        ]
+        useful = [block for block in blocks if block.saved_bytes > 0]
+        return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
 
     @property
     def estimated(self) -> list[str]:
@@ -291,9 +303,9 @@ class Forecaster:
 
     def _update(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> Callable[[], object]:
         (model,) = real_copies((self._subject.model,))
-        stepper, shards, _ = _stepper(self._subject, model, plan, num_ranks, rule)
+        stepper, shards, _ = _stepper(self._subject, plan, _trained(self._subject, model, num_ranks, rule))
         random = torch.Generator().manual_seed(0)
-        for shard in shards:
+        for shard in shards.values():
             shard.local.grad = real_tensor(shard.local.detach(), random)
         stepper.step(())
         return lambda: stepper.step(())
@@ -411,6 +423,9 @@ def fake_(module: nn.Module) -> None:
                     table[name] = faked(tensor)  # type: ignore[assignment]
 
 
+_NORM_BYTES = 64  # that a parameter may take in tables of norms
+
+
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
     """The first rank's rows, which ``ParamFacts.padded`` counts. A slice: ``chunk`` makes a tensor for every rank."""
     return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
@@ -427,48 +442,101 @@ def _recompute(model: nn.Module, checkpointed: Sequence[str]) -> None:
         unit.checkpoint = True
 
 
-def _stepper(
-    subject: Subject, model: nn.Module, plan: ShardingPlan, num_ranks: int, rule: UpdateRule
-) -> tuple[Stepper, list[Shard], torch.optim.Optimizer]:
-    """What updates the first rank's shards of ``model``, the subject's or a copy of it."""
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter as the optimizer of the first rank gets it.
+
+    Attributes:
+        group: its parameter group.
+        name: full.
+        part: its rows, or all of it where the update looks at full tensors.
+    """
+
+    group: ParamGroup
+    name: str
+    part: Tensor
+
+    @property
+    def kind(self) -> tuple[str, torch.Size, torch.dtype]:
+        """Equal for parameters that the optimizer treats in the same way."""
+        return self.group.name, self.part.shape, self.part.dtype
+
+
+def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRule) -> list[_Trained]:
+    """What the first rank updates of ``model``, the subject's or a copy of it."""
     params = dict(model.named_parameters())
-    trained = [name for group in subject.groups for name in group.params]
-    owners = dict(zip(trained, deal([params[name].numel() for name in trained], num_ranks), strict=True))
-    tables, shards = [], list[Shard]()
-    for group in subject.groups:
-        if rule is UpdateRule.PER_TENSOR:  # the largest tensor is dealt to the first rank
-            parts: list[tuple[str, Tensor]] = [(name, params[name]) for name in group.params if owners[name] == 0]
-        else:
-            parts = [(name, _shard(params[name], num_ranks)) for name in group.params]
-        own = [whole_shard(name, nn.Parameter(part.detach().clone())) for name, part in parts]
-        shards += own
-        tables.append(
-            {
-                "name": group.name,
-                "params": [shard.local for shard in own],
-                "lr": 0.0,
-                "weight_decay": group.weight_decay,
-            }
-        )
-    optimizer, adaptation = subject.build_optimizer(tables)
-    return Stepper(shards, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+    trained = [(group, name) for group in subject.groups for name in group.params]
+    owners = deal([params[name].numel() for _, name in trained], num_ranks)
+    return [
+        _Trained(group, name, params[name] if rule is UpdateRule.PER_TENSOR else _shard(params[name], num_ranks))
+        for (group, name), owner in zip(trained, owners, strict=True)
+        if rule is not UpdateRule.PER_TENSOR or owner == 0
+    ]
 
 
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
-    """Measured on the optimizer itself, stepped twice on shards of these sizes: the first step creates its state."""
-    stepper, shards, optimizer = _stepper(subject, subject.model, plan, num_ranks, rule)
-    for shard in shards:
+    """What the optimizer's step takes on the first rank, which is dealt the largest tensor.
+
+    Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
+    the second takes more than that (an update of all tensors at once), all are.
+    """
+    rows = _trained(subject, subject.model, num_ranks, rule)
+    kinds: dict[Any, list[_Trained]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    few, twice = ([row for equal in kinds.values() for row in equal[:number]] for number in (1, 2))
+    state, num_keys, temporary = _stepped(subject, plan, few)
+    if len(rows) > len(few):
+        _, _, with_second = _stepped(subject, plan, twice)
+        per_row = (with_second - temporary) / (len(twice) - len(few))
+        if per_row > _NORM_BYTES:
+            state, num_keys, temporary = _stepped(subject, plan, rows)
+        else:
+            temporary += int(per_row * (len(rows) - len(few)))
+    wholes = [row.part.nbytes for row in rows if rule is UpdateRule.PER_TENSOR]
+    state_bytes = sum(state[row.kind] for row in rows)
+    return UpdateFacts(state_bytes, num_keys, temporary, sum(wholes), max(wholes, default=0))
+
+
+def _stepper(
+    subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]
+) -> tuple[Stepper, dict[int, Shard], torch.optim.Optimizer]:
+    """What updates copies of ``rows``, and these by the id of their row."""
+    shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
+    tables = [
+        {
+            "name": group.name,
+            "params": [shards[id(row)].local for row in rows if row.group is group],
+            "lr": 0.0,
+            "weight_decay": group.weight_decay,
+        }
+        for group in subject.groups
+    ]
+    optimizer, adaptation = subject.build_optimizer(tables)
+    return Stepper([*shards.values()], optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+
+
+def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
+    """State bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+
+    Measured on the optimizer itself, stepped twice: the first step creates its state.
+    """
+    stepper, shards, optimizer = _stepper(subject, plan, rows)
+    own = [*shards.values()]
+    for shard in own:
         shard.local.grad = torch.zeros_like(shard.local)
     # In a recorder too, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages()):
         stepper.step(())
-    states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    tensors = [value for _, value in states if isinstance(value, Tensor)]
-    constants = Storages([*tensors, *(shard.local for shard in shards), *(shard.local.grad for shard in shards)])
-    constants.add(state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor))
+    states = {
+        row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
+        for row in rows
+    }
+    constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
+    constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     with Recorder(constants) as recorder:
         stepper.step(())
-    wholes = [shard.local.nbytes for shard in shards if rule is UpdateRule.PER_TENSOR]
-    num_keys = len({key for key, _ in states})
-    state_bytes = sum(tensor.nbytes for tensor in tensors)
-    return UpdateFacts(state_bytes, num_keys, recorder.peak_bytes(), sum(wholes), max(wholes, default=0))
+    sizes = {
+        kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()
+    }
+    return sizes, len({key for pairs in states.values() for key, _ in pairs}), recorder.peak_bytes()

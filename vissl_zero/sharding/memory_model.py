@@ -18,6 +18,7 @@ from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, sha
 from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.offload.block_file import PAGE
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
@@ -327,18 +328,50 @@ class _Step:
         """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
         return self.device_type == "cpu" and self.num_ranks > 1
 
+    @property
+    def is_streamed(self) -> bool:
+        """The update passes through buffers (``offload/tier.py``): without any state only where parameters do."""
+        has_state = self.facts.updates[self.num_ranks].num_state_keys > 0
+        return self.plan.offload_params.is_on_disk or (self.plan.offload_optimizer.is_on_disk and has_state)
+
+    @property
+    def takes_temporaries(self) -> bool:
+        """The base optimizer updates everything at once, where it computes."""
+        return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
+
     def offload_buffers(self) -> Iterator[int]:
         """What passes through memory on its way from and to a disk."""
-        plan = self.plan
-        master = dtype_of(plan.precision.master).itemsize
-        record = CHUNK_ELEMENTS * master
-        if plan.offload_optimizer.is_on_disk and self.facts.updates[self.num_ranks].num_state_keys:
-            yield _mapped(_NUM_STREAMED * RECORD_BYTES)
-        if plan.offload_params.is_on_disk:
-            yield from (_mapped(number * record) for number in (_NUM_READ_AHEAD, _NUM_SPILLED, 2 * _NUM_STREAMED))
+        value = _paged(self.value_record()) if self.plan.offload_params.is_on_disk else 0
+        if value:
+            yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
             if self.facts.teacher:  # it has files of its own; a record holds shards of one unit
                 largest = max((self.whole_unit(unit) // self.num_ranks for unit in self.units), default=0)
-                yield from (_mapped(number * min(record, largest)) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+                taught = min(CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize, largest)
+                yield from (_mapped(number * taught) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+        state = _paged(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
+        is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
+        if self.is_streamed:
+            yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
+
+    def value_record(self) -> int:
+        """Bytes of the largest record of parameters on a disk: at most a chunk, trained and frozen apart."""
+        groups: dict[tuple[str, bool], int] = {}
+        for param in self.facts.params.values():
+            if param.shape:
+                group = param.unit, param.is_trained
+                groups[group] = groups.get(group, 0) + self.part(param)
+        chunk = CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+        return min(chunk, max(groups.values(), default=0))
+
+    def state_record(self) -> int:
+        """Bytes of the largest record of optimizer state on a disk."""
+        update = self.facts.updates[self.num_ranks]
+        keys = update.num_state_keys
+        if update.whole_bytes:
+            return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
+        if self.plan.offload_params.is_on_disk:  # beside each record of parameters
+            return keys * self.value_record()
+        return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
@@ -522,7 +555,7 @@ class _Step:
             series[kind][min(place, length - 1)] += num_bytes
         update = self.facts.updates[self.num_ranks]
         # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
-        if self.plan.offload_optimizer.device == "none":
+        if self.takes_temporaries:
             series["optimizer"][-1] += update.temporary_bytes
         series["optimizer"][-1] += self.whole_tensors()
         total = torch.zeros(length, dtype=torch.int64)
@@ -565,7 +598,7 @@ class _Step:
         parts = [self.part(param) for param in self.trained.values()]
         share = state / max(1, sum(parts) * update.num_state_keys)
         states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
-        temporary = update.temporary_bytes if self.plan.offload_optimizer.device == "none" else 0
+        temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
         return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes
 
@@ -638,6 +671,10 @@ class _Queue:
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]
             self._next += 1
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def _mapped(num_bytes: int) -> int:

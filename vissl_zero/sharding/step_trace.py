@@ -118,6 +118,15 @@ def kernel_of(operation: str, flops: int) -> Kernel:
 _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
 
 
+# Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
+_OVER_WHOLE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+
 class Moment(IntEnum):
     """What happens at a mark."""
 
@@ -223,6 +232,8 @@ class Recorder(TorchDispatchMode):
             result: Any = tuple(args[0].new_empty(2, args[0].shape[1]).unbind())
         else:
             result = func(*args, **kwargs)
+        if func in _OVER_WHOLE and not result.dim():
+            result = args[0].new_empty(args[0].numel(), dtype=result.dtype)[0]
         made = 0
         for tensor in tensors_of(result):
             made += self._note(tensor)
