@@ -17,7 +17,8 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.planning import fitted, plan_run
 
-pytestmark = pytest.mark.slow  # a dozen runs on real ranks, and a forecast of every plan
+# A dozen runs on real ranks, and a forecast of every plan.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("by_roofline")]
 
 RECIPE = "digits/supervised"
 COMMON = (

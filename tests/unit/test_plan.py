@@ -29,6 +29,8 @@ from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
 
+pytestmark = pytest.mark.usefixtures("by_roofline")
+
 RECIPE = "digits/supervised"
 DRY = "config.DRY_RUN=true"
 

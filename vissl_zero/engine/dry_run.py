@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.config.host import MachineProfile, read_profile
+from vissl_zero.config.host import MachineProfile, read_profile, torchrun_ranks
 from vissl_zero.config.resolved import ResolvedRun, shards_parameters
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
@@ -146,11 +147,14 @@ class Stage:
             return recomputed_in_part(found, budget, self.forecaster)
 
 
-def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
+def set_stage(
+    plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None, *, is_timed: bool = False
+) -> Stage:
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
         plan: of the run.
+        is_timed: forecasts run micro-batches with real tensors for some seconds, if this machine's CPU is to train.
         check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.
@@ -187,18 +191,20 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
         fakes = _faked(batch, num_local, num_global, dtype)
+        # Made when they are first used.
+        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype))
 
-        def run_forward() -> tuple[torch.Tensor, Any]:
+        def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)
-            set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, taught = method.see(fakes), None
+            set_random_key(plan.seed, 0, images.sample_ids)
+            seen, taught = method.see(images), None
             if teacher is not None:
                 with torch.no_grad():
                     taught = method.run_teacher(teacher, seen)
             settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
             if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
                 # The heads are not used, and there may be no labels for a loss.
-                outputs = [getattr(output, "embeddings", output) for output in model(fakes.images)]
+                outputs = [getattr(output, "embeddings", output) for output in model(images.images)]
                 return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
             outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
@@ -212,12 +218,14 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             world_size=plan.world_size,
             num_nodes=plan.num_nodes,
             device_type=plan.device,
-            run_forward=run_forward,
+            run_forward=lambda: run_with(model, teacher, method, fakes),
             inputs=fakes.images,
             is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
             teacher=teacher,
             loss=method,
             machine=described_machine(plan),
+            num_threads=plan.threads_per_rank,
+            run_real=(lambda a, b, c: run_with(a, b, c, reals())) if is_timed and _is_here(plan) else None,
         )
         forecaster = Forecaster(subject, plan.sharding)
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
@@ -285,6 +293,12 @@ def described_machine(plan: ResolvedRun) -> MachineProfile | None:
     return measured_machine(plan.device) if plan.num_nodes == 1 else None
 
 
+def _is_here(plan: ResolvedRun) -> bool:
+    """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
+    is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
+    return plan.device == "cpu" and is_alone and not plan.config["ZERO"]["MACHINE_PROFILE"]
+
+
 def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
     data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
@@ -317,10 +331,10 @@ def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
 
 
 def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
-    """A micro-batch of ``num_local`` images with the shapes of ``batch``; call it in ``FakeTensorMode``."""
+    """A micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
     shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     return ImageBatch(
-        images=[torch.empty(shape, dtype=dtype) for shape in shapes],
+        images=[torch.zeros(shape, dtype=dtype) for shape in shapes],
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
         sample_ids=torch.arange(num_local),

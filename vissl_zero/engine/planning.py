@@ -37,7 +37,7 @@ from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, nothing_fits, rank_candidates
-from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for
+from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for, one_thread
 
 FIT = "fit"
 DONE, NOT_DONE = "done", "not done"
@@ -54,7 +54,7 @@ class Planned:
         plan: the run as it would be at level 0.
         candidates: cheapest first.
         budget: of a rank.
-        assumed: sentences on what was assumed of the images.
+        assumed: sentences on what was assumed of the images and the time.
         num_images: of the run.
         machine: whose rates time the candidates.
     """
@@ -108,6 +108,7 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     return FitPlans(options, budget.memory, budget.given, why)
 
 
+@one_thread()
 def plan_run(
     cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
 ) -> Planned:
@@ -127,17 +128,20 @@ def plan_run(
     folder = next((tier.nvme_path for tier in tiers if tier.nvme_path), None)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
-    stage = set_stage(plan)
+    stage = set_stage(plan, is_timed=True)
     stages = [stage]
     if stage.can_split():
         for times in _SPLITS:
             if plan.batch_per_rank % times == 0:
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
-                stages.append(set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)))
+                part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
+                stages.append(set_stage(part, is_timed=True))
     budget = budget_of(cfg, plan, free_bytes)
     candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    return Planned(plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
+    estimated = dict.fromkeys(sentence for stage in stages for sentence in stage.forecaster.estimated)
+    assumed = (*stage.assumed, *estimated)
+    return Planned(plan, candidates, budget, assumed, len(stage.loader.source), machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:

@@ -56,11 +56,13 @@ class Work:
     Attributes:
         flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
         num_operations: that were run.
+        num_messages: of them, collectives.
     """
 
     flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
     moved_bytes: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
     num_operations: int = 0
+    num_messages: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This and ``times`` the other; -1 takes it away."""
@@ -68,6 +70,7 @@ class Work:
             tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
             tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
             self.num_operations + times * other.num_operations,
+            self.num_messages + times * other.num_messages,
         )
 
     def seconds(self, rate: Callable[[Kernel], float], memory: float) -> float:
@@ -88,19 +91,20 @@ class WorkCounter:
     def __init__(self) -> None:
         self._flops = [0] * (_BINS * len(Kernel))
         self._moved_bytes = [0] * (_BINS * len(Kernel))
-        self._num_operations = 0
+        self._num_operations = self._num_messages = 0
 
-    def add(self, kernel: Kernel, flops: int, num_bytes: int) -> None:
-        """One operation."""
+    def add(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
+        """One operation; ``is_message``: a collective."""
         per_byte = flops // max(num_bytes, 1)
         index = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
         self._flops[index] += flops
         self._moved_bytes[index] += num_bytes
         self._num_operations += 1
+        self._num_messages += is_message
 
     def so_far(self) -> Work:
         """The sums."""
-        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations)
+        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
@@ -239,7 +243,7 @@ class Recorder(TorchDispatchMode):
         counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        self._work.add(kernel_of(name, flops), flops, moved)
+        self._work.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
