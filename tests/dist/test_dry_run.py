@@ -27,6 +27,9 @@ CASES = {
     "level 2, float64": ["config.ZERO.LEVEL=2", "config.TRAINER.DTYPE=float64"],
     "level 3, LARC": ["config.ZERO.LEVEL=3", "config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true"],
     "level 3, recomputed": ["config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true"],
+    "level 0, bfloat16": ["config.ZERO.LEVEL=0", "config.TRAINER.DTYPE=bfloat16"],
+    "level 1, bfloat16": ["config.ZERO.LEVEL=1", "config.TRAINER.DTYPE=bfloat16", "config.TRAINER.ROUNDING=kahan"],
+    "level 3, bfloat16": ["config.ZERO.LEVEL=3", "config.TRAINER.DTYPE=bfloat16", "config.TRAINER.ROUNDING=kahan"],
     "level 1, averaged": ["config.ZERO.LEVEL=1", "config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true"],
 }
 

@@ -33,7 +33,7 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.precision import dtype_of, rounded, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import machine_for, step_seconds
@@ -313,11 +313,12 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
                 "weight_decay": group.weight_decay,
             }
         )
-    optimizer, adaptation = subject.build_optimizer(tables)
+    # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
+    with Recorder(Storages()):
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, shards)(tables)
     stepper = Stepper(shards, optimizer, adaptation, Clipping.of(plan), None, None)
     for shard in shards:
         shard.local.grad = torch.zeros_like(shard.local)
-    # In a recorder too, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages()):
         stepper.step(())
     states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
@@ -327,6 +328,6 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
     with Recorder(constants) as recorder:
         stepper.step(())
     wholes = [shard.local.nbytes for shard in shards if rule is UpdateRule.PER_TENSOR]
-    num_keys = len({key for key, _ in states})
+    num_keys = len({key for key, value in states if isinstance(value, Tensor)})
     state_bytes = sum(tensor.nbytes for tensor in tensors)
     return UpdateFacts(state_bytes, num_keys, recorder.peak_bytes(), sum(wholes), max(wholes, default=0))

@@ -55,6 +55,10 @@ class UpdateKernel:
         # The trial step has left state of the proxies.
         optimizer.state = defaultdict(dict)
 
+    def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
+        """Number format of the state ``key`` of a parameter in the format ``param``."""
+        return param
+
     def _probe(self) -> Mapping[str, Any]:
         """The state one step makes for one element; the same for all, they have one class and its options."""
         proxies = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -93,9 +97,9 @@ class UpdateKernel:
             self.optimizer.state = defaultdict(dict)
         for piece, own in made:
             if piece.is_first:
-                for key in self.keys:
+                for key in own.keys() & set(self.keys):
                     piece.state[key].copy_(own[key])
-                piece.state.update({key: own[key] for key in self.scalars})
+                piece.state.update({key: own[key] for key in own.keys() & self.scalars.keys()})
 
 
 @dataclass(eq=False)
@@ -107,6 +111,8 @@ class UpdatePiece:
         values, grad: (n,) elements and their gradient.
         state: the optimizer's: (n,) views by key, and a copy of the tensor's scalars.
         is_first: there is no state yet, and the optimizer is to make it.
+        tensor: position of the parameter in the list of all.
+        start: place of the first element in the parameter's shard, flattened.
     """
 
     group: int
@@ -114,6 +120,8 @@ class UpdatePiece:
     grad: Tensor
     state: dict[str, Any]
     is_first: bool = False
+    tensor: int = 0
+    start: int = 0
 
 
 def _require_streamable(optimizer: torch.optim.Optimizer, key: str, *, is_known: bool) -> None:
@@ -182,8 +190,8 @@ class StatePlace(ABC):
         return self._params[tensor] in self.mapping
 
     @abstractmethod
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
-        """State of each element of ``segment`` by key; ``data`` begins with the bytes of the chunk's record, if any."""
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
+        """State of each element of ``segment`` by key; a file's record of the chunk is the first column of ``tray``."""
 
     @abstractmethod
     def scalars(self, tensor: int) -> dict[str, Any]:
@@ -204,7 +212,7 @@ class StateInMemory(StatePlace):
             for tensor in range(len(params)):
                 self._state(tensor)
 
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
         """See ``StatePlace``."""
         state = self._state(segment.tensor)
         return {key: state[key].view(-1)[segment.start : segment.stop] for key in self._kernel.keys}
@@ -212,7 +220,7 @@ class StateInMemory(StatePlace):
     def scalars(self, tensor: int) -> dict[str, Any]:
         """See ``StatePlace``."""
         state = self._state(tensor)
-        return {key: copied(state[key]) for key in self._kernel.scalars}
+        return {key: copied(state.get(key, first)) for key, first in self._kernel.scalars.items()}
 
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
         """See ``StatePlace``."""
@@ -223,7 +231,8 @@ class StateInMemory(StatePlace):
         state = self.mapping[param]
         if not state:
             device = "cpu" if param.is_meta else param.device
-            state |= {key: torch.zeros(param.shape, dtype=param.dtype, device=device) for key in self._kernel.keys}
+            formats = {key: self._kernel.format_of(key, param.dtype) for key in self._kernel.keys}
+            state |= {key: torch.zeros(param.shape, dtype=dtype, device=device) for key, dtype in formats.items()}
             state |= {key: copied(value) for key, value in self._kernel.scalars.items()}
         return state
 
@@ -262,8 +271,9 @@ class StateOnDisk(StatePlace):
             self._scalars = {tensor: {} for tensor in range(len(params))}
         self.mapping = _FileMapping(self)
 
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
         """See ``StatePlace``."""
+        data = tray[0].bytes
         num_elements, itemsize = self._chunks[chunk].num_elements, self._chunks[chunk].itemsize
         whole = data[: len(self._kernel.keys) * num_elements * itemsize].view(self._params[segment.tensor].dtype)
         firsts = (position * num_elements + segment.offset for position in range(len(self._kernel.keys)))
@@ -336,7 +346,7 @@ class StateOnDisk(StatePlace):
 
     def _views_of(self, tensor: int, record: int, tray: Tray) -> Iterator[tuple[ChunkSegment, dict[str, Tensor]]]:
         for segment in _of(self._chunks[record], tensor):
-            yield segment, self.views(record, segment, tray[0].bytes)
+            yield segment, self.views(record, segment, tray)
 
 
 class _FileMapping(MutableMapping[Any, dict[str, Any]]):
