@@ -33,7 +33,7 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.precision import dtype_of, rounded, run_in_precision
+from vissl_zero.sharding.precision import rounded, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import machine_for, step_seconds
@@ -254,13 +254,12 @@ class Forecaster:
         sharded = sum(param.padded(num_ranks) for param in facts.params.values())
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
-        reduced = dtype_of(plan.precision.reduce)
         trained = [facts.params[name] for group in subject.groups for name in group.params]
         taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
-            grads=sum(param.padded(num_ranks) // param.itemsize * reduced.itemsize for param in trained),
+            grads=sum(param.padded(num_ranks) for param in trained),
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,

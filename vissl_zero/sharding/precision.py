@@ -159,14 +159,13 @@ class RoundedKernel(UpdateKernel):
 
     Args:
         optimizer: built over float32 proxies.
-        key: that asks for it, to name it in errors.
         shards: by position of the parameter.
         rounding: "stochastic" or "kahan".
         seed: of the run.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: str, shards: Sequence[Shard], rounding: str, seed: int):
-        super().__init__(optimizer, key)
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], rounding: str, seed: int):
+        super().__init__(optimizer, "config.TRAINER.DTYPE", "bfloat16", "config.TRAINER.DTYPE=float32")
         self._shards, self._is_stochastic, self._seed = shards, rounding == "stochastic", seed
         if self._is_stochastic:
             self.scalars[_COUNT] = 0
@@ -235,7 +234,7 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         device = own[0].local.device if own else torch.device("cpu")
         proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
         optimizer, adaptation = build_optimizer(proxies)
-        kernel = RoundedKernel(optimizer, "config.TRAINER.DTYPE", own, precision.rounding, plan.seed)
+        kernel = RoundedKernel(optimizer, own, precision.rounding, plan.seed)
         return StreamedOptimizer(kernel, params, None, is_fast_init=False), adaptation
 
     return factory

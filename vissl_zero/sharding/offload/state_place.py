@@ -29,7 +29,7 @@ class UpdateKernel:
     Args:
         optimizer: built over proxies of one element per group; its group dicts are kept, so that learning rates set in
             them take effect.
-        key: what asks for streaming, to name it in errors.
+        key, what, instead: the key that asks for pieces, its value, and what else to write, to name them in errors.
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
@@ -40,9 +40,15 @@ class UpdateKernel:
         ConfigError: its state cannot be cut.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: str = "offload_optimizer_config.device"):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        key: str = "offload_optimizer_config.device",
+        what: str = "nvme",
+        instead: str = "device: cpu",
+    ):
         self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
-        _require_streamable(optimizer, key, is_known=self.begins_with_zeros)
+        _require_streamable(optimizer, key, what, instead, is_known=self.begins_with_zeros)
         self.optimizer = optimizer
         self.is_eager = any(optimizer.state.values())
         state = self._probe()
@@ -124,15 +130,15 @@ class UpdatePiece:
     start: int = 0
 
 
-def _require_streamable(optimizer: torch.optim.Optimizer, key: str, *, is_known: bool) -> None:
+def _require_streamable(optimizer: torch.optim.Optimizer, key: str, what: str, instead: str, *, is_known: bool) -> None:
     if not is_known and (reason := _why_not(optimizer)):
-        must = f"can be nvme only with an optimizer that is updated piece by piece, and this one {reason}"
-        fix = "Use SGD, LARC, LARS, Adam, AdamW or Lion, or write device: cpu."
+        must = f"can be {what} only with an optimizer that is updated piece by piece, and this one {reason}"
+        fix = f"Use SGD, LARC, LARS, Adam, AdamW or Lion, or write {instead}."
         raise ConfigError([Problem(key, type(optimizer).__name__, must, fix)])
     if any(group.get("dampening") for group in optimizer.param_groups):
-        must = "with nvme needs SGD without dampening: its first step differs from the others"
-        fix = "Write dampening=0, or device: cpu."
-        raise ConfigError([Problem(key, "nvme", must, fix)])
+        must = f"with {what} needs SGD without dampening: its first step differs from the others"
+        fix = f"Write dampening=0, or {instead}."
+        raise ConfigError([Problem(key, what, must, fix)])
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
