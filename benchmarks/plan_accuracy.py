@@ -2,9 +2,10 @@
 
     python benchmarks/plan_accuracy.py [--cells N] [--match level3] [--json out.json]
 
-A cell trains a tiny recipe for three steps on real ranks. In the third, a tracker counts every storage that is alive:
-all that Python can reach at the end of the second step, and each that an operation makes, resizes or lets go after
-that. It shares no code with the forecast, which sees the recipe and no run. The rank that holds most is compared.
+A cell trains a tiny recipe, or a small network in a loop of its own (``own_nets.py``), for three steps on real ranks.
+In the third, a tracker counts every storage that is alive: all that Python can reach at the end of the second step, and
+each that an operation makes, resizes or lets go after that. It shares no code with the forecast, which sees the recipe
+(in a loop of its own: the model, the optimizer and a sample) and no run. The rank that holds most is compared.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import argparse
 import gc
 import itertools
 import json
+import random
 import statistics
 import time
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import own_nets
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -34,6 +39,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
+from vissl_zero.own_loop.initialize import initialize
 
 NUM_STEPS = 3
 
@@ -119,8 +125,9 @@ class _Begin(Hook):
             self.tracker.begin()
 
 
-def measure(plan: ResolvedRun) -> int:
-    """Train; the peak of the last step on this rank."""
+@contextmanager
+def tracked() -> Iterator[LiveBytes]:
+    """A tracker that is told of storages that are resized, too."""
     torch.set_num_threads(1)
     tracker = LiveBytes()
     plain = torch.UntypedStorage.resize_
@@ -130,14 +137,20 @@ def measure(plan: ResolvedRun) -> int:
         tracker.resized(storage)
         return result
 
-    run, schedules, frozen = build_run(plan, torch.device("cpu"))
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
     try:
         with tracker:
-            train(run, schedules, frozen, [_Begin(tracker)])
-        run.sharded.close()
+            yield tracker
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+def measure(plan: ResolvedRun) -> int:
+    """Train; the peak of the last step on this rank."""
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    with tracked() as tracker:
+        train(run, schedules, frozen, [_Begin(tracker)])
+    run.sharded.close()
     return tracker.peak
 
 
@@ -167,22 +180,44 @@ TRUNKS = {
         "config.MODEL.TRUNK={NAME: vision_transformer, VISION_TRANSFORMERS: {IMAGE_SIZE: 24, PATCH_SIZE: 8, "
         "NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 128, MLP_DIM: 512}}"
     ],
+    "convnext": [
+        "config.MODEL.TRUNK.NAME=timm/convnext_atto",
+        "+config.MODEL.TRUNK.PARAMS.model_args={output_stride: 8, depths: [1, 1, 2, 1], dims: [32, 64, 128, 256]}",
+    ],
 }
 _HEAD = "config.MODEL.HEAD.PARAMS="
 _CLUSTERS = "use_bn: true, num_clusters: [128]"
+
+
+def _crops(sizes: Sequence[int]) -> str:
+    """Two crops of each size, in pixels."""
+    number, each, scales = 2 * len(sizes), [2] * len(sizes), [[0.75, 1.0]] * len(sizes)
+    crops = f"total_num_crops: {number}, size_crops: {[*sizes]}, num_crops: {each}, crop_scales: {scales}"
+    norm = "{name: Normalize, mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}"
+    return f"config.DATA.TRAIN.TRANSFORMS=[{{name: ImgPilToMultiCrop, {crops}}}, {{name: ToTensor}}, {norm}]"
+
+
 METHODS = {
-    "swav": [_HEAD + f"[[swav_head, {{dims: [-1, 64, 32], {_CLUSTERS}}}]]"],
-    "dino": [_HEAD + f"[[swav_head, {{dims: [-1, 64, 32], {_CLUSTERS}, use_weight_norm_prototypes: true}}]]"],
-    "supervised": [_HEAD + "[[mlp, {dims: [-1, 10]}]]"],
-    "simclr": [_HEAD + "[[mlp, {dims: [-1, 128, 64], use_bn: true, use_relu: true}]]"],
-    "barlow_twins": [_HEAD + "[[mlp, {dims: [-1, 256, 256], use_bn: true, use_relu: true}]]"],
+    "swav": [_HEAD + f"[[swav_head, {{dims: [-1, 64, 32], {_CLUSTERS}}}]]", _crops([24, 16])],
+    "dino": [
+        _HEAD + f"[[swav_head, {{dims: [-1, 64, 32], {_CLUSTERS}, use_weight_norm_prototypes: true}}]]",
+        _crops([24, 16]),
+    ],
+    "supervised": [_HEAD + "[[mlp, {dims: [-1, 10]}]]", _crops([24])],
+    "simclr": [_HEAD + "[[mlp, {dims: [-1, 128, 64], use_bn: true, use_relu: true}]]", _crops([24])],
+    "barlow_twins": [_HEAD + "[[mlp, {dims: [-1, 256, 256], use_bn: true, use_relu: true}]]", _crops([24])],
 }
 LEVELS = {f"level{level}": [f"config.ZERO.LEVEL={level}"] for level in range(4)}
+_RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true"
+_TIER = "{device: nvme, nvme_path: /tmp}"
 MEMORY = {
     "kept": [],
-    "recomputed": ["config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true"],
-    "nvme": ["config.ZERO.offload_optimizer_config={device: nvme, nvme_path: /tmp}"],
+    "recomputed": [_RECOMPUTE],
+    "half_recomputed": [_RECOMPUTE, "config.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS=2"],
+    "nvme": [f"config.ZERO.offload_optimizer_config={_TIER}"],
+    "both": [f"config.ZERO.offload_{what}_config={_TIER}" for what in ("optimizer", "param")],
 }
+_TIERS = {"level0": (), "level1": ("nvme",), "level2": ("nvme",), "level3": ("nvme", "both")}
 OPTIMIZERS = {
     "adamw": [],
     "sgd": ["config.OPTIMIZER.name=sgd"],
@@ -214,16 +249,63 @@ def planned(cell: Cell, batch: int) -> ResolvedRun:
 
 
 def cells() -> list[Cell]:
-    """All cells, in an order whose beginning is a fair sample of the whole."""
-    levels = [("level0", 1), ("level0", 2), ("level1", 2), ("level2", 2), ("level3", 2), ("level3", 3)]
+    """All cells, in an order whose beginning is a fair sample of the whole. What is not crossed is drawn."""
+    draw = random.Random(0)
+    sizes = [("level0", 1), ("level0", 2), ("level1", 2), ("level2", 3), ("level3", 2), ("level3", 3), ("level3", 4)]
     found = []
-    for index, (trunk, method, (level, ranks)) in enumerate(itertools.product(TRUNKS, METHODS, levels)):
-        memory = ("kept", "recomputed", "kept", "nvme")[index % 4]
-        memory = "kept" if memory == "nvme" and level == "level0" else memory
-        optimizer = (*OPTIMIZERS,)[index % 3]
-        dtype = "bfloat16" if index % 5 == 2 else "float32"
-        found.append(Cell(trunk, method, level, memory, optimizer, dtype, ranks))
-    return [cell for start in range(7) for cell in found[start::7]]
+    for trunk, method, (level, ranks) in itertools.product(TRUNKS, METHODS, sizes):
+        memory = draw.choice(["kept", "recomputed", "half_recomputed", *_TIERS[level]])
+        dtype = draw.choice(["float32", "float32", "bfloat16"])
+        found.append(Cell(trunk, method, level, memory, draw.choice([*OPTIMIZERS]), dtype, ranks))
+    draw.shuffle(found)
+    return [*own_cells(), *found]
+
+
+OWN = "own loop"  # in the place of a method
+
+
+def own_cells() -> list[Cell]:
+    """Each network of ``own_nets.py`` at every level."""
+    draw = random.Random(0)
+    found = []
+    for net, level in itertools.product(own_nets.NETS, LEVELS):
+        memory = draw.choice(["kept", *_TIERS[level]])
+        ranks = draw.choice([1, 2, 3] if level == "level0" else [2, 3])
+        dtype = draw.choice(["float32", "float32", "bfloat16"])
+        found.append(Cell(net, OWN, level, memory, draw.choice([*own_nets.OPTIMIZERS]), dtype, ranks))
+    draw.shuffle(found)
+    return found
+
+
+_NVME = {"device": "nvme", "nvme_path": "/tmp"}
+
+
+def measure_own(cell: Cell, batch: int) -> tuple[int, int]:
+    """Forecast, and the peak of the last step of a plain loop, on this rank."""
+    net, level = own_nets.NETS[cell.trunk], int(cell.level[-1])
+    model = net.build()
+    options = dict(own_nets.OPTIMIZERS[cell.optimizer])
+    tiers = [_NVME if cell.memory in memory else {} for memory in (("nvme", "both"), ("both",))]
+
+    def loss_of(model: Any, batch: Sequence[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cell.dtype == "bfloat16"):
+            return net.loss(model, *batch)
+
+    given = net.batch(batch)
+    forecast = own_nets.forecast(model, options, level, *tiers, lambda model: loss_of(model, given))
+    zero = {"level": level, "offload_optimizer_config": tiers[0], "offload_param_config": tiers[1]}
+    del given
+    model, optimizer = initialize(model, optimizer=options, zero=zero, device="cpu")
+    with tracked() as tracker:
+        for step in range(NUM_STEPS):
+            given = net.batch(batch)
+            if step == NUM_STEPS - 1:
+                tracker.begin()
+            optimizer.backward(loss_of(model, given))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    return forecast, tracker.peak
 
 
 def main() -> None:
@@ -237,34 +319,52 @@ def main() -> None:
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    print(f"{'cell':60} {'forecast':>12} {'measured':>12} {'error':>8}")
     chosen = [cell for cell in cells() if all(word in str(cell).split() for word in given.match.split())]
     for cell in chosen[given.skip :][: given.cells]:
         if time.monotonic() - started > given.seconds:
             break
-        plan = planned(cell, given.batch)
-        found = dry_run(plan).forecast
-        if found.step is None:
-            print(f"{cell!s:60} not known: {found.unknown}", flush=True)
-            continue
-        measured = max(run_on_ranks(cell.ranks, measure, replace(plan, run_dir="/nowhere"), timeout_s=300))
-        error = found.step.peak_bytes / measured - 1
-        rows.append({**asdict(cell), "forecast": found.step.peak_bytes, "measured": measured, "error": error})
-        print(
-            f"{cell!s:60} {found.step.peak_bytes:12,} {measured:12,} {error:+8.2%}  {found.step.phase} "
-            f"{found.step.unit}",
-            flush=True,
-        )
+        rows.append(compared(cell, given.batch))
+        print(line(rows[-1]), flush=True)
         if given.json:
             given.json.write_text(json.dumps(rows, indent=1))
     if len(rows) > 1:
-        sizes = sorted(abs(row["error"]) for row in rows)
-        within = sum(size <= 0.03 for size in sizes) / len(sizes)
-        print(
-            f"{len(rows)} cells: median error {statistics.median(sizes):.2%}, 95th percentile "
-            f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}, within 3 % {within:.0%}, most under "
-            f"{min(row['error'] for row in rows):+.2%}, most over {max(row['error'] for row in rows):+.2%}"
-        )
+        print(f"\n{summary(rows)}")
+
+
+def compared(cell: Cell, batch: int) -> dict[str, Any]:
+    """A row: the cell, bytes of both, and the error."""
+    if cell.method == OWN:
+        found = run_on_ranks(cell.ranks, measure_own, cell, batch, timeout_s=300)
+        forecast, measured = max(pair[0] for pair in found), max(pair[1] for pair in found)
+        where = ""
+    else:
+        plan = planned(cell, batch)
+        step = dry_run(plan).forecast.step
+        assert step is not None
+        forecast, where = step.peak_bytes, f"{step.phase} {step.unit}"
+        measured = max(run_on_ranks(cell.ranks, measure, replace(plan, run_dir="/nowhere"), timeout_s=300))
+    return {**asdict(cell), "forecast": forecast, "measured": measured, "error": forecast / measured - 1, "at": where}
+
+
+_COLUMNS = "trunk", "method", "level", "ranks", "memory", "optimizer", "dtype"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table in docs/plan.md."""
+    words = [str(row[column]).removeprefix("level").replace("_", " ") for column in _COLUMNS]
+    sizes = [f"{row[name] / 1e6:.2f}" for name in ("forecast", "measured")]
+    return f"| {' | '.join([*words, *sizes])} | {row['error']:+.2%} |"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Median, tail, and the worst on either side."""
+    sizes = sorted(abs(row["error"]) for row in rows)
+    within = sum(size <= 0.03 for size in sizes)
+    return (
+        f"{len(rows)} cells: median error {statistics.median(sizes):.2%}, 95th percentile "
+        f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}, {within} within 3 %, most under "
+        f"{min(row['error'] for row in rows):+.2%}, most over {max(row['error'] for row in rows):+.2%}"
+    )
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def _answer(sender: Connection, parent: int, function: Callable[..., Any], argum
 def end_with_creator() -> None:
     """The same for a process that ``multiprocessing`` started, whose parent may be a fork server that nothing ends.
 
-    Such a fork server, one that ``start_fork_server`` has not started, lives as long as one of its processes does, so
-    neither is of use to watch. The process that asked for this one holds the other end of a pipe: when that closes, the
+    A fork server that ``start_fork_server`` has not started lives as long as any of its processes, so watching the
+    parent would not work. The process that asked for this one holds the other end of a pipe: when that closes, the
     kernel sends SIGKILL, which ends a stopped process too.
     """
     creator: Any = multiprocessing.parent_process()

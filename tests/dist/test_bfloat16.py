@@ -52,7 +52,7 @@ def test_levels_give_the_same_bits(name: str, world_size: int, rounding: str) ->
     for other in others:
         assert [key for key in first if not torch.equal(first[key], other[key])] == []
     formats = {key: value.dtype for key, value in first.items() if key != "losses" and value.is_floating_point()}
-    is_norm = {key: "running" in key or name == "sgd" and key.split(".")[-2] == "1" for key in formats}
+    is_norm = {key: "running" in key or (name == "sgd" and key.split(".")[-2] == "1") for key in formats}
     assert all(dtype == (torch.float32 if is_norm[key] else torch.bfloat16) for key, dtype in formats.items())
 
 

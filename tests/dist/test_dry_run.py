@@ -88,7 +88,9 @@ def test_inputs_kept_in_float8_are_counted():
     assert found.unknown == plain.unknown == "" and found.seconds is not None
     assert 0.5 * plain.memory.activations < found.memory.activations < plain.memory.activations
     assert (found.memory.params, found.memory.optimizer) == (plain.memory.params, plain.memory.optimizer)
-    with pytest.raises(ConfigError, match=r"config.MODEL.FLOAT8: must match the name of a linear layer .*got 'nothing'"):
+    with pytest.raises(
+        ConfigError, match=r"config.MODEL.FLOAT8: must match the name of a linear layer .*got 'nothing'"
+    ):
         dry_run(_float8("config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.LAYERS=nothing"))
 
 

@@ -133,9 +133,7 @@ def _in_half(case: Case) -> list[Outcome]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_under_autocast(dtype: str) -> None:
     """Half precision rounds by the order of sums, and a float8 may then fall to the other side."""
-    case = Case(
-        trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=Float8.LAYERS
-    )
+    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=Float8.LAYERS)
     reference = train_plainly(case)
     for outcome in run_on_ranks(2, _in_half, case)[0]:
         print(outcome.distance(reference))

@@ -22,16 +22,19 @@ ROOT = Path(__file__).parents[2]
 NUM_STEPS = 40
 PACE = '''
 import os, time
+from pathlib import Path
 from vissl_zero.engine.hook import Hook
 from vissl_zero.registry import HOOKS
 
 @HOOKS.register("pace")
 class Pace(Hook):
-    """Makes steps last, so that something can happen to the job."""
+    """Makes steps last as long as a file says, so that something can happen to the job."""
 
     def on_step(self, run, record):
-        time.sleep(float(os.environ.get("PACE_S", "0")))
+        time.sleep(float(Path(os.environ["PACE_FILE"]).read_text()))
 '''
+# Seconds a step lasts until the job is interrupted: NUM_STEPS of them outlast the slowest start of its neighbours.
+HELD_S = 1.5
 SMALL = [
     "config=quickstart/swav_digits",
     *SMALL_TRUNK,
@@ -56,13 +59,20 @@ SUBMIT = [
 TWO_BY_ONE = ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=1"]
 
 
+def set_pace(folder: Path, pace_s: float) -> None:
+    """Let every step of the folder's jobs last so many seconds from now on."""
+    (folder / "pace.new").write_text(str(pace_s))
+    (folder / "pace.new").replace(folder / "pace")
+
+
 def start(folder: Path, *words: str, pace_s: float = 0.0) -> subprocess.Popen[str]:
     (folder / "pace_of_tests.py").write_text(PACE)
+    set_pace(folder, pace_s)
     paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, "PACE_S": str(pace_s), "HOME": str(folder)},
+        env={**os.environ, "PYTHONPATH": paths, "PACE_FILE": str(folder / "pace"), "HOME": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,7 +140,18 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def wait_for_restarts(folder: Path, jobs: list[str]) -> None:
+    """Until one of the jobs has been requeued. Steps need not last from then on."""
+    deadline = time.monotonic() + 200
+    while not sum(int(facts(job)["Restarts"]) for job in jobs):
+        assert time.monotonic() < deadline, f"{[facts(job) for job in jobs]}\n{logs(folder)}"
+        time.sleep(0.3)
+    set_pace(folder, 0.0)
+
+
 def ends_as_undisturbed(job: str, folder: Path, undisturbed: Path, restarts: int = 1) -> None:
+    if restarts:
+        wait_for_restarts(folder, [job])
     found = wait_for(job, folder, "COMPLETED", within_s=300)
     assert int(found["Restarts"]) >= restarts, found
     recorded = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -194,7 +215,7 @@ def _processes_of(folder: Path) -> list[str]:
 @pytest.mark.timeout(600)
 def test_the_time_limit_saves_requeues_and_resumes(undisturbed, tmp_path):
     limit = ["config.SLURM.TIME_MINUTES=2", "config.SLURM.SIGNAL_DELAY_S=80", "config.SLURM.MAX_REQUEUES=9"]
-    job = submit(tmp_path, *TWO_BY_ONE, *limit, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.9)
+    job = submit(tmp_path, *TWO_BY_ONE, *limit, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=HELD_S)
     ends_as_undisturbed(job, tmp_path, undisturbed)
     assert "Saved and stopped; requeued (1 of at most 9 times)." in logs(tmp_path)
 
@@ -203,7 +224,7 @@ def test_the_time_limit_saves_requeues_and_resumes(undisturbed, tmp_path):
 @pytest.mark.timeout(600)
 def test_an_eviction_saves_requeues_and_resumes(undisturbed, tmp_path):
     all_of_it = ["config.SLURM.NUM_CPU_PER_PROC=4"]
-    job = submit(tmp_path, *TWO_BY_ONE, *all_of_it, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.4)
+    job = submit(tmp_path, *TWO_BY_ONE, *all_of_it, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=HELD_S)
     wait_for_steps(job, tmp_path, 4)
     urgent = ["sbatch", "-p", "urgent", "-N", "2", "-c", "4", "-o", "/dev/null", "--wrap", "sleep 2"]
     subprocess.run(urgent, check=True, capture_output=True, cwd=tmp_path)
@@ -214,7 +235,7 @@ def test_an_eviction_saves_requeues_and_resumes(undisturbed, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_requeue_from_outside_goes_on_from_the_last_checkpoint(undisturbed, tmp_path):
     often = ["config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=5"]
-    job = submit(tmp_path, *TWO_BY_ONE, *often, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.3)
+    job = submit(tmp_path, *TWO_BY_ONE, *often, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.5)
     wait_for_steps(job, tmp_path, 12)
     subprocess.run(["scontrol", "requeue", job], check=True)
     ends_as_undisturbed(job, tmp_path, undisturbed)
@@ -246,7 +267,7 @@ def test_an_array_sweep_survives_an_eviction_and_a_job_that_fails(undisturbed, t
         "hydra.sweep.dir=sweep",
     ]
     grid = ["config.ZERO.LEVEL=0,3,9,2", f"config.TRAINER.MAX_STEPS={NUM_STEPS}"]
-    sweep = start(tmp_path, "-m", "vissl_zero.cli", "-m", *SMALL, *grid, *launcher, pace_s=0.2)
+    sweep = start(tmp_path, "-m", "vissl_zero.cli", "-m", *SMALL, *grid, *launcher, pace_s=HELD_S)
     folders = {level: tmp_path / f"sweep/{index}" for index, level in enumerate("0392")}
     trained = {level: folder for level, folder in folders.items() if level != "9"}
     deadline = time.monotonic() + 120
@@ -256,6 +277,7 @@ def test_an_array_sweep_survives_an_eviction_and_a_job_that_fails(undisturbed, t
     array = min(jobs_of(tmp_path), key=int)
     urgent = ["sbatch", "-p", "urgent", "-w", "node1", "-c", "4", "-o", "/dev/null", "--wrap", "sleep 1"]
     subprocess.run(urgent, check=True, capture_output=True, cwd=tmp_path)
+    wait_for_restarts(tmp_path, [f"{array}_{index}" for index in range(4)])
     out, err = sweep.communicate(timeout=300)
     assert sweep.returncode == 2, out + err
     restarts = [int(facts(f"{array}_{index}")["Restarts"]) for index in range(4)]

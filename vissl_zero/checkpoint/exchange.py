@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from vissl_zero import __version__
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.first_weights import COUNTERS, Match, match
 from vissl_zero.checkpoint.folder import IMPORTED, Checkpoint, Manifest, find_checkpoints
@@ -29,6 +28,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import STYLES, to_other_names
 from vissl_zero.sharding.state import OPTIMIZER, Part
+from vissl_zero.version import __version__
 
 PARTS = ("model", "trunk", "heads")
 NAMES = ("own", *STYLES, *TRANSFORMER_STYLES)
@@ -217,7 +217,7 @@ def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tu
         return [], []
     method = method_of(tree["LOSS"], foreign.loss)
     if method is None:
-        return [], ["The file has no memory of images: it starts anew."]
+        return [], ["The file has no memory of images: the memory starts from scratch."]
     tensors, said = as_ours(method, tree["LOSS"], foreign.loss)
     parts = [_part_of(Entry.of(f"criterion/{name}", value.contiguous())) for name, value in tensors.items()]
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
@@ -228,7 +228,7 @@ def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tu
     own, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", found.entries), shapes)
     if own.lacks("trunk") or own.lacks("heads"):
         own = students
-        said.append("The file has no teacher that fits: the teacher starts as a copy of the model.")
+        said.append("The file has no matching teacher, so the teacher starts as a copy of the model.")
     else:
         said.append(f"The teacher is imported: {len(own.entries)} tensors.")
     taken = {entry.key for entry in own.entries}

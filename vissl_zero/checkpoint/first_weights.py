@@ -24,7 +24,7 @@ COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; olde
 
 @dataclass
 class Match:
-    """What fits and what does not. All names but ``unknown`` and ``no_tensors`` are ours.
+    """Matching and missing tensors. All names except ``unknown`` and ``no_tensors`` are ours.
 
     Attributes:
         entries: what fits, under our names.
@@ -45,7 +45,7 @@ class Match:
     num_foreign: int = 0
 
     def lacks(self, part: str) -> list[str]:
-        """What of a part ("trunk", "heads") of the model did not get its tensor; batch norm's counters do not count."""
+        """Tensors of a part ("trunk", "heads") that the file did not fill, without batch norm's counters."""
         names = [*self.missing, *self.other_shape]
         return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(COUNTERS))
 

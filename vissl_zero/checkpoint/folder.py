@@ -35,7 +35,7 @@ _MAX_DEPTH = 100
 
 
 class LaterFormatError(CheckpointError):
-    """A checkpoint of a later version of vissl_zero. It is never passed over for an older one, nor replaced."""
+    """A checkpoint of a later version of vissl_zero. It is neither skipped for an older one nor replaced."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ class Checkpoint:
         return found
 
     def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
-        """Read data against the checksums; a sentence for each damaged tensor.
+        """Compare the data with the checksums; yields a sentence for each damaged tensor.
 
         Args:
             stems: ranks' files to read; None: all.
@@ -470,7 +470,7 @@ def step_of(path: Path) -> int | None:
 
 
 def find_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Folders of a run's finished checkpoints, newest first; only opening one tells whether it is whole."""
+    """Folders of a run's finished checkpoints, newest first. Open one to learn whether it is complete."""
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Weights as others lay them out: VISSL's checkpoints, plain state dicts, safetensors, and vision transformers.
+"""Weights in others' layouts: VISSL's checkpoints, plain state dicts, safetensors, and vision transformers.
 
 VISSL's (vissl/utils/checkpoint.py): a dict with ``type`` and ``classy_state_dict -> base_model -> model -> {trunk,
 heads}``. A ``shard_list`` names a file per rank beside it; a ``slice_list`` has, in the place of each tensor, the path
@@ -82,7 +82,7 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
         return _foreign(content, key, path)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        raise CheckpointError(f"{path} is laid out as no program is known to do it ({reason}).") from error
+        raise CheckpointError(f"{path} has a layout that no known program writes ({reason}).") from error
 
 
 def _ours_or_safetensors(path: Path) -> Foreign:

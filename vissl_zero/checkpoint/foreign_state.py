@@ -123,14 +123,14 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
             continue
         if tuple(value.shape) != tuple(ours[name].shape):
             shapes = f"{tuple(value.shape)} in the file, {tuple(ours[name].shape)} here"
-            said.append(f"The loss's {name} is not imported: it has the shape {shapes}. It starts anew.")
+            said.append(f"The loss's {name} is not imported: its shape is {shapes}. It starts from scratch.")
             continue
         ours[name] = value.to(ours[name].dtype).clone()
         done.append(name)
     if done:
         said.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
     elif ours:
-        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start anew.")
+        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
     return ours, said
 
 

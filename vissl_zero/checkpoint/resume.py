@@ -1,4 +1,4 @@
-"""Resuming from the newest complete checkpoint: which one that is, and filling a freshly built run from it."""
+"""Resuming: find the newest complete checkpoint, and load it into a freshly built run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
-    """Put ``run`` where its newest complete checkpoint was made; leave it alone if there is none. Collective.
+    """Restore ``run`` from its newest complete checkpoint; leave it unchanged if there is none. Collective.
 
     Raises:
         CheckpointError: checkpoints are there and none is complete, or it is of another model.
@@ -260,7 +260,7 @@ def _require_same_images(name: str, shape: tuple[int, ...], checkpoint: Checkpoi
     if [new for _, new in changed] == [num_images]:
         raise CheckpointError(
             f"The loss remembers each of {changed[0][0]} training images in {checkpoint.path}, and there are "
-            f"{num_images} here. Train on the same images (config.DATA.TRAIN), or start anew in another folder "
+            f"{num_images} here. Train on the same images (config.DATA.TRAIN), or start a new run in another folder "
             "(config.CHECKPOINT.DIR)."
         )
 

@@ -1,4 +1,4 @@
-"""What a run stores of itself at one step: this rank's part, its random state, and on rank 0 the manifest.
+"""State of a run at one step: this rank's part, its random state, and on rank 0 the manifest.
 
 Replicated state is here too: how it is stored, and the replica check that finds ranks that differ.
 """
@@ -20,13 +20,14 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from vissl_zero import __version__, collectives
+from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.shard_file import bytes_of
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.state import Part
+from vissl_zero.version import __version__
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: state dicts written tensor by tensor, and files read without running what is in them.
+"""Files of ``torch.save``: state dicts written tensor by tensor, and files read without running code in them.
 
 *Writing.* ``torch.save`` wants all tensors at once. Its file is an ordinary zip archive, nothing in it compressed:
 ``data.pkl``, in which every tensor is a call of ``torch._utils._rebuild_tensor_v2`` on a storage named by number, and

@@ -1,4 +1,4 @@
-"""Weights of a model by full name, read one tensor at a time, from whatever a user can point at."""
+"""Weights of a model by full name, read one tensor at a time, from any path that a user can give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``vissl-zero explain <recipe, file or folder>``: what becomes of each key of a recipe, before anything is built.
+"""``vissl-zero explain <recipe, file or folder>``: the effect of each key of a recipe, before anything is built.
 
 A key is used, without effect, different from VISSL, yours to give, or refused. No model is built and torch is not
 imported. All problems come at once, though Hydra stops at the first mistyped key.
@@ -52,11 +52,11 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
 USAGE = """\
 vissl-zero explain <recipe | file.yaml | folder> [config.A.B=value ...] [hydra.searchpath=[file:///my/vissl/configs]]
   --parts        of a folder: also files that name no more than a trunk, on the nearest complete recipe
-  --fix FOLDER   write copies there, with what only Facebook has replaced, a comment for each
+  --fix FOLDER   write copies with Facebook-internal paths replaced, and a comment on each replaced line
   --json         for scripts, on standard output
 
-Says of each key that the recipe writes whether it is used, has no effect (and why), means something else than in VISSL
-or is refused, all at once. Checks as --dry-run does, builds no model and needs no data, weights or GPU.
+Sorts the keys that the recipe sets: used, without effect (and why), different from VISSL, refused. Reports all
+problems at once. Checks what --dry-run checks, builds no model, and needs no data, weights or GPU.
 Exit codes: 0 all are accepted, 1 some are refused, 2 your input.
 """
 _FLAGS = ("--parts", "--fix", "--json")
@@ -341,7 +341,7 @@ def _drop(tree: DictConfig, key: str) -> None:
 
 
 def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
-    """Put stand-ins where a user gives paths, and say which."""
+    """Insert placeholders where a user gives paths, and list them."""
     account.yours += missing(run.DATA)
     for problem in account.yours:
         split = getattr(run.DATA, problem.key.split(".")[2])

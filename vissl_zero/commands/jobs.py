@@ -19,7 +19,7 @@ from vissl_zero.launch.slurm import Submitted, noted
 
 USAGE = """\
 vissl-zero jobs list                   submitted runs: state, progress, run folder
-vissl-zero jobs logs <job> [--follow]  what a job printed; all of its tasks' errors at the end
+vissl-zero jobs logs <job> [--follow]  a job's output, then the errors of all its tasks
 vissl-zero jobs cancel <job> ...       cancel jobs; a running one saves first, if the cluster gives it time
 """
 _WORDS = ("list", "logs", "cancel")
@@ -84,7 +84,7 @@ def _list() -> int:
 
 
 def state_of(job: Submitted) -> str:
-    """SLURM's word for the job's state, or what the run folder says of one that SLURM has forgotten."""
+    """The job's state in SLURM's words, or the state in the run folder of a job that SLURM has forgotten."""
     try:
         command = ["scontrol", "show", "job", "-o", job.job_id]
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout

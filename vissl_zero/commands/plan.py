@@ -1,4 +1,4 @@
-"""``vissl-zero plan config=<recipe>``: every way to run a recipe, what it would hold and how long it would take."""
+"""``vissl-zero plan config=<recipe>``: every way to run a recipe, with its forecast memory and time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 USAGE = """\
 vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --ranks N            processes; more than 8 are machines of 8
-  --gpus               plan for GPUs, though there are none here
-  --memory-gb X        GiB a rank may use where it computes (config.ZERO.MEMORY_GB)
-  --host-memory-gb X   GiB of host memory a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
+  --gpus               plan for GPUs even if this machine has none
+  --memory-gb X        GiB that a rank may use on its device (config.ZERO.MEMORY_GB)
+  --host-memory-gb X   GiB of host memory that a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
   --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
   --machine X          a profile (h100x8, h200x8, a100x8, cpu_core) or a YAML file (config.ZERO.MACHINE_PROFILE)
   --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
-  --png FILE           where memory over a step is drawn (plan.png); none: nowhere
-  --json               for scripts, on standard output; nothing is drawn unless --png says where
+  --png FILE           file for the plot of memory over a step (plan.png); none: no plot
+  --json               print JSON to standard output; no plot unless --png names a file
 
-Forecasts, with no data, GPU or processes, every level, recomputation, tier and number of micro-batches that trains the
-same, cheapest first, and marks the cheapest that fits. State is on disk in those plans only if an nvme_path is
-given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null, never 0.
+Lists every combination of level, recomputation, tier and number of micro-batches that trains the same model, with its
+forecast, cheapest first, and marks the cheapest that fits. Needs no data, GPU or processes. Plans use a disk only if
+an nvme_path is given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null,
+never 0.
 vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers it.
 vissl-zero plan --history <folder> shows forecast against measured memory of all plans of all runs under it.
-Exit codes: 0 a plan fits (of every recipe), 1 none does, 2 your input.
+Exit codes: 0 every recipe has a plan that fits, 1 some recipe has none, 2 an error in your input.
 """
 _VALUES = {
     "--memory-gb": "config.ZERO.MEMORY_GB",
@@ -122,7 +123,7 @@ _APART = {"--calibrate": _calibrate, "--history": _history}
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:
-    """Recipes, overrides, whether JSON is asked for, and where to draw."""
+    """Recipes, overrides, whether to print JSON, and the file for the plot."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
     overrides = ["config.DRY_RUN=true"]

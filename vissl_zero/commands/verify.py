@@ -28,7 +28,7 @@ vissl-zero verify config=<recipe> [config.A.B=value ...] [--steps N] [--toleranc
 
 Trains the recipe for N steps (5) in float64, once unsharded and once as the recipe says (level, engine, offload), with
 the same processes, and prints the largest difference of losses and parameters after each step.
-Exit codes: 0 equal within T (1e-10), 1 different, 2 your input.
+Exit codes: 0 equal within T (1e-10), 1 different, 2 an error in your input.
 """
 
 _COMMON = (

@@ -83,7 +83,7 @@ def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
 
 
 def _outside_facebook(name: str, split: Split) -> list[str]:
-    """Read what everstore would hold from the folder or list that stands for it; the sentence to say."""
+    """Replace everstore by the folder or list that the catalogue gives for it; returns the note to print."""
     if split.DATA_SOURCES != [EVERSTORE] or not split.DATA_PATHS:
         return []
     source = "disk_filelist" if split.DATA_PATHS[0].endswith(_LISTS) else "disk_folder"

@@ -1,6 +1,6 @@
 """From a recipe's name and overrides to a typed configuration.
 
-What Hydra and OmegaConf refuse is said in a sentence: which key, what it must be, what to write instead.
+Refusals by Hydra and OmegaConf become one sentence: the key, what it must be, what to write instead.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> P
 
 
 def _everyday(word: str) -> str:
-    """The key that a user means by this word; empty if it is not known."""
+    """The full key behind a short word; empty if unknown."""
     plain = word.lower().replace("_", "").replace("-", "")
     return next((key for key, words in EVERYDAY.items() if plain in words), "")
 
@@ -513,7 +513,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
 
 
 def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[str] = ()) -> ConfigError:
-    """What composing refused as one ConfigError: every mistyped key and value, though Hydra stops at the first.
+    """All refusals while composing as one ConfigError: every mistyped key and value, though Hydra stops at the first.
 
     Args:
         error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.

@@ -1,4 +1,4 @@
-"""``ZERO.LEVEL: fit`` without torch: the plans that it may take, which it takes, and what came of them.
+"""``ZERO.LEVEL: fit`` without torch: the possible plans, the chosen one, and the outcome of each.
 
 The last stands in ``forecasts.jsonl`` in the run folder, where a plan is started, where rank 0 has done its first step,
 and where memory ran out.
@@ -122,12 +122,12 @@ class FitPlans:
         return least if least.forecast_bytes < min(_failed(rows), default=0) else None
 
     def allowed(self, free_bytes: int) -> int:
-        """The smaller of what is free for a rank and what the user has given it."""
+        """The smaller of a rank's free memory and the user's limit."""
         return free_bytes if self.given_bytes is None else min(free_bytes, self.given_bytes)
 
 
 class FitRun:
-    """What ``fit`` has chosen for a run, and the way to go on where memory runs out.
+    """The plan that ``fit`` chose for a run, and how the run continues when memory runs out.
 
     Args:
         plans: of the run.
@@ -190,7 +190,7 @@ class FitRun:
 
 
 def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
-    """What to resolve in place of a recipe whose ZERO.LEVEL is fit: as if the user had written the option."""
+    """The configuration to resolve instead of one whose ZERO.LEVEL is fit, as if the user had written the option."""
     return replace(
         composed,
         run=with_settings(composed.run, option.settings),

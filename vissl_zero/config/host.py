@@ -118,7 +118,7 @@ def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
         numbers["LOCAL_RANK"] < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
     ):
         got = ", ".join(f"{name}={text}" for name, text in given.items())
-        fix = "Unset them: they are for torchrun to set, which then starts each process."
+        fix = "Unset them: only torchrun should set them, for each process that it starts."
         raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
     return numbers["WORLD_SIZE"], local
 
@@ -291,8 +291,8 @@ class MachineProfile:
         disk: bytes a second of a rank's share of a local disk.
         operation_s: seconds that one operation costs beside what it computes.
         convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
-        fresh: bytes a second of memory that the system hands out anew, on a CPU; None: it costs nothing.
-        memory_gb: GiB where a rank computes; None: not said, and the device here or an assumed one counts.
+        fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
+        memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
         source: where the figures are from.
     """
 
@@ -362,7 +362,7 @@ def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)
-                fix = "Write 1.0e+9 for 1e9: YAML takes that for a word." if isinstance(value, str) else "Correct it."
+                fix = "Write 1.0e+9 for 1e9, which YAML reads as text." if isinstance(value, str) else "Correct it."
                 yield Problem(f"{_KEY}: {profile}: {item.name}", got, "must be a number above 0", fix)
 
 

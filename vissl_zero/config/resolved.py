@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# What LARC and LARS do where a recipe does not say: the share of its own norm that a tensor may move per unit of
+# learning rate, and what is added to the denominator.
+TRUST_COEFFICIENT, TRUST_EPS = 0.001, 1e-8
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -41,8 +45,8 @@ class LarcPlan:
     """LARC on top of the base optimizer: https://arxiv.org/abs/1708.03888, clipping as in apex."""
 
     clip: bool = False
-    trust_coefficient: float = 0.001
-    eps: float = 1e-8
+    trust_coefficient: float = TRUST_COEFFICIENT
+    eps: float = TRUST_EPS
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class OptimizerPlan:
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
         head_lr_factors: of the learning rate, one per head; empty: 1 for all.
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
-        head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: heads are alike.
+        head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: all heads have the same.
         layer_decay: of the learning rate from one block of a transformer to the one before.
         param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
     """
@@ -126,7 +130,7 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What ``sharding`` is asked to do.
+    """The sharding plan of a run: the input of ``sharding``.
 
     Attributes:
         level: ZeRO level, 0 to 3.
@@ -139,6 +143,7 @@ class ShardingPlan:
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
+        checkpoint_blocks: full names of the blocks to recompute, used instead of both when not empty.
         precision: number formats.
         timeout_s: of every collective.
         deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
@@ -167,6 +172,7 @@ class ShardingPlan:
     sync_bn_only_marked: bool = False
     checkpoint_every: int = 0
     stage_checkpoints: tuple[tuple[int, ...], ...] = ()
+    checkpoint_blocks: tuple[str, ...] = ()
     precision: Precision = Precision()
     timeout_s: float = 600.0
     deterministic: bool = False
@@ -184,6 +190,15 @@ class ShardingPlan:
     compile: str = ""
     float8: str = ""
     needs_whole_tensors: bool = False
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any block is run again in the backward pass."""
+        return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
+
+    def keeping_activations(self) -> ShardingPlan:
+        """The same plan, with nothing recomputed."""
+        return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
 
 
 @dataclass(frozen=True)

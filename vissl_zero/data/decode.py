@@ -59,7 +59,7 @@ def decode_image(data: bytes, name: str) -> Image.Image:
 
 @contextmanager
 def _named(name: str | Path) -> Iterator[None]:
-    """Whatever goes wrong becomes the error of this image."""
+    """Turn any failure into an error that names this image."""
     try:
         with warnings.catch_warnings():
             # Pillow warns where we are about to refuse. Costs 5 microseconds.

@@ -291,7 +291,7 @@ def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImage
 
 
 def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
-    """Find out before training what would be wrong with the images that are evaluated on after it.
+    """Check the evaluation images before training.
 
     Cost: indexing the sources; no image is read.
 

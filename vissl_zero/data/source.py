@@ -43,7 +43,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """What a source is asked for; the first argument of every component in ``DATA_SOURCES``.
+    """A request for a source: the first argument of every component in ``DATA_SOURCES``.
 
     Attributes:
         split: "TRAIN" or "TEST".

@@ -1,7 +1,8 @@
 """torch's DataLoader as it is used here: a micro-batch per item, clear errors, workers that end with their rank.
 
-A worker that is killed, stopped or hung ends the iteration with a sentence that names it. torch alone would wait for a
-stopped one for ever, in places that its own ``timeout`` does not reach: between epochs, and while it asks a worker for
+A worker that is killed, stopped or hung ends the iteration with a sentence that names it. torch alone would wait
+forever for a stopped worker, in places that its own ``timeout`` does not cover: between epochs, and while it asks a
+worker for
 the file descriptor of a batch.
 """
 
@@ -27,7 +28,7 @@ from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
-# More workers than cores are VISSL's default (5) on a laptop. torch says so twice for each of the loaders of a run.
+# VISSL's default (5) exceeds the cores of a laptop, and torch would warn twice about each loader of a run.
 warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
@@ -168,10 +169,10 @@ def _kill(workers: Iterable[Any]) -> None:
 
 
 class _Shared(Dataset[Loaded]):
-    """Puts what a worker has loaded into shared memory.
+    """Puts a worker's loaded batch into shared memory.
 
-    torch would do so in a thread that prints what goes wrong and drops the batch, which the training process then
-    waits for in vain.
+    torch would do so in a thread that prints errors and drops the batch; the training process would then wait for the
+    batch forever.
     """
 
     def __init__(self, dataset: MicroBatchDataset):

@@ -32,7 +32,7 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.candidates import Found, forecast_all
+from vissl_zero.sharding.candidates import Budget, Found, forecast_all, recomputed_in_part
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.sharding.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.step_time import measured_machine
@@ -82,9 +82,9 @@ class DryRun:
         On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
         """
         held, sharding = self.forecast.memory, self.plan.sharding
-        tiers = {"device": held.activations + held.buffers + held.teacher, "host": 0, "disk": 0}
+        tiers = {"device": held.activations + held.buffers + self.forecast.teacher_buffers, "host": 0, "disk": 0}
         params = sharding.offload_params.place(self.plan.device)
-        tiers[params] += held.params
+        tiers[params] += held.params + self.forecast.teacher_params
         tiers["device"] += held.params_step_peak - held.params  # units that are gathered
         tiers["disk" if params == "disk" else "device"] += held.grads
         tiers[sharding.offload_optimizer.place(self.plan.device)] += held.optimizer
@@ -136,10 +136,16 @@ class Stage:
                 self.forecaster,
                 plan.sharding,
                 plan.world_size,
+                plan.num_nodes,
                 plan.device,
                 plan.accumulation_steps,
                 plan.batch_per_rank,
             )
+
+    def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
+        """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return recomputed_in_part(found, budget, self.forecaster)
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
@@ -156,7 +162,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
     data, assumed = _data(plan)
     loader = _loader(plan, data)
-    batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # made-up ones are all alike
+    batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
     if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
@@ -279,9 +285,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def described_machine(plan: ResolvedRun) -> MachineProfile | None:
-    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else what was measured of this one, if that is there.
+    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else the measurements of this machine, if there are any.
 
-    Of several machines none counts as measured: each decides by itself, and all must decide alike.
+    With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
     """
     profile = plan.config["ZERO"]["MACHINE_PROFILE"]
     if profile:

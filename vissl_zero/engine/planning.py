@@ -34,9 +34,9 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import load_resolved
-from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
+from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.sharding.candidates import Budget, Candidate, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, nothing_fits, rank_candidates
 from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for
 
 FIT = "fit"
@@ -73,7 +73,7 @@ class Planned:
 
 
 def fitted(composed: Composed) -> Composed:
-    """Decide ``ZERO.LEVEL: fit``: what to resolve instead.
+    """Decide ``ZERO.LEVEL: fit``; returns the configuration to resolve.
 
     A configuration that names a level is returned unchanged.
 
@@ -128,15 +128,28 @@ def plan_run(
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
     stage = set_stage(plan)
-    found = stage.forecasts()
+    stages = [stage]
     if stage.can_split():
         for times in _SPLITS:
             if plan.batch_per_rank % times == 0:
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
-                found += set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)).forecasts()
+                stages.append(set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)))
     budget = budget_of(cfg, plan, free_bytes)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source), machine)
+    return Planned(plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
+
+
+def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
+    """Of all stages; of the one whose plan would be chosen, ways to recompute less than every block too."""
+    by_number = {stage.plan.accumulation_steps: stage for stage in stages}
+    found = [row for stage in stages for row in stage.forecasts()]
+    ranked = rank_candidates(found, budget, stages[0].plan.world_size)
+    chosen = next((candidate for candidate in ranked if candidate.is_chosen), None)
+    if chosen is not None and chosen.is_recomputed:
+        own = [row for row in found if row[1] == chosen.micro_batches]
+        found += by_number[chosen.micro_batches].forecasts_in_part(own, budget)
+    return found
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:

@@ -2,7 +2,7 @@
 
 A run that is asked to stop finishes its optimizer step and the next, in which all ranks learn of it, saves, closes
 its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command resumes from there, on the same number
-of ranks or another. It is enough to ask one rank. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Launchers
+of ranks or another. Asking one rank is enough. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Launchers
 (the local one, a batch system) need only this file::
 
     from vissl_zero.engine import stopping
@@ -18,7 +18,7 @@ A batch system that sends a warning signal before the end of a job (``#SBATCH --
 launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal was closed) stays ignored under nohup. A
 second Ctrl-C ends at once, unsaved.
 
-Other exit codes: 0 done, 1 a crash, 2 the user's input. A sweep notes the code of each of its jobs, in ``job.json`` of
+Other exit codes: 0 done, 1 a crash, 2 the user's input. A sweep records the exit code of each job in ``job.json`` in
 the job's folder. Imports nothing heavy.
 """
 
@@ -166,6 +166,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a job has come to its end in good order."""
+    """Whether a job ended properly."""
     note = read_note(folder)
     return note is not None and note.code == 0 and bool(read_summary(folder))

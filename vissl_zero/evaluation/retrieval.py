@@ -57,7 +57,8 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
 
 
 def _places(length: int, side: int, count: int) -> list[int]:
-    """Where ``count`` squares begin, spread over a length; around their centres, so that VISSL's are rounded alike."""
+    """Where ``count`` squares begin, spread over a length; around their centres, so that rounding agrees with
+    VISSL's."""
     gap = (length - side) / (count - 1) if count > 1 else 0.0
     centre = np.floor(side / 2 - 1)
     return [min(int(np.floor(centre + gap * index) - centre), length - side) for index in range(count)]
@@ -195,7 +196,7 @@ def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, lis
     A query without one is left out. A query whose last good image stands before k counts as of there.
 
     Args:
-        similarity: (queries, images), higher is more alike. Of equals, the first image stands first.
+        similarity: (queries, images), higher is more similar. Ties keep the order of the images.
         wanted: for some or all of the queries. Numbers at or above ``images`` are left out.
     """
     precisions, at = [], []

@@ -3,13 +3,13 @@
 The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``; those of torchrun
 through the store that its agent serves.
 
-gloo's connections on this machine are between processes of one user only. gloo listens on a loopback port and takes
-whoever comes first with a small number for the peer it waits for, and it ends the process when strangers have taken the
+gloo's connections on this machine are between processes of one user only. gloo listens on a loopback port, accepts the
+first connection that sends the small number of an expected peer, and ends the process when strangers have used the
 last descriptor. Every user of the machine can connect to that port. So the kernel is told to hold back what comes over
 a new connection (a socket filter on the listener, which its connections inherit) until the kernel's own list says that
-the other end belongs to this user. What strangers say is never heard. Once all peers are connected, the port accepts no
-one else. The first bytes of a peer are held back too, and come again after the kernel's 0.2 s: that is what a group
-costs.
+the other end belongs to this user. Data from other users are never read. Once all peers are connected, the port
+accepts no more connections. The first bytes of a peer are held back too, and the kernel sends them again after 0.2 s:
+this is the cost of each group.
 """
 
 from __future__ import annotations

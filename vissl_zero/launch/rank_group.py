@@ -1,4 +1,4 @@
-"""The ranks of a run on this machine: started together, watched, told of signals, and never outliving the launcher.
+"""The ranks of a run on this machine: started together, monitored, sent signals, and ended with the launcher.
 
 Not ``torch.distributed.elastic``'s: the launcher would import torch before its ranks do, and a rank that saved and
 stopped would count as failed (docs/cluster.md has the list). A rank runs this module: ``main`` listens to signals
@@ -29,7 +29,7 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
 LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
-_OOM_SHARE = 100  # of 1000, of the memory there is: so much more than it holds is a rank taken to hold
+_OOM_SHARE = 100  # of 1000 of the memory: added to a rank's own use when the kernel picks a process to kill
 _GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous of launchers on several machines: they meet, watch each other, and end or restart together.
+"""The rendezvous of launchers on several machines: they meet, send heartbeats, and end or restart together.
 
 Launcher 0 serves the ``KeyValueServer`` that all ranks and launchers use. Each launcher sends a heartbeat every second.
 A launcher that is silent for too long is lost: the others stop their ranks and name it. A launcher whose ranks failed

@@ -102,7 +102,7 @@ class KnowledgeDistillation(EmbeddingMethod):
             teacher.load_state_dict(weights, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             must = f"must be the folder of a run that has ended ({' '.join(str(error).split())[:200]})"
-            raise ConfigError([Problem(_KEY, self.teacher, must, "Write another, or train it again.")]) from error
+            raise ConfigError([Problem(_KEY, self.teacher, must, "Name another run, or train it again.")]) from error
         return teacher.requires_grad_(False)
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:

@@ -1,7 +1,8 @@
 """Models without memory for their weights: built larger than a rank, then filled part by part.
 
-Convolutions, linear layers and norms, which ``initialize_`` has a rule for, get parameters on the meta device. All else
-is as ever: buffers, learned vectors and whatever else a constructor computes have their values. What constructors draw
+Convolutions, linear layers and norms, for which ``initialize_`` has a rule, get parameters on the meta device.
+Everything else is built normally: buffers, learned vectors and other values that a constructor computes. What
+constructors draw
 for a parameter without memory is drawn and dropped, so that the numbers they draw next are those of a whole model.
 
 Weights are drawn a unit at a time, so that no rank ever holds them all. A module that owns parameters or buffers must

@@ -15,6 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
+
 
 @dataclass(frozen=True)
 class TensorNorms:
@@ -75,9 +77,9 @@ class Larc(Adaptation):
 
     needs_dot: ClassVar[bool] = False
 
-    trust_coefficient: float = 0.001
+    trust_coefficient: float = TRUST_COEFFICIENT
     clip: bool = False
-    eps: float = 1e-8
+    eps: float = TRUST_EPS
 
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
@@ -110,8 +112,8 @@ class Lars(Adaptation):
             is up to their group.
     """
 
-    eta: float = 0.001
-    eps: float = 1e-8
+    eta: float = TRUST_COEFFICIENT
+    eps: float = TRUST_EPS
     exclude_bias_and_norm: bool = False
 
     def coefficients(

@@ -31,6 +31,7 @@ from vissl_zero.config.components.optimizers import (
     ScheduleFreeConfig,
     SGDConfig,
 )
+from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Lars
 from vissl_zero.registry import OPTIMIZERS
@@ -41,8 +42,8 @@ def lars(
     groups: Groups,
     momentum: float = 0.9,
     nesterov: bool = False,
-    eta: float = 0.001,
-    eps: float = 1e-8,
+    eta: float = TRUST_COEFFICIENT,
+    eps: float = TRUST_EPS,
     exclude_bias_and_norm: bool = False,
 ) -> tuple[torch.optim.Optimizer, Lars]:
     """SGD with layer-wise adaptive rates, as Barlow Twins has it."""

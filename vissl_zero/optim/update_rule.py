@@ -1,4 +1,4 @@
-"""What an optimizer looks at to update an element: that element alone, its full tensor, or more. Found by trial.
+"""What an update of an element depends on: that element, its full tensor, or more. Determined by test steps.
 
 A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
 nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
@@ -54,7 +54,7 @@ class UpdateRule(enum.Enum):
 def update_rule(
     optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool = False
 ) -> UpdateRule:
-    """Find out by trial how far ``optimizer`` looks. Cost: nothing for torch's own, under a second for most others.
+    """Determine the update rule of ``optimizer`` by test steps. Free for torch's own, under a second for most others.
 
     Args:
         optimizer: left as it is; copies of it run, without its state, with the settings of each group.

@@ -11,12 +11,14 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero import collectives
 from vissl_zero.config.host import RESERVE, free_memory
@@ -26,7 +28,6 @@ from vissl_zero.own_loop.settings import ZeroSettings
 from vissl_zero.own_loop.user_optimizer import read_optimizer
 from vissl_zero.sharding.candidates import (
     Budget,
-    Candidate,
     because,
     forecast_all,
     nothing_fits,
@@ -56,7 +57,12 @@ def choose_plan(
     outcome: tuple[ShardingPlan, str] | ConfigError
     try:
         with torch.random.fork_rng(devices=[]):
-            found = _candidates(model, optimizer, base, settings, sample, device, budget)
+            forecaster, mode = forecaster_of(model, optimizer, base, sample, device)
+            # Recomputation is the loop's own.
+            with mode:
+                machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
+                plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+            found = rank_candidates(plans, budget, collectives.world_size())
         chosen = next((candidate for candidate in found if candidate.is_chosen), None)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
@@ -73,16 +79,16 @@ def choose_plan(
     return outcome
 
 
-def _candidates(
-    model: nn.Module,
-    optimizer: Any,
-    base: ShardingPlan,
-    settings: ZeroSettings,
-    sample: Any,
-    device: torch.device,
-    budget: Budget,
-) -> list[Candidate]:
-    """All plans, cheapest first."""
+def forecaster_of(
+    model: nn.Module, optimizer: Any, base: ShardingPlan, sample: Any, device: torch.device
+) -> tuple[Forecaster, FakeTensorMode]:
+    """What answers for any plan over these ranks, to be called in that mode. Each rank may call it alone.
+
+    Args:
+        model, optimizer, base, sample, device: as for ``choose_plan``.
+    Raises:
+        ConfigError: no sample, or a model that cannot be copied.
+    """
     if sample is None:
         fix = "Give one micro-batch of a rank: initialize(..., sample=batch); tensors on the meta device will do."
         raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
@@ -90,25 +96,22 @@ def _candidates(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fake = _fake_copy(model)
-        # Tensors of a function's own are not seen.
-        batch = None if callable(sample) else pytree.tree_map(_fake, sample)
+        batch = sample if callable(sample) else pytree.tree_map(_fake, sample)
+        leaves = _outside(mode, fake, sample) if callable(sample) else pytree.tree_leaves(batch)
     groups, build_optimizer = read_optimizer(_shell(optimizer), model)
-    micro_batches = settings.gradient_accumulation_steps
-    inputs = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     subject = Subject(
         model=fake,
         groups=groups,
         build_optimizer=build_optimizer,
         world_size=collectives.world_size(),
-        num_nodes=max(1, collectives.world_size() // _local_ranks()),
+        num_nodes=_num_nodes(),
         device_type=device.type,
-        run_forward=lambda: _forward(fake, sample if callable(sample) else batch),
+        run_forward=lambda: _forward(fake, batch),
         inputs=inputs,
     )
     with mode:
-        forecaster = Forecaster(subject, base)
-        found = forecast_all(forecaster, base, subject.world_size, device.type, micro_batches, 0, can_recompute=False)
-    return rank_candidates(found, budget)
+        return Forecaster(subject, base), mode
 
 
 def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
@@ -124,8 +127,35 @@ def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
     return Budget(least, host, disk, f"{what}, less {RESERVE / _GIB:g} GiB")
 
 
+def _num_nodes() -> int:
+    return max(1, collectives.world_size() // _local_ranks())
+
+
 def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
+
+
+class _RealInputs(TorchDispatchMode):
+    """Inside, collects the real tensors that operations are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                self.found[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))
+
+
+def _outside(mode: FakeTensorMode, model: nn.Module, sample: Callable[..., Any]) -> list[Tensor]:
+    """Fakes of the tensors that a function brings along, its batch: those the mode will use in their place."""
+    inputs = _RealInputs()
+    # What is wrong with it is said when it is recorded.
+    with suppress(Exception), torch.no_grad(), inputs:
+        sample(model)
+    return [mode.from_tensor(tensor) for tensor in inputs.found.values()]
 
 
 def _fake(leaf: Any) -> Any:

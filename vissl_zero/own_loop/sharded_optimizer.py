@@ -102,7 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.zero_grad()
             self._num_micro_batches = 0
         self._open_micro_batch()
-        # After the next micro-batch is open, so that a loop which catches the error can go on.
+        # After the next micro-batch is open, so that a loop that catches the error can continue.
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
             names = ", ".join(self.last_step.nonfinite_gradients()[:3])
             raise VisslZeroError(

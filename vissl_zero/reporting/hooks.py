@@ -78,7 +78,7 @@ def opening_lines(run: Run) -> list[str]:
     lines.append(f"data {described(data, 'TRAIN')}{count}; measured on {described(data, 'TEST') or PART}")
     tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
     if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:
-        lines.append(f"stored {', '.join(stored)}; figures of memory count the buffers that they pass through")
+        lines.append(f"stored {', '.join(stored)}; memory figures include their buffers")
     if rates := plan.optimizer.head_lr_factors:
         lines.append(
             f"{len(rates)} classifiers side by side, learning rates times {', '.join(f'{r:g}' for r in rates)}; "

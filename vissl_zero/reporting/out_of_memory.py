@@ -92,7 +92,7 @@ def _advice(plan: ResolvedRun, need: int) -> list[str]:
     others = list(other_numbers(plan))
     enough = [switch for switch in others if switch.saved >= need]
     if enough:
-        return ["No switch that keeps every number frees enough; this would:", f"  {enough[0]}"]
+        return ["No switch that keeps results unchanged frees enough; this one would:", f"  {enough[0]}"]
     useful = sorted((switch for switch in (*same, *others) if switch.saved > 0), key=lambda switch: -switch.saved)
     if not useful:
         return ["No switch would free much here: use a smaller model or batch, or more memory."]
@@ -110,8 +110,9 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     if forecast.step is None:
         return
     peak = forecast.step.peak_bytes
-    words = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, None, None).overrides()
-    for candidate in rank_candidates(stage.forecasts(), Budget(peak)):
+    now = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, plan.world_size, None, None)
+    words = now.overrides()
+    for candidate in rank_candidates(stage.forecasts(), Budget(peak), plan.world_size):
         step = candidate.forecast.step
         if step is not None and step.peak_bytes < peak:
             changed = " ".join(word for word in candidate.overrides() if word not in words)

@@ -136,7 +136,7 @@ def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("best", f"{percent(summary['top1_best'])} at step {summary['best_step']:.0f}: {BEST_FILE_NAME}"))
     knn = summary["knn_top1_after"]
     if "best_lr" in summary and knn is not None and summary["top1"] is not None and summary["top1"] < knn:
-        why = "the classifier is not trained well: try more epochs (config.OPTIMIZER.num_epochs) or other rates"
+        why = "the classifier is undertrained: try more epochs (config.OPTIMIZER.num_epochs) or other learning rates"
         lines.append(("warning", f"the probe is below kNN ({percent(summary['top1'])} < {percent(knn)}); {why}"))
     return lines
 

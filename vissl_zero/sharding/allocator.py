@@ -1,14 +1,15 @@
 """How CPU ranks get memory from the system and return it: glibc's malloc, its settings, and what it keeps resident.
 
 glibc's malloc keeps freed blocks between others that are in use, so the memory that level 3 frees after each unit
-hardly leaves the process. Told to map large blocks singly, it returns each when it is freed; in huge pages, as the
-system clears every page again, at about a microsecond per page of 4 KiB.
+hardly leaves the process. If told to map each large block separately, glibc returns it when it is freed. The system
+must then clear every page again (about a microsecond per 4 KiB page), so huge pages are used.
 
-``Heap`` replays blocks one by one, for forecasts. Blocks from a threshold on are mapped singly and leave when freed.
-Smaller ones lie in one heap, where a freed block stays with the process until it is used again, or until the heap ends
-in more free bytes than a second threshold. torch asks for 64-byte alignment, for which glibc (before 2.38) searches a
-hole with room to spare: a block does not fit into the hole that its equal has left. So a heap grows beyond what is in
-use, and by how much only a replay tells.
+``Heap`` replays blocks one by one, for forecasts. Blocks above a threshold are mapped separately and returned when
+freed. Smaller blocks share one heap. There a freed block stays in the process until it is reused, or until the free
+bytes at the heap's end exceed a second threshold. torch asks for 64-byte alignment, for which glibc (before 2.38)
+searches a
+hole with room to spare: a block does not fit into the hole that its equal has left. So the heap grows beyond the bytes
+in use, and only a replay shows by how much.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def give_back_large_blocks() -> None:
     """Have glibc return every freed block of 1 MiB or more to the system at once.
 
     glibc keeps blocks of up to 32 MiB for reuse as soon as one such has been freed. Units that are gathered and freed
-    in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Elsewhere than on glibc nothing happens.
-    For the whole process; costs the clearing of fresh pages.
+    in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Without glibc this does nothing. It
+    affects the whole process and costs the clearing of fresh pages.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

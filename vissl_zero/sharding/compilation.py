@@ -23,7 +23,7 @@ from vissl_zero import collectives
 from vissl_zero.models.keyed_random import KeyedDropout, KeyedDropPath, change_drawing
 from vissl_zero.models.model import Unit
 from vissl_zero.sharding.batch_norm import BatchNorm
-from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, left_out_of_graphs
+from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, has_forward_hooks, left_out_of_graphs
 
 _log = logging.getLogger(__name__)
 
@@ -113,9 +113,7 @@ class _Compiler:
 
     def _is_heard(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
         """Whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
-        if not any(
-            (layer._forward_pre_hooks or layer._forward_hooks) and not isinstance(layer, FSDPModule) for layer in inner
-        ):
+        if not any(has_forward_hooks(layer) and not isinstance(layer, FSDPModule) for layer in inner):
             return False
         self._num_heard[unit] += 1
         if self._num_heard[unit] == _PATIENCE:

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vissl_zero.sharding.torch_private import timeout_of
+
 Fill = Callable[[Tensor], None]
 Drain = Callable[[Sequence[Tensor]], None]
 
@@ -330,7 +332,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
                 if now - started > self._timeout_s:
                     raise LostRankError(
                         f"No answer from peer rank {sender} of the shard group for {self._timeout_s:.0f} s. "
-                        "Find out why it is late, or raise the timeout of collectives."
+                        "Check why that rank is late, or raise the timeout of collectives."
                     )
 
     def _require_alive(self, sender: int) -> None:
@@ -482,12 +484,12 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     Collective over the world: every rank calls it, each with its own group.
 
     Args:
-        group: the ranks that exchange.
+        group: the ranks that communicate.
         timeout_s: longest wait for a message; that of ``group`` if it is shorter.
         use_shared_memory: False: gloo in any case.
     """
     comm: CpuCommunicator | None = None
-    of_group_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    of_group_s = timeout_of(group).total_seconds()
     timeout_s = min(timeout_s, of_group_s)
     if use_shared_memory:
         comm = open_shared_memory(group, SLOT_BYTES, timeout_s)

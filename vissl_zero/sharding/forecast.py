@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ from vissl_zero.sharding.memory_model import (
 from vissl_zero.sharding.precision import rounded, run_in_precision
 from vissl_zero.sharding.shard import whole_shard
 from vissl_zero.sharding.state import saved_buffers
-from vissl_zero.sharding.step_time import machine_for, step_seconds
+from vissl_zero.sharding.step_time import machine_for, step_seconds, work_seconds
 from vissl_zero.sharding.step_trace import Recorder, StepTrace
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
-from vissl_zero.sharding.torch_private import pretended_ranks
+from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.whole_tensors import deal
 from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
 
@@ -52,10 +52,13 @@ class Forecast:
     Attributes:
         wrap_plan: the units.
         memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
-            ``peak`` is 0 (it depends on the allocator and the machine).
+            ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
+            counted wherever they are; of the teacher, what is in memory.
         step: memory over a step; None where it is not known.
         unknown: why the activations are not known, or empty.
         seconds: estimated, of one step; to be compared with that of other plans. None where it is not known.
+        teacher_params: bytes of the teacher's parameters between units, in the place of the model's.
+        teacher_buffers: bytes of its buffers, which are always on the device.
     """
 
     wrap_plan: WrapPlan
@@ -63,6 +66,22 @@ class Forecast:
     step: StepMemory | None
     unknown: str = ""
     seconds: float | None = None
+    teacher_params: int = 0
+    teacher_buffers: int = 0
+
+
+class Recomputable(NamedTuple):
+    """A block that may be run again in the backward pass.
+
+    Attributes:
+        name: of the unit.
+        saved_bytes: of activations that are then not kept.
+        seconds: that its forward pass takes once more, estimated, for one micro-batch.
+    """
+
+    name: str
+    saved_bytes: int
+    seconds: float
 
 
 @dataclass
@@ -78,7 +97,7 @@ class Subject:
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
-        teacher: what ``Sharded.adopt_teacher`` will be given.
+        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
         loss: buffers of it are counted.
         machine: whose rates estimate the time; None: what is assumed of the device.
     """
@@ -134,7 +153,8 @@ class Forecaster:
         units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
         facts = self._facts(plan, units, num_ranks, rule)
         trace = self.trace(plan)
-        if not keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type):
+        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
+        if not is_whole:
             wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
@@ -164,12 +184,31 @@ class Forecaster:
                 subject.device_type,
                 0 if step is None else step.cleared_bytes,
             )
-        return Forecast(wrap_plan, self._rest(plan, wrap_plan, facts, num_ranks, trace), step, unknown, seconds)
+        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, taught)
+        return Forecast(wrap_plan, memory, step, unknown, seconds, taught, facts.teacher_buffer_bytes)
 
     @property
     def can_recompute(self) -> bool:
         """Whether the model is made of units that can be run again in backward."""
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
+
+    def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
+        """Blocks that running again saves memory, those first that save most bytes per second."""
+        kept = self.trace(plan.keeping_activations())
+        every = replace(plan.keeping_activations(), checkpoint_every=1)
+        again = self.trace(every)
+        if isinstance(kept, str) or isinstance(again, str):
+            return []
+        machine = self._subject.machine or machine_for(self._subject.device_type)
+        before, after = kept.forward_bytes(), again.forward_bytes()
+        blocks = [
+            Recomputable(name, before[name] - after[name], work_seconds(kept.forward_work[name], plan, machine))
+            for name in plan_wrap(self._subject.model, every, 1).checkpointed
+            if name in before and name in after
+        ]
+        useful = [block for block in blocks if block.saved_bytes > 0]
+        return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
 
     @property
     def has_batch_norm(self) -> bool:
@@ -222,7 +261,7 @@ class Forecaster:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
             cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-            return f"a step on tensors without values failed, and so may the run: {cause}"
+            return f"a test step on tensors without values failed; the run may fail too: {cause}"
         finally:
             for module in modules:
                 share_among(module, None)
@@ -247,7 +286,13 @@ class Forecaster:
         )
 
     def _rest(
-        self, plan: ShardingPlan, wrap_plan: WrapPlan, facts: ModelFacts, num_ranks: int, trace: StepTrace | str
+        self,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        facts: ModelFacts,
+        num_ranks: int,
+        trace: StepTrace | str,
+        teacher_params: int,
     ) -> Bytes:
         """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
         subject = self._subject
@@ -255,7 +300,8 @@ class Forecaster:
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
         trained = [facts.params[name] for group in subject.groups for name in group.params]
-        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        if plan.offload_params.is_on_disk:
+            teacher_params = sum(param.itemsize for param in facts.teacher.values() if not param.shape)
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
@@ -263,7 +309,7 @@ class Forecaster:
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
-            teacher=taught + facts.teacher_buffer_bytes,
+            teacher=teacher_params + facts.teacher_buffer_bytes,
             params_step_peak=held + wrap_plan.whole_bytes,
         )
 
@@ -280,10 +326,13 @@ def fake_(module: nn.Module) -> None:
         return made[id(tensor)]
 
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        for table in (own_parameters(part), own_buffers(part)):
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
                     table[name] = faked(tensor)  # type: ignore[assignment]
+
+
+_NORM_BYTES = 64  # that a parameter may take in tables of norms
 
 
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
@@ -291,42 +340,94 @@ def _shard(param: Tensor, num_ranks: int) -> Tensor:
     return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter as the optimizer of the first rank gets it.
+
+    Attributes:
+        group: its parameter group.
+        name: full.
+        part: its rows, or all of it where the update looks at full tensors.
+    """
+
+    group: ParamGroup
+    name: str
+    part: Tensor
+
+    @property
+    def kind(self) -> tuple[str, torch.Size, torch.dtype]:
+        """Equal for parameters that the optimizer treats in the same way."""
+        return self.group.name, self.part.shape, self.part.dtype
+
+
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
-    """Measured on the optimizer itself, stepped twice on shards of these sizes: the first step creates its state."""
+    """What the optimizer's step takes on the first rank, which is dealt the largest tensor.
+
+    Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
+    the second takes more than that (an update of all tensors at once), all are.
+    """
     params = dict(subject.model.named_parameters())
-    trained = [name for group in subject.groups for name in group.params]
-    owners = dict(zip(trained, deal([params[name].numel() for name in trained], num_ranks), strict=True))
-    tables, shards = [], []
-    for group in subject.groups:
-        if rule is UpdateRule.PER_TENSOR:  # the largest tensor is dealt to the first rank
-            parts: list[tuple[str, Tensor]] = [(name, params[name]) for name in group.params if owners[name] == 0]
+    trained = [(group, name) for group in subject.groups for name in group.params]
+    owners = deal([params[name].numel() for _, name in trained], num_ranks)
+    rows = [
+        _Trained(group, name, params[name] if rule is UpdateRule.PER_TENSOR else _shard(params[name], num_ranks))
+        for (group, name), owner in zip(trained, owners, strict=True)
+        if rule is not UpdateRule.PER_TENSOR or owner == 0
+    ]
+    kinds: dict[Any, list[_Trained]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    few, twice = ([row for equal in kinds.values() for row in equal[:number]] for number in (1, 2))
+    state, num_keys, temporary = _stepped(subject, plan, few)
+    if len(rows) > len(few):
+        _, _, with_second = _stepped(subject, plan, twice)
+        per_row = (with_second - temporary) / (len(twice) - len(few))
+        if per_row > _NORM_BYTES:
+            state, num_keys, temporary = _stepped(subject, plan, rows)
         else:
-            parts = [(name, _shard(params[name], num_ranks)) for name in group.params]
-        own = [whole_shard(name, nn.Parameter(part.detach().clone())) for name, part in parts]
-        shards += own
-        tables.append(
-            {
-                "name": group.name,
-                "params": [shard.local for shard in own],
-                "lr": 0.0,
-                "weight_decay": group.weight_decay,
-            }
-        )
+            temporary += int(per_row * (len(rows) - len(few)))
+    wholes = [row.part.nbytes for row in rows if rule is UpdateRule.PER_TENSOR]
+    state_bytes = sum(state[row.kind] for row in rows)
+    return UpdateFacts(state_bytes, num_keys, temporary, sum(wholes), max(wholes, default=0))
+
+
+def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
+    """State bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+
+    Measured on the optimizer itself, stepped twice: the first step creates its state.
+    """
+    shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
+    tables = [
+        {
+            "name": group.name,
+            "params": [shards[id(row)].local for row in rows if row.group is group],
+            "lr": 0.0,
+            "weight_decay": group.weight_decay,
+        }
+        for group in subject.groups
+    ]
+    own = [*shards.values()]
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages()):
-        optimizer, adaptation = rounded(subject.build_optimizer, plan, shards)(tables)
-    stepper = Stepper(shards, optimizer, adaptation, Clipping.of(plan), None, None)
-    for shard in shards:
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
+    stepper = Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None)
+    for shard in own:
         shard.local.grad = torch.zeros_like(shard.local)
     with Recorder(Storages()):
         stepper.step(())
-    states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    tensors = [value for _, value in states if isinstance(value, Tensor)]
-    constants = Storages([*tensors, *(shard.local for shard in shards), *(shard.local.grad for shard in shards)])
-    constants.add(state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor))
+    states = {
+        row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
+        for row in rows
+    }
+    constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
+    constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     with Recorder(constants) as recorder:
         stepper.step(())
-    wholes = [shard.local.nbytes for shard in shards if rule is UpdateRule.PER_TENSOR]
-    num_keys = len({key for key, value in states if isinstance(value, Tensor)})
-    state_bytes = sum(tensor.nbytes for tensor in tensors)
-    return UpdateFacts(state_bytes, num_keys, recorder.peak_bytes(), sum(wholes), max(wholes, default=0))
+    sizes = {
+        kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()
+    }
+    return (
+        sizes,
+        len({key for pairs in states.values() for key, value in pairs if isinstance(value, Tensor)}),
+        recorder.peak_bytes(),
+    )

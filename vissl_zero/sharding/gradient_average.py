@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from vissl_zero import collectives
 from vissl_zero.sharding.cpu_communicator import add_in_order
@@ -216,8 +215,8 @@ def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
     return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
 
 
-class OrderedReduceScatter(ReduceScatter):
-    """For ``FSDPModule.set_custom_reduce_scatter``."""
+class OrderedReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``, which asks for no more than these two methods."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.torch_private import real_grad
+from vissl_zero.sharding.torch_private import object_address, real_grad
 
 
 class Storages:
@@ -112,7 +112,7 @@ class ActivationCounter(TorchDispatchMode):
         for tensor in tensors_of(result):
             storage = _plain(tensor).untyped_storage()
             # The address of a freed storage may be used again: the newer one then takes its place.
-            self._made[storage._cdata] = weakref.ref(storage)
+            self._made[object_address(storage)] = weakref.ref(storage)
         return result
 
     def alive_bytes(self, *excluded: Storages) -> int:
@@ -124,7 +124,7 @@ class ActivationCounter(TorchDispatchMode):
 
 def _address(storage: torch.UntypedStorage) -> int:
     """Of the memory; of the object for fake and meta tensors, which have none."""
-    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
+    return object_address(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, sha
 from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.offload.block_file import PAGE
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
@@ -273,11 +274,8 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        if plan.offload_params.place(self.device_type) == "device":
-            yield "params", self.held(facts.params)
-        else:
-            yield "params", sum(param.itemsize for param in facts.params.values() if not param.shape)
-        yield "teacher", self.held(facts.teacher) + facts.teacher_buffer_bytes
+        yield "params", self.on_device(facts.params)
+        yield "teacher", self.on_device(facts.teacher) + facts.teacher_buffer_bytes
         yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
@@ -297,6 +295,12 @@ class _Step:
         """Bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
 
+    def on_device(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
+        if self.plan.offload_params.place(self.device_type) == "device":
+            return self.held(params)
+        return sum(param.itemsize for param in params.values() if not param.shape)
+
     def communication(self) -> Iterator[tuple[str, int]]:
         """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
         if self.device_type != "cpu" or self.num_ranks == 1:
@@ -313,23 +317,62 @@ class _Step:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
-            if not self.plan.offload_params.is_on_disk:
-                largest = max((self.whole_unit(unit) for unit in self.units), default=0)
-                # A set: there is one buffer for each number format, used for gathering and for reducing.
-                shares = {self.compute_share, self.reduce_share}
-                yield "communication", int(sum(largest * share for share in shares))
-                if self.facts.teacher:
-                    yield "communication", int(largest * self.compute_share)
+            largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+            # A set: there is one buffer for each number format, used for gathering and for reducing.
+            shares = {self.compute_share, self.reduce_share}
+            yield "communication", int(sum(largest * share for share in shares))
+            if self.facts.teacher and not self.plan.offload_params.is_on_disk:
+                yield "communication", int(largest * self.compute_share)
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        return self.device_type == "cpu" and self.num_ranks > 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """The update passes through buffers (``offload/tier.py``): without any state only where parameters do."""
+        has_state = self.facts.updates[self.num_ranks].num_state_keys > 0
+        return self.plan.offload_params.is_on_disk or (self.plan.offload_optimizer.is_on_disk and has_state)
+
+    @property
+    def takes_temporaries(self) -> bool:
+        """The base optimizer updates everything at once, where it computes."""
+        return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
 
     def offload_buffers(self) -> Iterator[int]:
         """What passes through memory on its way from and to a disk."""
-        plan = self.plan
-        master = dtype_of(plan.precision.master).itemsize
-        record = CHUNK_ELEMENTS * master
-        if plan.offload_optimizer.is_on_disk and self.facts.updates[self.num_ranks].num_state_keys:
-            yield _mapped(_NUM_STREAMED * RECORD_BYTES)
-        if plan.offload_params.is_on_disk:
-            yield from (_mapped(number * record) for number in (_NUM_READ_AHEAD, _NUM_SPILLED, 2 * _NUM_STREAMED))
+        value = _paged(self.value_record()) if self.plan.offload_params.is_on_disk else 0
+        if value:
+            yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+            if self.facts.teacher:  # it has files of its own; a record holds shards of one unit
+                largest = max((self.whole_unit(unit) // self.num_ranks for unit in self.units), default=0)
+                taught = min(CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize, largest)
+                yield from (_mapped(number * taught) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+        state = _paged(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
+        is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
+        if self.is_streamed:
+            yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
+
+    def value_record(self) -> int:
+        """Bytes of the largest record of parameters on a disk: at most a chunk, trained and frozen apart."""
+        groups: dict[tuple[str, bool], int] = {}
+        for param in self.facts.params.values():
+            if param.shape:
+                group = param.unit, param.is_trained
+                groups[group] = groups.get(group, 0) + self.part(param)
+        chunk = CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+        return min(chunk, max(groups.values(), default=0))
+
+    def state_record(self) -> int:
+        """Bytes of the largest record of optimizer state on a disk."""
+        update = self.facts.updates[self.num_ranks]
+        keys = update.num_state_keys
+        if update.whole_bytes:
+            return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
+        if self.plan.offload_params.is_on_disk:  # beside each record of parameters
+            return keys * self.value_record()
+        return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:
         """Bytes of a unit that is gathered, in the master format."""
@@ -349,9 +392,10 @@ class _Step:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
-            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer that is not kept
+            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
                 shards = self.whole_unit(unit) // self.num_ranks
-                self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
+                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
+                self.spikes.append((self.place, shards + int(buffer), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
@@ -488,7 +532,8 @@ class _Step:
         if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
             self.spikes.append((self.place, int(shards * self.reduce_share), "grads"))
         if self.plan.offload_params.is_on_disk:
-            self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
+            buffer = 0 if self.keeps_buffer else whole  # it is reduced from
+            self.spikes.append((self.place, shards + buffer, "grads"))
         elif self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
             self.change("grads", *parts)
@@ -516,7 +561,7 @@ class _Step:
             series[kind][min(place, length - 1)] += num_bytes
         update = self.facts.updates[self.num_ranks]
         # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
-        if self.plan.offload_optimizer.device == "none":
+        if self.takes_temporaries:
             series["optimizer"][-1] += update.temporary_bytes
         series["optimizer"][-1] += self.whole_tensors()
         total = torch.zeros(length, dtype=torch.int64)
@@ -549,8 +594,9 @@ class _Step:
         replay = BlockReplay(heap_of(self.plan))
         if constants.pop("params", 0) > sum(param.itemsize for param in facts.params.values()):
             replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
-        replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
-        constants.pop("teacher", 0)
+        if self.plan.offload_params.place(self.device_type) == "device":
+            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
+            constants["teacher"] -= self.held(facts.teacher)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)
@@ -558,7 +604,7 @@ class _Step:
         parts = [self.part(param) for param in self.trained.values()]
         share = state / max(1, sum(parts) * update.num_state_keys)
         states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
-        temporary = update.temporary_bytes if self.plan.offload_optimizer.device == "none" else 0
+        temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
         return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes
 
@@ -600,6 +646,7 @@ class _Step:
         """Bytes in host memory beside the device, and on a disk."""
         plan, host, disk = self.plan, 0, 0
         shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
+        taught = sum(param.padded(self.num_ranks) for param in self.facts.teacher.values())
         grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
         state = self.facts.updates[self.num_ranks].state_bytes
         optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
@@ -608,8 +655,10 @@ class _Step:
         elif optimizer == "host":
             host += state
         if params == "disk":
-            disk += shards + grads
-        elif params == "host" or (optimizer != "device" and self.device_type == "cuda"):
+            disk += shards + grads + taught
+        elif params == "host":
+            host += shards + grads + taught
+        elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
             host += shards + grads
         return host, disk
 
@@ -628,6 +677,10 @@ class _Queue:
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]
             self._next += 1
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def _mapped(num_bytes: int) -> int:

@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.torch_private import is_building_data_parallel, runs_in_data_parallel
+from vissl_zero.sharding.torch_private import (
+    is_building_data_parallel,
+    left_to_itself,
+    local_tensor,
+    num_gradient_hooks,
+    own_parameters,
+    runs_in_data_parallel,
+    set_left_to_itself,
+)
 
 
 class ModelsDifferError(VisslZeroError):
@@ -201,7 +209,7 @@ class ParameterGuard:
         self._owners = [
             (owner, key, sources[id(param)])
             for owner in module.modules()
-            for key, param in owner._parameters.items()
+            for key, param in own_parameters(owner).items()
             if id(param) in sources
         ]
         _FirstPasses(module, self._refuse_moved)
@@ -292,13 +300,13 @@ def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
 def _place(source: Tensor) -> int:
     """Where the values that this rank holds lie in memory."""
     # The tensor itself: to_local() would return a new view, and record it for autograd.
-    local = source._local_tensor if isinstance(source, DTensor) else source
+    local = local_tensor(source)
     return local.data_ptr()
 
 
 def num_hooks(source: Tensor) -> int:
     """How many hooks a parameter has, before and after its gradient is accumulated."""
-    return len(source._backward_hooks or ()) + len(getattr(source, "_post_accumulate_grad_hooks", None) or ())
+    return num_gradient_hooks(source)
 
 
 def mark_sharded(model: nn.Module) -> None:
@@ -307,7 +315,7 @@ def mark_sharded(model: nn.Module) -> None:
     Around the model itself it is refused when it is built; around a module that holds the model, in the forward pass,
     or, if there are DTensors, which it cannot broadcast, when it asks for them.
     """
-    model._ddp_params_and_buffers_to_ignore = _NotToBeWrapped()  # type: ignore[assignment]
+    set_left_to_itself(model, _NotToBeWrapped())
     model.register_forward_pre_hook(_refuse_to_run_inside)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         model.__dict__["named_parameters"] = partial(_named_or_refused, model.named_parameters)
@@ -315,7 +323,7 @@ def mark_sharded(model: nn.Module) -> None:
 
 def is_marked_sharded(model: nn.Module) -> bool:
     """Whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
-    return isinstance(getattr(model, "_ddp_params_and_buffers_to_ignore", None), _NotToBeWrapped)
+    return isinstance(left_to_itself(model), _NotToBeWrapped)
 
 
 def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 # Beside tensors, beyond what is imported: the model's modules, autograd's graph, scratch of kernels, gloo's threads.
-# What was left of eight plans of a ViT and a ResNet-18 on two ranks (torch 2.13, x86): 17 to 27 MiB.
+# Unexplained rest in eight measured plans of a ViT and a ResNet-18 on two ranks (torch 2.13, x86): 17 to 27 MiB.
 PROCESS_BYTES = 24 * 2**20
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
@@ -21,7 +21,7 @@ class BlockReplay:
         heap: empty.
 
     Attributes:
-        cleared_bytes: that the system hands out anew in every step.
+        cleared_bytes: fresh memory from the system, which must be cleared, per step.
     """
 
     def __init__(self, heap: Heap):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.torch_private import real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import foreach_norm, real_grad, set_real_grad
 
 # As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
 MIN_ROW_NORM = 1e-12
@@ -92,6 +92,10 @@ class Shard:
         assert self.local.grad is not None
         return self.local.grad
 
+    def known_square(self) -> Tensor | None:
+        """Squared norm of ``grad``, if it is known without reading the gradient; 0-d, as ``squared_norms`` gives it."""
+        return None
+
     def set_zero_grad(self) -> None:
         """Have a gradient of zero, where backward has left none."""
         self.local.grad = torch.zeros_like(self.local)
@@ -111,7 +115,7 @@ class Shard:
         self.source.grad = None
         self.local.grad = None
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The full parameter, on every rank. Collective; costs one all-gather of it."""
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
@@ -149,6 +153,35 @@ def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True
     return Shard(
         name, param, param, param.shape, contributes_to_norm=contributes_to_norm, num_copies=copies[0], copy=copies[1]
     )
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared L2 norm of each local shard.
+
+    Args:
+        tensors: T shards of any shapes, one device; an empty shard counts as zero.
+    Returns:
+        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
+    """
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    dtype = wide_dtype(tensors)
+    # In the wide type: squares of large values overflow in half precision.
+    norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
+    return in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+
+
+def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Reductions run in float32 at least."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
+    device = tensors[0].device if tensors else None
+    zero = torch.zeros((), dtype=dtype, device=device)
+    remaining = iter(values)
+    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
+    return torch.stack(found) if found else zero.new_zeros(0)
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
@@ -216,7 +249,7 @@ class WholeParameter(nn.Parameter):
         """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
         if self._row_shard is None:
             return real_grad(self)
-        # Finish the exchange first: until then it is not known whether any rank had a gradient.
+        # Finish the communication first: only then is it known whether any rank had a gradient.
         self._settle()
         return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
 

@@ -327,7 +327,7 @@ class ShardedModel(Sharded):
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         """See ``Sharded``. The model itself is left as it is; only ``named_parameters`` gives full tensors."""
-        self._whole = {name: shard.whole() for name, shard in self._shards.items()}
+        self._whole = {name: shard.full_tensor() for name, shard in self._shards.items()}
         try:
             yield
         finally:
@@ -365,7 +365,7 @@ class ShardedModel(Sharded):
     def whole_tensors(self) -> list[WholeTensor]:
         """See ``Sharded``."""
         params = [
-            WholeTensor(name, shard.local.dtype, tuple(shard.full_shape), shard.whole)
+            WholeTensor(name, shard.local.dtype, tuple(shard.full_shape), shard.full_tensor)
             for name, shard in self._shards.items()
         ]
         buffers = [
@@ -491,7 +491,7 @@ class ShardedModel(Sharded):
         )
 
     def held_bytes(self) -> int:
-        """Bytes of parameters and buffers now, for a model that is not trained. Not a collective."""
+        """Bytes of parameters and buffers in memory now, for a model that is not trained. Not a collective."""
         storages = parameter_storages(self._module, self._shards.values())
         storages.add(self._module.buffers())
         return storages.num_bytes

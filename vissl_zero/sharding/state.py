@@ -1,7 +1,7 @@
-"""What a rank must write so that a run can resume under any layout: each tensor with its place in the full one.
+"""State that a rank writes so that a run can resume under any layout: each tensor with its place in the full one.
 
 ``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
-``restore_state`` takes from such a store whatever runs this rank needs, however it was cut when it was written.
+``restore_state`` reads the runs that this rank needs from such a store, whatever the layout that wrote it.
 ``sharding/rank_state.py`` has the same layout's form, one dict a rank.
 """
 
@@ -22,6 +22,7 @@ from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, Wh
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state
 from vissl_zero.sharding.teacher import WeightAverage
+from vissl_zero.sharding.torch_private import unsaved_buffers
 from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
 
 
@@ -78,7 +79,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Full names and values of the buffers that belong into a checkpoint."""
     for prefix, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
+            if name not in unsaved_buffers(owner):
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 

@@ -31,7 +31,7 @@ from vissl_zero.config.host import MachineProfile, read_profile
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.memory_model import ModelFacts
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.step_trace import Kernel, StepTrace
+from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
@@ -78,7 +78,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             operation_s=_operation(share),
             convolution_share=_convolution(share) / flops,
             fresh=_fresh(share),
-            source=f"measured on this machine, torch {torch.__version__}; far_link is half of near_link by assumption",
+            source=f"measured on this machine, torch {torch.__version__}; far_link is assumed to be half of near_link",
         )
     finally:
         torch.set_num_threads(threads)
@@ -223,6 +223,15 @@ def machine_for(device_type: str) -> MachineProfile:
     return read_profile(_ASSUMED[device_type])
 
 
+def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_threads: int = 1) -> float:
+    """Estimated seconds of recorded operations, in the number formats of ``plan``."""
+    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
+    flops = (machine.half_flops if is_half else machine.flops) * num_threads
+    rates = {Kernel.CONVOLUTION: flops * machine.convolution_share}
+    seconds = work.seconds(lambda kernel: rates.get(kernel, flops), machine.memory)
+    return seconds + work.num_operations * machine.operation_s
+
+
 def step_seconds(
     trace: StepTrace,
     facts: ModelFacts,
@@ -248,11 +257,7 @@ def step_seconds(
         num_threads: of a rank, on the CPU: they share the arithmetic.
     """
     num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
-    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
-    flops = machine.half_flops if is_half else machine.flops
-    rates = {Kernel.CONVOLUTION: flops * num_threads * machine.convolution_share}
-    compute = trace.work.seconds(lambda kernel: rates.get(kernel, flops * num_threads), machine.memory)
-    compute += trace.work.num_operations * machine.operation_s
+    compute = work_seconds(trace.work, plan, machine, num_threads)
     share = dtype_of(plan.precision.compute).itemsize / dtype_of(plan.precision.master).itemsize
     params = sum(param.num_bytes for param in facts.params.values())
     grads = sum(param.num_bytes for param in facts.params.values() if param.is_trained)
@@ -289,8 +294,11 @@ def step_seconds(
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
+        # A teacher's are read for each pass; to follow, they are read and written, and those of the model are read.
+        update += (micro_batches + 3) * taught / num_ranks / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
+        update += micro_batches * taught / num_ranks / machine.host
     if machine.fresh is not None:
         compute += cleared_bytes / machine.fresh
     return micro_batches * compute + sent + update

@@ -17,23 +17,9 @@ from torch import Tensor
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.strategy import StepResult
-
-
-def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared L2 norm of each local shard.
-
-    Args:
-        tensors: T shards of any shapes, one device; an empty shard counts as zero.
-    Returns:
-        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
-    """
-    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-    dtype = _wide(tensors)
-    # In the wide type: squares of large values overflow in half precision.
-    norms = torch._foreach_norm(filled, 2, dtype=dtype) if filled else ()
-    return _in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 
 
 def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
@@ -41,10 +27,10 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
 
     One kernel a pair: a foreach product would hold a copy of all gradients.
     """
-    dtype = _wide(lefts)
+    dtype = wide_dtype(lefts)
     pairs = zip(lefts, rights, strict=True)
     products = [torch.dot(*(side.detach().flatten().to(dtype) for side in pair)) for pair in pairs if pair[0].numel()]
-    return _in_place_of_empty(lefts, products, dtype)
+    return in_place_of_empty(lefts, products, dtype)
 
 
 def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -58,20 +44,6 @@ def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(partials, group=group)
     return partials
-
-
-def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Reductions run in float32 at least."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
-    device = tensors[0].device if tensors else None
-    zero = torch.zeros((), dtype=dtype, device=device)
-    remaining = iter(values)
-    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
-    return torch.stack(found) if found else zero.new_zeros(0)
 
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
@@ -225,11 +197,16 @@ class Stepper:
         return rows
 
     def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
-        """Insert the sums of shards on disk, which are read into memory one by one."""
+        """Insert the sums of shards on disk, one by one."""
         others = iter(in_memory)
-        return torch.stack(
-            [torch.stack(self._sums([shard]))[:, 0] if shard.is_on_disk else next(others) for shard in shards]
-        )
+        return torch.stack([self._of_stored(shard) if shard.is_on_disk else next(others) for shard in shards])
+
+    def _of_stored(self, shard: Shard) -> Tensor:
+        """The sums of one shard on disk, which is read only where they are not known yet."""
+        square = shard.known_square() if shard.contributes_to_norm and shard.local.grad is not None else None
+        if square is None or self._adaptation is not None:
+            return torch.stack(self._sums([shard]))[:, 0]
+        return torch.stack([square, torch.ones_like(square)])
 
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
         """A gradient that only some ranks have is zero on the others: all of them must take the same step.
@@ -286,8 +263,8 @@ class Stepper:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
             with torch.no_grad():
-                torch._foreach_mul_(grads, grad_factors)
-                torch._foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
+                foreach_mul_(grads, grad_factors)
+                foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
 
 
 def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
@@ -307,7 +284,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     if in_memory:
         grads = [grad for grad, _ in in_memory]
         each: Any = [own for _, own in in_memory] if has_own else factor
-        torch._foreach_mul_(grads, each)
+        foreach_mul_(grads, each)
 
 
 def _grads(shards: Sequence[Shard]) -> list[Tensor]:

@@ -76,7 +76,8 @@ class Bytes:
         optimizer: state of the optimizer, its step counters apart.
         activations: what the forward pass that was measured kept alive for the backward pass.
         buffers: running statistics and other buffers, and the running average of the weights.
-        teacher: parameters and buffers of the teacher: its shards, and whole ones where units are gathered.
+        teacher: parameters and buffers of the teacher in memory: its shards unless they are on a disk, and whole
+            parameters where units are gathered.
         peak: largest so far: resident memory on CPU, allocated on CUDA.
         params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
             whole at once.
@@ -318,7 +319,7 @@ class Sharded(ABC):
 
 
 _WHOLE_TENSORS = (
-    "The optimizer looks at full tensors: each is gathered to one rank, updated there and sent back. A step moves "
+    "The optimizer needs full tensors: each is gathered to one rank, updated there and sent back. A step moves "
     "gradients once more and parameters twice more than with an element-wise optimizer; state is 1/N on each rank."
 )
 

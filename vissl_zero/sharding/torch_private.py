@@ -1,4 +1,8 @@
-"""Every private name of torch that sharding relies on, each with what it is relied on for."""
+"""Every private attribute and function of torch that sharding relies on, each with what it is relied on for.
+
+``tests/unit/sharding/test_torch_private.py`` tests each; ``tests/unit/test_arrows.py`` lists what else of torch is
+private and in use: modules that torch documents under a private path, and base classes that have no public name.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +27,15 @@ from vissl_zero.errors import VisslZeroError
 
 # torch's own property, which the classes of shard.py hide from users behind another one.
 _GRAD: Any = torch._C.TensorBase.grad
-# torch keeps no flag for it, so the stack is searched for these two functions.
+# torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
+
+
+# One kernel, or one call, for many tensors. torch's optimizers use them; there are no public ones.
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 
 
 def real_grad(param: Tensor) -> Tensor | None:
@@ -123,7 +135,174 @@ def finish_unit_after_backward(state: Any) -> None:
 
 def lazy_init(root: Any) -> None:
     """Have ``fully_shard`` settle which module is the root, as it does in the first forward pass of any unit."""
-    root._get_fsdp_state()._lazy_init()
+    unit_state(root)._lazy_init()
+
+
+# What fully_shard keeps of a unit. Its public class has methods that change settings, and none that show these.
+
+
+def unit_state(unit: Any) -> Any:
+    """What ``fully_shard`` keeps of a unit (``_get_fsdp_state``); the same for all modules of the unit."""
+    return unit._get_fsdp_state()
+
+
+def modules_of(state: Any) -> tuple[nn.Module, ...]:
+    """The modules of a unit (``_modules`` of its state)."""
+    found: tuple[nn.Module, ...] = state._modules
+    return found
+
+
+def group_of(state: Any) -> Any:
+    """The parameters of a unit as one group, which gathers and reduces (``_fsdp_param_group``); None without any."""
+    return state._fsdp_param_group
+
+
+def gather_hook(state: Any) -> Callable[[Tensor], Tensor]:
+    """A hook for a tensor's gradient that gathers the unit before its backward pass (``_pre_backward``)."""
+    hook: Callable[[Tensor], Tensor] = state._pre_backward
+    return hook
+
+
+def gather_of(group: Any) -> Any:
+    """What gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
+    return group._all_gather_comm
+
+
+def is_being_gathered(group: Any) -> bool:
+    """Whether a gather has begun that nothing has waited for (``_all_gather_result``)."""
+    return group._all_gather_result is not None
+
+
+def owner_of(param: Any) -> Any:
+    """Where the parameter stands (``_module_info``): ``module``, ``param_name``, ``shared_modules``."""
+    return param._module_info
+
+
+def name_of(param: Any) -> str | None:
+    """Full name of a unit's parameter (``_param_fqn``); None before the first forward pass."""
+    found: str | None = param._param_fqn
+    return found
+
+
+def shard_data(param: Any) -> Tensor:
+    """This rank's rows, flat and padded, which the next gather sends (``_sharded_param_data``)."""
+    found: Tensor = param._sharded_param_data
+    return found
+
+
+def set_shard_data(param: Any, data: Tensor) -> None:
+    """Set what ``shard_data`` gives."""
+    param._sharded_param_data = data
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a ``DTensor`` itself (``_local_tensor``); a plain tensor as it is.
+
+    ``to_local()`` gives a new view each time, and records it for autograd.
+    """
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Put another tensor of the same shape into a ``DTensor``, which no public method does."""
+    tensor._local_tensor = local
+
+
+# What an operation is, in a mode that sees each one. torch's own profilers read the same.
+
+
+def operation_name(operation: Any) -> str:
+    """Of an operation, such as ``aten::mm`` (``_schema``)."""
+    found: str = operation._schema.name
+    return found
+
+
+def writes_in_place(operation: Any) -> bool:
+    """Whether the operation changes one of its arguments (``_schema``)."""
+    found: bool = operation._schema.is_mutable
+    return found
+
+
+def overloads_of(operation: Any) -> Any:
+    """The operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
+    return operation._overloadpacket
+
+
+# Attention on the CPU -> the GPU's, forward and backward: torch's table of flops has the second alone.
+ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+# What modules and tensors keep. torch shows these one by one, or to write only, or not at all.
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's table of its own parameters (``_parameters``), absent ones too; it can be written to."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's table of its own buffers (``_buffers``), as ``own_parameters``."""
+    return module._buffers
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
+    return module._non_persistent_buffers_set
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The module's forward hooks (``_forward_hooks``): torch has no public list of them."""
+    return module._forward_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether the module has forward hooks or forward pre-hooks."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def put_before_moves(module: nn.Module, before: Callable[..., Any]) -> None:
+    """Have ``before(module, apply, ...)`` called in place of ``_apply``, through which ``to()`` and casts go.
+
+    Only the object's own table is written: torch never finds the replacement on a copy.
+    """
+    module.__dict__["_apply"] = partial(before, module, module._apply)
+
+
+def num_gradient_hooks(tensor: Tensor) -> int:
+    """How many hooks a parameter has, before and after its gradient is accumulated."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often the tensor was written in place, as autograd counts it (``_version``)."""
+    return tensor._version
+
+
+def object_address(storage: torch.UntypedStorage) -> int:
+    """Of the storage's C++ object (``_cdata``): fake and meta storages have no memory to tell them apart by."""
+    return storage._cdata
+
+
+def left_to_itself(model: nn.Module) -> Any:
+    """The names that ``DistributedDataParallel`` is told to leave alone; None without any."""
+    return getattr(model, "_ddp_params_and_buffers_to_ignore", None)
+
+
+def set_left_to_itself(model: nn.Module, names: Any) -> None:
+    """Set what ``left_to_itself`` gives; torch's own way to do it is private too."""
+    model._ddp_params_and_buffers_to_ignore = names
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Longest wait of a group's messages on the CPU: torch takes it and does not show it."""
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
 
 
 def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) -> None:

@@ -1,10 +1,10 @@
 """Optimizers that need full tensors (Muon, LAMB, Adafactor, ...) on shards: each tensor is updated by one rank.
 
 A step gathers every gradient, and the parameter, from the ranks that hold its rows to the rank that owns it, runs the
-optimizer there on full tensors, and sends the updated rows back: the update does not know that anything is sharded, so
-it is the same at every level and on any number of ranks. Optimizer state lives with the owner, 1/N of it on each rank.
-Where every rank holds parameters whole (levels 1 and 2 on the CPU), they are not sent to the owner. Where state or
-parameters rest on a disk, tensors are updated a few at a time, so that no more than these are in memory.
+optimizer there on full tensors, and sends the updated rows back. The optimizer sees full tensors only, so the update
+is the same at every level and on any number of ranks. Optimizer state is kept by the owner, 1/N of it on each rank.
+Where every rank holds full parameters (levels 1 and 2 on the CPU), they are not sent to the owner. With state or
+parameters on a disk, a few tensors are updated at a time, and only these are in memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         groups: its groups, over ``local`` of ``shards``.
         shards: of all trained parameters, the same names in the same order on every rank.
         group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
-        tier: where the state rests.
+        tier: where the state is stored.
         comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
     Raises:
         ConfigError: something is on a disk, and the optimizer makes state when it is built.
@@ -152,7 +152,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @property
     def on_disk(self) -> WholeStates | None:
-        """What ``state`` is where it rests on a disk."""
+        """``state`` where it is stored on a disk."""
         return self._states
 
     @property

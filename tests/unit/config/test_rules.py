@@ -252,6 +252,10 @@ REFUSALS = {
     ),
     "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
+    "a teacher that there is not": (
+        {"EVALUATED_MODEL": "teacher"},
+        "config.EVALUATED_MODEL: must be student: swav_loss has no teacher that follows the model (got teacher)",
+    ),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
         "EXTRACT_TRUNK_FEATURES_ONLY: needs EVAL_MODE_ON (got True)",

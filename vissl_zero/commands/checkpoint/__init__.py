@@ -11,7 +11,7 @@ USAGE = """\
 vissl-zero checkpoint <word> <path> ...
 
   inspect PATH           what it holds: step, level, processes, bytes by kind, settings, tensors
-  verify PATH            read everything against the checksums; names what is torn (exit code 0 complete, 1 not)
+  verify PATH            read everything against the checksums; names damaged files (exit code 0 complete, 1 not)
   diff A B               settings and tensors that differ (exit code 0 equal, 1 different)
   export PATH --to FILE  the model as one safetensors or torch file, under our names or torchvision's or timm's
   import FILE --to OUT   weights of VISSL (consolidated, sharded, sliced), torch or safetensors, read without running

@@ -107,7 +107,7 @@ def diff(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("a", metavar="A", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("b", metavar="B", help="another one, as A")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference that is none (0)")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference to ignore (0)")
     parser.add_argument("--all", action="store_true", help=f"all rows, not only {_MOST_ROWS} of each table")
     options = parser.parse_args(arguments)
     if not options.tolerance >= 0:
@@ -178,8 +178,8 @@ _KINDS = {
 
 
 def inspect(arguments: Sequence[str]) -> int:
-    """Print what is in it; returns 0. Headers and manifests are read, data are not."""
-    parser = Parser("inspect", "What a checkpoint holds. Reads the manifests, not the data.")
+    """Print the contents; returns 0. Reads headers and manifests, not the data."""
+    parser = Parser("inspect", "Contents of a checkpoint. Reads the manifests, not the data.")
     parser.add_argument("path", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--config", action="store_true", help="list every setting, those at their defaults too")
@@ -292,7 +292,7 @@ def opened(path: str) -> Checkpoint | WeightsFile:
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments of one word; what is wrong with them is one sentence."""
+    """Parse the arguments of one subcommand; errors are reported in one sentence."""
 
     def __init__(self, word: str, description: str):
         super().__init__(
@@ -364,7 +364,7 @@ with its momentum, as far as the file says whose that is (consolidated checkpoin
 
 
 def import_(arguments: Sequence[str]) -> int:
-    """Write what matched and say what did not; 0, or 1 if the trunk is not complete.
+    """Write the matching tensors and report the others; returns 0, or 1 if the trunk is incomplete.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
@@ -377,9 +377,9 @@ def import_(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, metavar="OUT", help="a .safetensors file; or a folder, for a checkpoint")
     parser.add_argument("--like", metavar="PATH", help="run folder, checkpoint or weights of the model to compare with")
     parser.add_argument("--key", default="", help="where a torch file holds the state dict, such as model.encoder")
-    parser.add_argument("--remove-prefix", default="", metavar="TEXT", help="taken off the names that begin with it")
-    parser.add_argument("--partial", action="store_true", help="write what matches even if the trunk is not complete")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a file that exists")
+    parser.add_argument("--remove-prefix", default="", metavar="TEXT", help="remove this prefix from tensor names")
+    parser.add_argument("--partial", action="store_true", help="write what matches even if the trunk is incomplete")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if the file exists")
     options = parser.parse_intermixed_args(arguments)
     if options.like and options.words:
         raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")

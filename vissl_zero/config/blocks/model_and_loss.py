@@ -204,6 +204,9 @@ class ActivationCheckpointing:
     """Recompute activations in the backward pass, at every ZeRO level."""
     EVERY_N_BLOCKS: int = number(1, least=1)
     """Recompute every n-th block of the trunk; 1 saves most memory."""
+    BLOCKS: list[str] = field(default_factory=list)
+    """Recompute these blocks alone, by full name (trunk.blocks.3); wins over EVERY_N_BLOCKS and stage_checkpoints.
+    ZERO.LEVEL=fit writes them here."""
 
 
 @dataclass

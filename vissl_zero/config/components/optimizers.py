@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vissl_zero.config.constraints import number
+from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
 
 
 @dataclass
@@ -42,9 +43,9 @@ class LARSConfig:
     """Weight of the past in the running gradient."""
     nesterov: bool = False
     """Nesterov's momentum."""
-    eta: float = number(0.001, above=0)
+    eta: float = number(TRUST_COEFFICIENT, above=0)
     """Trust coefficient: the largest update of a tensor over its norm, per unit of learning rate."""
-    eps: float = number(1e-8, above=0)
+    eps: float = number(TRUST_EPS, above=0)
     """Added to the gradient's norm: without it a tensor whose true gradient is zero steps by rounding noise."""
     exclude_bias_and_norm: bool = False
     """Tensors with one dimension keep the plain learning rate; whether they decay is up to regularize_bias and _bn."""

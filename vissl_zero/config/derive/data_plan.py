@@ -31,7 +31,7 @@ _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop",
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
-    """Make DATA_PATHS mean what it says in a recipe for the digits, in place; returns sentences to say once.
+    """Let DATA_PATHS replace the images of a recipe for the digits, in place; returns notes to print once.
 
     DATA_PATHS implies disk_folder. A TEST split of digits is left out where TRAIN has images of the user's: part of
     those is evaluated on then.

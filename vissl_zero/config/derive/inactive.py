@@ -288,6 +288,11 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "no top-1 on TEST is measured",
     ),
     Inactive(
+        ("EVALUATED_MODEL",),
+        lambda cfg: not (cfg.NEAREST_NEIGHBOR.USE_KNN or cfg.ONLINE_PROBE.USE_PROBE),
+        "neither kNN nor the online probe is on",
+    ),
+    Inactive(
         ("TEST_MODEL",),
         lambda cfg: cfg.PROGRAM == TRAIN and not _can_measure_top1(cfg),
         "no top-1 on TEST is measured either way",

@@ -1,4 +1,4 @@
-"""Where state is offloaded to, in recipes and under ``initialize``; and what engines cannot do under the latter."""
+"""Offload tiers in recipes and under ``initialize``, and the limits of engines under ``initialize``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
 
 
 def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
-    """Sentences to say once about what has no effect or was read in another way.
+    """Notes to print once about keys without effect and keys that were read in another way.
 
     Args:
         optimizer, params, root: as for ``offload_problems``.

@@ -118,7 +118,7 @@ def _head_rules(cfg: RunConfig) -> list[Problem]:
         "head_optimizer_params.use_different_wd": block.head_optimizer_params.use_different_wd,
         "param_schedulers.weight_decay": bool(block.param_schedulers.weight_decay.name),
     }
-    must = "cannot go with linear_eval_heads, which says it for each head"
+    must = "cannot go with linear_eval_heads, which sets it for each head"
     return [Problem(f"{_KEY}.{name}", "", must, "Leave it out.") for name, is_set in others.items() if is_set]
 
 

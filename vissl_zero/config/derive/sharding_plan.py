@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
@@ -138,6 +139,7 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 _FSDP = "MODEL.FSDP_CONFIG"
+_RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 
 def names(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -265,11 +267,11 @@ _FAIRSCALE_KEYS = {
 
 
 def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
-    """The sharding plan of a run, and what to say about it."""
+    """The sharding plan of a run, and the notes to print about it."""
     number, level_notes = level(cfg)
     formats, precision_notes = precision(cfg, number)
     zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
-    stages, every, recompute_notes = _recomputation(cfg)
+    recomputation, recompute_notes = _recomputation(cfg)
     optimizer_tier, param_tier = offload_plans(zero.offload_optimizer_config, zero.offload_param_config)
     plan = ShardingPlan(
         level=number,
@@ -279,8 +281,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         clip_grad=clip_grad(cfg),
         clip_grad_per=cfg.ZERO.clip_grad_per if clip_grad(cfg) is not None else "model",
         sync_bn_group=_sync_bn_group(cfg, place.world_size),
-        checkpoint_every=every,
-        stage_checkpoints=stages,
+        **recomputation,
         precision=formats,
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
         deterministic=cfg.TRAINER.DETERMINISTIC,
@@ -314,8 +315,8 @@ def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
     return world_size if sync.GROUP_SIZE <= 0 else min(sync.GROUP_SIZE, world_size)
 
 
-def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...]]:
-    """Block ends per stage, every n-th block (0: off), notes."""
+def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The one field of ``ShardingPlan`` that says which blocks, if any; notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
     flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
     is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
@@ -324,16 +325,22 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
         is_on = recompute.USE_ACTIVATION_CHECKPOINTING
         given = [*flags, *([] for _ in ends[len(flags) :])]
         counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(given, ends, strict=True)]
-        return tuple(stage[:count] for stage, count in zip(ends, counts, strict=True)), 0, ()
-    keys = ["config.MODEL.TRUNK.REGNET.stage_checkpoints"] if any(ends) else []
-    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
-        keys.append("config.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS")
-    if not recompute.USE_ACTIVATION_CHECKPOINTING:
-        switch = "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING is off"
-        return (), 0, tuple(f"{key} has no effect: {switch}." for key in keys)
+        kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
+        return {"stage_checkpoints": kept}, ()
+    # Those that are set, from the one that wins to the one that yields to all others.
+    keys = [f"{_RECOMPUTE}.BLOCKS"] if recompute.BLOCKS else []
     if any(ends):
-        return ends, 0, tuple(f"{key} has no effect: stage_checkpoints says which blocks." for key in keys[1:])
-    return (), recompute.EVERY_N_BLOCKS, ()
+        keys.append("config.MODEL.TRUNK.REGNET.stage_checkpoints")
+    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
+        keys.append(f"{_RECOMPUTE}.EVERY_N_BLOCKS")
+    if not recompute.USE_ACTIVATION_CHECKPOINTING:
+        return {}, tuple(f"{key} has no effect: {_RECOMPUTE}.USE_ACTIVATION_CHECKPOINTING is off." for key in keys)
+    notes = tuple(f"{key} has no effect: {keys[0].rpartition('.')[2]} says which blocks." for key in keys[1:])
+    if recompute.BLOCKS:
+        return {"checkpoint_blocks": tuple(recompute.BLOCKS)}, notes
+    if any(ends):
+        return {"stage_checkpoints": ends}, notes
+    return {"checkpoint_every": recompute.EVERY_N_BLOCKS}, notes
 
 
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
@@ -489,7 +496,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
 
 
 def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
-    """Notes on precision keys of FSDP_CONFIG that say something else than what is done."""
+    """Notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
     fsdp = cfg.MODEL.FSDP_CONFIG
     if fsdp.compute_dtype == (half or "float32"):
         return ()

@@ -63,7 +63,7 @@ class FlatShard(Shard):
         self.has_grad = not self.is_joined
 
     @torch.no_grad()
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """See ``Shard``. Costs one all-reduce of the parameter."""
         # Each element is in the piece of one rank, so the sum over ranks is the parameter.
         flat = self.local.new_zeros(self.full_shape.numel())

@@ -1,8 +1,8 @@
 """Files of this rank on the user's disk: its own folder, numbered records in a preallocated file, and their pipeline.
 
 The folder: ``<nvme_path>/vissl-zero-<random>/rank<k>/``, folders 0700, files 0600, created exclusively, links not
-followed. The random part makes sure that neither another run nor what a crash left behind is ever taken for one's own;
-nothing in it outlives the process by itself, so nothing there is ever read by a later run.
+followed. The random part ensures that a run never takes files of another run, or of a crashed one, for its own. Later
+runs never read these files.
 
 Reads and writes go around the page cache (O_DIRECT) into page-aligned memory: state that is streamed once a step would
 push everything else out of the cache, and through the cache the same traffic runs at half of the speed or less
@@ -381,21 +381,31 @@ class RecordPipeline:
         buffers = iter(page_buffers([*column_bytes] * NUM_TRAYS))
         self._trays: list[Tray] = [[next(buffers) for _ in column_bytes] for _ in range(NUM_TRAYS)]
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offload")
+        self._behind: set[Future[tuple[int, Tray] | None]] = set()
+        self._failure: BaseException | None = None
 
     @property
     def memory(self) -> list[Tensor]:
         """The buffers."""
         return [buffer.bytes for tray in self._trays for buffer in tray if buffer.num_bytes]
 
-    def run(self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]]) -> None:
+    def run(
+        self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
+    ) -> None:
         """Call ``update(position, tray)`` for each item, and store the columns that it names.
 
         Items are taken as the disk has them ready, not in order: it may let one wait for as long as there are others.
         No two of them may share a record.
 
+        Args:
+            items: what to stream.
+            update: changes the buffers of one item.
+            is_behind: return when every item has been updated, while the last are still being stored. Whoever reads
+                these records otherwise than through this object calls ``finish`` first.
         Raises:
             OffloadError: a record could not be read or stored; all requests under way have ended then.
         """
+        self.finish()
         coming = deque(enumerate(items))
         ready: SimpleQueue[Future[tuple[int, Tray] | None]] = SimpleQueue()
         requests: set[Future[tuple[int, Tray] | None]] = set()
@@ -407,19 +417,35 @@ class RecordPipeline:
             request.add_done_callback(ready.put)
 
         try:
+            num_left = len(items)
             for tray in self._trays[: len(items)]:
                 send(tray, (), ())
-            while requests:
+            while requests and (num_left or not is_behind):
                 # In the order of completion: a slow record delays no other.
                 request = ready.get()
                 requests.remove(request)
                 if (turn := request.result()) is not None:
                     position, tray = turn
                     columns = update(position, tray)
+                    num_left -= 1
                     if columns or coming:
                         send(tray, items[position], columns)
+            self._behind, requests = requests, set()
         finally:
             wait(requests)  # their buffers are about to be reused
+
+    def finish(self) -> None:
+        """Wait until all that was updated is stored.
+
+        Raises:
+            OffloadError: something could not be stored; from then on every call raises it.
+        """
+        behind, self._behind = self._behind, set()
+        for request in wait(behind).done:
+            self._failure = self._failure or request.exception()
+        # Whoever updated these records has long gone on: no later call may pass for a success.
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """End the threads."""
@@ -432,10 +458,15 @@ class NoRecords(RecordPipeline):
     def __init__(self) -> None:
         self.num_columns, self._trays = 0, []
 
-    def run(self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]]) -> None:
+    def run(
+        self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
+    ) -> None:
         """See ``RecordPipeline``."""
         for position in range(len(items)):
             update(position, [])
+
+    def finish(self) -> None:
+        """See ``RecordPipeline``."""
 
     def close(self) -> None:
         """See ``RecordPipeline``."""

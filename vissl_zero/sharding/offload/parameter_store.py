@@ -28,7 +28,8 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.shard import Shard, divide_by_norms
+from vissl_zero.sharding.shard import Shard, divide_by_norms, squared_norms
+from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 
 class GradientStore:
@@ -47,6 +48,7 @@ class GradientStore:
         self._file = TensorFile(layout, file, pipeline)
         self._stored: set[int] = set()
         self._zero: set[int] = set()
+        self._squares: dict[int, Tensor] = {}
         self._changes: dict[int, list[tuple[Tensor | float, Tensor | None]]] = {}
 
     def __contains__(self, index: int) -> bool:
@@ -66,8 +68,19 @@ class GradientStore:
             else:
                 stored.copy_(new)
 
-        self._file.write(grads, is_read, combine)
+        # The next unit is computed while the last records are written.
+        self._file.write(grads, is_read, combine, is_behind=True)
+        for index, grad in grads.items():
+            # Only of a gradient that is whole in memory: the sum of two backward passes is in the file alone.
+            if index in self._stored or grad.dtype != self._layout.params[index].dtype:
+                self._squares.pop(index, None)
+            else:
+                self._squares[index] = squared_norms([grad])[0]
         self._stored |= grads.keys()
+
+    def square(self, index: int) -> Tensor | None:
+        """Squared norm of a gradient as ``read`` would give it, if it is known without reading; 0-d."""
+        return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:
         """One gradient, flat, as the changes made so far have it.
@@ -106,6 +119,7 @@ class GradientStore:
         """There is none any more."""
         self._stored.discard(index)
         self._zero.discard(index)
+        self._squares.pop(index, None)
         self._changes.pop(index, None)
 
 
@@ -216,6 +230,7 @@ class ParameterStore:
         self._ahead.forget()
         self._order.restart()
         with self._whole_or_broken():
+            self._pipeline.finish()  # the update reads gradients that may still be being written
             yield
         self._ahead.follow(self._expected_records())
 
@@ -242,7 +257,7 @@ class ParameterStore:
 
     def _require_sound(self) -> None:
         if self._is_broken:
-            raise OffloadError("Streaming parameters failed earlier, or was ended. Resume from the last checkpoint.")
+            raise OffloadError("Streaming of parameters failed earlier or was closed. Resume from the last checkpoint.")
 
 
 def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
@@ -284,6 +299,10 @@ class DiskShard(Shard):
         values = self.store.read(self.index) if gradients.needs_values(self.index) else None
         return gradients.read(self.index, values).view(self.local.shape)
 
+    def known_square(self) -> Tensor | None:
+        """See ``Shard``: it was computed when the gradient came in."""
+        return self.store.gradients.square(self.index)
+
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
         """See ``Shard``. Carried out whenever elements of it are read."""
         self.store.gradients.change(self.index, factor, param_factor)
@@ -298,10 +317,10 @@ class DiskShard(Shard):
         self.store.gradients.set_zero(self.index)
         self.local.grad = torch.empty_like(self.local)
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """See ``Shard``."""
         with self._in_memory():
-            return super().whole()
+            return super().full_tensor()
 
     def normalize_rows(self) -> None:
         """See ``Shard``."""
@@ -312,13 +331,13 @@ class DiskShard(Shard):
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
         assert isinstance(self.source, DTensor)
-        absent = self.source._local_tensor
+        absent = local_tensor(self.source)
         # full_tensor() gathers what the DTensor holds, and that is a meta tensor but for this moment.
-        self.source._local_tensor = self.values()
+        set_local_tensor(self.source, self.values())
         try:
             yield
         finally:
-            self.source._local_tensor = absent
+            set_local_tensor(self.source, absent)
 
 
 def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:

@@ -153,7 +153,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     if any(value.shape != like.shape or value.dtype != like.dtype for value in tensors):
         return "keeps state of another shape or number format than a parameter's"
     if any(isinstance(value, str | list | dict | tuple) for value in state.values()):
-        return "keeps state that is no number"
+        return "keeps state that is not numeric"
     if counter_keys(optimizer):
         return "counts its steps in its groups"
     return ""

@@ -32,7 +32,7 @@ from vissl_zero.sharding.shard import hide_gradient, shards_of
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
 from vissl_zero.sharding.torch_engine.unit_transfers import UnitOnDisk, stored_params, use_communicator
-from vissl_zero.sharding.torch_private import lazy_init, real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
 from vissl_zero.sharding.wrap_plan import PlannedUnit, WrapPlan
 
 
@@ -57,7 +57,7 @@ class FullySharded(ShardedModel):
             wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
             guard_modules(wrapped)
             # Modules that are bound by a tied parameter are one unit.
-            self._units = list({unit._get_fsdp_state(): unit for unit in wrapped}.values())
+            self._units = list({unit_state(unit): unit for unit in wrapped}.values())
             self._is_last = True
             # fully_shard cannot cut these, so their gradients travel apart from the units.
             self._scalar_means: OrderedMeans | None = None
@@ -68,16 +68,17 @@ class FullySharded(ShardedModel):
             if device.type == "cpu" and group.size() > 1:
                 self.comm = open_communicator(group, plan.timeout_s)
             names = {part: name or "(model)" for name, part in module.named_modules()}
-            titles = [" + ".join(names[part] for part in unit._get_fsdp_state()._modules) for unit in self._units]
+            titles = [" + ".join(names[part] for part in modules_of(unit_state(unit))) for unit in self._units]
             # The communicator compares the order of units at once, but only among the ranks of a shard group.
             is_recording = self.comm is None or group.size() < dist.get_world_size()
             self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording)
             if self.comm is not None:
-                tell, keeps_buffers = self._guard.tell, store is None
+                # A teacher on disk would hold one more unit while the student has three.
+                tell, keeps_buffers = self._guard.tell, store is None or build_optimizer is not None
                 self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers=keeps_buffers)
             elif plan.deterministic:  # the comm adds up in the order of ranks as it is
                 for unit in self._units:
-                    unit.set_custom_reduce_scatter(OrderedReduceScatter())
+                    unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
             shards = [disk_shard(shard, store) for shard in shards_of(module, group)]
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"

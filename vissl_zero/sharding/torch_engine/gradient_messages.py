@@ -17,6 +17,7 @@ from vissl_zero.sharding.shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
     call_after_backward,
     call_on_gradient,
+    foreach_copy_,
     is_in_backward,
     is_nested_backward,
     real_grad,
@@ -51,13 +52,13 @@ class ParameterMessages:
         mine = self._comm.rank
 
         def fill(out: Tensor) -> None:
-            torch._foreach_copy_(_slices(message, views[mine], out), views[mine])
+            foreach_copy_(_slices(message, views[mine], out), views[mine])
 
         def drain(received: Sequence[Tensor]) -> None:
             for rank, values in enumerate(received):
                 # This rank's rows are where the optimizer wrote them.
                 if rank != mine:
-                    torch._foreach_copy_(views[rank], _slices(message, views[rank], values))
+                    foreach_copy_(views[rank], _slices(message, views[rank], values))
 
         dtype = message.pieces[0].shard.source.dtype
         self._comm.post(message.payload, dtype, fill, drain, is_scatter=False)

@@ -1,8 +1,8 @@
 """Guards ``fully_shard`` units: ranks that use them differently are refused before data are mixed.
 
-torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. Where ranks differ,
-parts of different parameters of one size would be put together without a word. So before each message of a unit ranks
-tell each other which unit it is for, and an absent gradient counts as zero.
+torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. If ranks differ,
+parts of different parameters of equal size would be combined silently. So before each message of a unit, ranks tell
+each other which unit it is for, and an absent gradient counts as zero.
 
 ``fully_shard`` has no hooks at these moments, so methods of a unit's parameter group are extended on the object.
 """
@@ -26,15 +26,27 @@ from vissl_zero.sharding.replica_check import digest_of
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
     finish_unit_after_backward,
+    forward_hooks,
+    gather_hook,
+    group_of,
     has_saved_tensor_hooks,
+    is_being_gathered,
     is_in_reentrant_checkpoint,
+    local_tensor,
+    modules_of,
+    name_of,
+    num_writes,
+    own_parameters,
+    owner_of,
+    put_before_moves,
+    unit_state,
 )
 
 _GATHER, _REDUCE = range(2)
 _WHAT = ("gathers", "reduces gradients of")
 _END = -1
 
-_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit of which all saved tensors are looked at
+_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all saved tensors are checked
 
 FREED = (
     "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "
@@ -76,9 +88,9 @@ class UnitGuard:
         self._present: set[int] = set()
         self._ran: list[int] = []
         for number, (name, unit) in enumerate(zip(names, units, strict=True)):
-            state: Any = unit._get_fsdp_state()
+            state: Any = unit_state(unit)
             # torch makes no group for a unit whose parameters are all scalars, or in units inside it.
-            if state._fsdp_param_group is not None:
+            if group_of(state) is not None:
                 _GuardedUnit(name, number, state, self)
 
     def has_gradient(self, param: nn.Parameter) -> bool:
@@ -137,16 +149,16 @@ class UnitGuard:
 class _GuardedUnit:
     def __init__(self, name: str, number: int, state: Any, guard: UnitGuard):
         self._name, self._number, self._state, self._guard = name, number, state, guard
-        self._group = group = state._fsdp_param_group
+        self._group = group = group_of(state)
         self._is_watching_gradients = False
         self._inner = [
-            module for outer in state._modules for module in outer.modules() if not isinstance(module, FSDPModule)
+            module for outer in modules_of(state) for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._versions: dict[int, int] = {}
         self._followed: dict[nn.Module, RemovableHandle] = {}
         self._is_running = False  # between the unit's entry and its exit in a forward pass
-        infos = [param._module_info for param in group.fsdp_params]
-        owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(state._modules)
+        infos = [owner_of(param) for param in group.fsdp_params]
+        owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
         # Not on the unit's own modules: calling them is what gathers the unit.
         self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
         self._num_runs = 0
@@ -191,12 +203,12 @@ class _GuardedUnit:
             # As torch does with the tensors that it finds in an output.
             for tensor in _hidden_tensors(output, set()):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._state._pre_backward)
+                    tensor.register_hook(gather_hook(self._state))
         return output
 
     def unshard(self, async_op: bool = False) -> None:
         """Record that the unit is gathered."""
-        if self._group._all_gather_result is None and not self._group.is_unsharded:
+        if not is_being_gathered(self._group) and not self._group.is_unsharded:
             self._guard.record(self._number, is_reduce=False)
         self._unshard(async_op)
 
@@ -252,9 +264,9 @@ class _GuardedUnit:
     def _require_own_parameters(self) -> None:
         is_whole = self._group.is_unsharded
         for param in self._group.fsdp_params:
-            info = param._module_info
+            info = owner_of(param)
             expected = param.unsharded_param if is_whole else param.sharded_param
-            if info.module._parameters.get(info.param_name) is not expected:
+            if own_parameters(info.module).get(info.param_name) is not expected:
                 raise VisslZeroError(
                     f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
                     "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
@@ -278,17 +290,17 @@ class _GuardedUnit:
             gathered_as = param.param_dtype or param.orig_dtype
             if param.unsharded_param.dtype != gathered_as:
                 raise VisslZeroError(
-                    f"{param._param_fqn or self._name} is converted from {gathered_as} to "
+                    f"{name_of(param) or self._name} is converted from {gathered_as} to "
                     f"{param.unsharded_param.dtype} in the forward pass of {self._title}, which its shards do not "
                     "follow. Convert it before initialize(), or compute with a converted copy."
                 )
-            version = param.unsharded_param._version
+            version = num_writes(param.unsharded_param)
             is_written = self._versions.setdefault(index, version) != version
             if not is_written and self._is_compared(index, param):
                 is_written = not _has_rows_of_shard(param)
             if is_written:
                 raise VisslZeroError(
-                    f"{param._param_fqn or self._name} is written in the forward pass of {self._title}, which sharding "
+                    f"{name_of(param) or self._name} is written in the forward pass of {self._title}, which sharding "
                     "would lose. Write into parameters after optimizer.step(), or compute with a changed copy."
                 )
 
@@ -305,7 +317,7 @@ class _GuardedUnit:
         For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
         """
         for module in self._inner:
-            is_hooked = bool(module._forward_hooks) and not all(map(_is_follower, module._forward_hooks.values()))
+            is_hooked = any(not _is_follower(hook) for hook in forward_hooks(module).values())
             if is_hooked and module not in self._followed:
                 handle = module.register_forward_hook(self._gather_before_backward, prepend=True)
                 self._followed[module] = handle
@@ -320,7 +332,7 @@ class _GuardedUnit:
         if self._is_running and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._state._pre_backward)
+                    tensor.register_hook(gather_hook(self._state))
 
 
 def _is_follower(hook: Any) -> bool:
@@ -330,7 +342,7 @@ def _is_follower(hook: Any) -> bool:
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
     """Whether the full parameter holds the values of this rank's rows."""
-    local = param.sharded_param._local_tensor
+    local = local_tensor(param.sharded_param)
     # A shard that is elsewhere would have to be read or copied for each comparison.
     if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
         return True
@@ -350,8 +362,8 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         save: Any = getattr(module, "save_pretrained", None)
         if save is not None:
             module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
-        module.__dict__["_apply"] = partial(_apply_or_refuse, module, module._apply)
-        group = module._get_fsdp_state()._fsdp_param_group
+        put_before_moves(module, _apply_or_refuse)
+        group = group_of(unit_state(module))
         module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
 
 
@@ -399,7 +411,7 @@ def _apply_or_refuse(
     module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
     """``module.to(...)`` and the like. Even where nothing changes, torch would lay out shards of uneven rows anew."""
-    held = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
+    held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
     if all(fn(tensor) is tensor for tensor in held):
         return module
     try:

@@ -18,9 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.torch_private import (
+    gather_of,
+    group_of,
+    is_being_gathered,
+    local_tensor,
+    set_local_tensor,
+    set_shard_data,
+    shard_data,
+    unit_state,
+)
 from vissl_zero.sharding.wrap_plan import WrapPlan
 
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -35,16 +46,16 @@ class Tell(Protocol):
 def use_communicator(
     units: Sequence[FSDPModule], comm: CpuCommunicator, tell: Tell, keeps_buffers: bool = True
 ) -> Callable[[], list[Tensor]]:
-    """Make ``units`` communicate through ``comm``, and gather each when it is needed and not before.
+    """Make ``units`` communicate through ``comm``, and gather each only when it is needed.
 
-    Fetching ahead hides the time of a network. Here gathering is copying, by the core that would compute meanwhile, and
-    a unit fetched ahead is one more in memory.
+    Fetching ahead hides the time of a network. Here gathering is a copy by the same core that computes, and a unit
+    fetched ahead would occupy more memory.
 
     Args:
         units: of one model; their places here are their numbers.
         comm: among the ranks that share it.
         tell: called before each message with the number of its unit.
-        keeps_buffers: for the next unit; False where memory is dearer than the time to have it cleared.
+        keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
     Returns:
         A function that lists the buffers they have taken so far.
     """
@@ -65,12 +76,12 @@ class _Buffer:
     """
 
     def __init__(self, is_kept: bool):
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self.by_dtype: dict[torch.dtype, Tensor] = {}
 
     def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first elements of the buffer; whatever it held is lost."""
-        if not self._is_kept:
+        if not self.is_kept:
             return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
         buffer = self.by_dtype.get(dtype)
@@ -86,6 +97,20 @@ class _AllGather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
 
+    def unused(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
+
+        It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
+
+        Args:
+            numel: of all that this rank sends in the next gather.
+            dtype: of it.
+        """
+        num_ranks = self._comm.num_ranks
+        if not self._buffer.is_kept or num_ranks == 1:
+            return None
+        return self._buffer.get((num_ranks, numel), dtype)[(self._comm.rank + 1) % num_ranks]
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
@@ -94,22 +119,40 @@ class _AllGather:
 
 
 class _ReduceScatter:
-    """``fully_shard`` asks for the input, then for the output, which lives on as the gradient."""
+    """``fully_shard`` asks for the input, then for the output, which lives on as the gradient.
+
+    The two are told apart by size: the output is one of ``num_ranks`` parts of the input before it.
+    """
 
     def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
         self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
-        self._is_output_next = False
+        self._input_numel: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        is_output, self._is_output_next = self._is_output_next, not self._is_output_next
-        return torch.empty(*size, dtype=dtype) if is_output else self._buffer.get(size, dtype)
+        numel = math.prod(size)
+        if numel * self._comm.num_ranks == self._input_numel:
+            return torch.empty(*size, dtype=dtype)
+        self._input_numel = numel
+        return self._buffer.get(size, dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op in _MEANS, op
+        self._input_numel = None
+        self._require_own_memory(output_tensor)
         self._tell(self._number, is_reduce=True)
         self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
+
+    def _require_own_memory(self, output: Tensor) -> None:
+        """The next unit writes into the buffer, so a gradient there would be lost."""
+        kept = self._buffer.by_dtype.get(output.dtype)
+        if kept is not None and kept.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+            raise VisslZeroError(
+                f"torch {torch.__version__} asks for a unit's gradient before, or with another size than, the memory "
+                "that is reduced into it, so the gradient would lie in memory that the next unit overwrites. Use "
+                "torch 2.11 to 2.13, or ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+            )
 
 
 class UnitOnDisk:
@@ -125,20 +168,20 @@ class UnitOnDisk:
     def __init__(self, unit: nn.Module, position: int, names: dict[nn.Parameter, str], store: ParameterStore):
         self._position = position
         self._store = store
-        self._group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        self._group = group_of(unit_state(unit))
         params = [] if self._group is None else self._group.fsdp_params
         indices = {store.layout.index_of.get(names[param.sharded_param]): param for param in params}
         self._params: dict[int, Any] = {index: param for index, param in indices.items() if index is not None}
         if self._group is not None and self._group.device.type == "cpu":
             # A gather on the CPU overlaps with nothing, and would take the memory of a second unit. On every rank, also
             # one that holds nothing of this unit: all must gather in one order.
-            self._group._backward_prefetch = self._forget_order
+            cast(Any, unit).set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
         if not self._params:
             return
-        store.write({index: param._sharded_param_data for index, param in self._params.items()})
+        store.write({index: shard_data(param) for index, param in self._params.items()})
         for param in self._params.values():
             # The model keeps only the shape: a read outside of a gather must fail, not give old values.
-            param.sharded_param._local_tensor = param.sharded_param._local_tensor.to("meta")
+            set_local_tensor(param.sharded_param, local_tensor(param.sharded_param).to("meta"))
         self._drop()
         group = self._group
         self._unshard, self._wait, self._post_backward = group.unshard, group.wait_for_unshard, group.post_backward
@@ -147,7 +190,7 @@ class UnitOnDisk:
     def unshard(self, async_op: bool = False) -> None:
         """Read the shards, then gather them."""
         # In the other cases torch returns at once and gathers nothing, so nothing must be read.
-        if self._group._all_gather_result is None and not self._group.is_unsharded:
+        if not is_being_gathered(self._group) and not self._group.is_unsharded:
             self._fetch()
         self._unshard(async_op)
 
@@ -177,22 +220,32 @@ class UnitOnDisk:
 
     def _fetch(self) -> None:
         outs = {}
+        room, first = self._unused_memory(), 0
         for index, param in self._params.items():
-            data = torch.empty(param.padded_sharded_param_size, dtype=param.orig_dtype).view(-1)
+            numel = param.padded_sharded_param_size.numel()
+            data = torch.empty(numel, dtype=param.orig_dtype) if room is None else room[first : first + numel]
+            first += numel
             # torch gathers parts of equal length; beyond this rank's rows lies padding.
             data[self._store.layout.params[index].num_elements :].zero_()
-            outs[index] = param._sharded_param_data = data
+            set_shard_data(param, data)
+            outs[index] = data
         self._store.fetch(self._position, outs)
+
+    def _unused_memory(self) -> Tensor | None:
+        """Room for all shards that saves the clearing of fresh pages, or None."""
+        gather, params = gather_of(self._group), self._group.fsdp_params
+        dtype = params[0].orig_dtype
+        # Elsewhere the message has another format, or is not made of these shards alone.
+        if not isinstance(gather, _AllGather) or any(
+            (p.param_dtype or dtype, p.orig_dtype) != (dtype,) * 2 for p in params
+        ):
+            return None
+        return gather.unused(sum(param.padded_sharded_param_size.numel() for param in params), dtype)
 
     def _drop(self) -> None:
         for param in self._params.values():
-            if not param._sharded_param_data.is_meta:
-                param._sharded_param_data = torch.empty_like(param._sharded_param_data, device="meta")
-
-    def _forget_order(self) -> None:
-        # torch's own prefetch takes an entry out here too; without that the list would grow with every pass.
-        if self._group._post_forward_indices:
-            self._group._post_forward_indices.pop()
+            if not shard_data(param).is_meta:
+                set_shard_data(param, torch.empty_like(shard_data(param), device="meta"))
 
 
 def stored_params(

@@ -1,0 +1,89 @@
+"""What ``level="fit"`` forecasts of a loop of one's own, beside what this process then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vissl_zero
+from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.own_loop.fit import forecaster_of
+from vissl_zero.sharding.memory import ActivationCounter, Storages
+from vissl_zero.sharding.step_trace import StepTrace
+
+CPU = torch.device("cpu")
+
+
+def _model(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, width), nn.Sigmoid(), nn.Linear(width, 3), nn.Sigmoid())
+
+
+def _forecast(model: nn.Module, optimizer: dict[str, Any], plan: ShardingPlan, sample: Any) -> dict[str, int]:
+    forecaster, mode = forecaster_of(model, optimizer, plan, sample, CPU)
+    with mode:
+        step = forecaster.forecast(plan).step
+    assert step is not None
+    return step.by_kind
+
+
+def test_a_batch_that_a_function_brings_along_is_counted_once() -> None:
+    model, images, labels = _model(32), torch.rand(8, 16), torch.zeros(8, 3)
+
+    def loss(model: nn.Module) -> Tensor:
+        # A view has no memory of its own.
+        return F.l1_loss(model(images.view(4, 2, 16).flatten(0, 1)), labels)
+
+    plan = ShardingPlan(0)
+    found = _forecast(model, {"type": "SGD"}, plan, loss)
+    assert found["inputs"] == images.nbytes + labels.nbytes
+    given = _forecast(model, {"type": "SGD"}, plan, images)
+    assert found["activations"] - given["activations"] < images.nbytes
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss])
+def test_what_a_loss_keeps_is_what_torch_keeps(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The mean of some losses is a number over the memory of all their elements."""
+    model, images, labels = _model(32), torch.rand(64, 16), torch.zeros(64, 3)
+    forecaster, mode = forecaster_of(
+        model, {"type": "SGD"}, ShardingPlan(0), lambda net: loss(net(images), labels), CPU
+    )
+    with mode:
+        trace = forecaster.trace(ShardingPlan(0))
+    assert isinstance(trace, StepTrace)
+    with ActivationCounter() as counter:
+        held = loss(model(images), labels)
+    kept = counter.alive_bytes(Storages([*model.parameters(), images, labels]))
+    assert trace.kept_bytes == kept and held.isfinite()
+
+
+@pytest.mark.parametrize("tiers", ["optimizer", "both"])
+@pytest.mark.parametrize("width", [8, 20_000, 100_000])
+@pytest.mark.parametrize("options", [{"type": "AdamW"}, {"type": "SGD", "momentum": 0.9, "lr": 0.1}])
+def test_buffers_to_a_disk_are_as_large_as_what_passes_through_them(
+    tiers: str, width: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    tier = {"device": "nvme", "nvme_path": str(tmp_path)}
+    blocks = tier, tier if tiers == "both" else {}
+    plan = ShardingPlan(3, offload_optimizer=OffloadPlan(**blocks[0]), offload_params=OffloadPlan(**blocks[1]))
+    model = _model(width)
+    found = _forecast(model, options, plan, torch.zeros(2, 16))["offload_buffers"]
+    zero = {"level": 3, "offload_optimizer_config": blocks[0], "offload_param_config": blocks[1]}
+    _, optimizer = vissl_zero.initialize(model, options, zero)
+    held: Any = optimizer._sharded.optimizer
+    assert found == Storages(buffer for buffer in held.resident_tensors).num_bytes
+    optimizer.close()
+
+
+def test_state_that_there_is_none_of_needs_no_buffers(tmp_path: Path) -> None:
+    """The base optimizer then updates all parameters at once, and takes what it takes."""
+    model, images = _model(1000), torch.zeros(2, 16)
+    offloaded = ShardingPlan(1, offload_optimizer=OffloadPlan("nvme", str(tmp_path)))
+    found = _forecast(model, {"type": "SGD"}, offloaded, images)
+    assert found == _forecast(model, {"type": "SGD"}, ShardingPlan(1), images)
+    assert found["offload_buffers"] == 0
