@@ -19,7 +19,7 @@ from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
 from vissl_zero.config.constraints import choice, pattern_problems
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
-from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, typed_level
+from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, narrow_problems, typed_level
 from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError, Problem
 
@@ -48,6 +48,7 @@ class _Keys:
     clip_grad: float | None = None
     fp16: bool | None = None
     bf16: bool | None = None
+    rounding: str = ""
     wrap_threshold: int = 0
     verbose: bool = False
     engine: str = "auto"
@@ -74,6 +75,7 @@ class ZeroSettings:
         dynamic_loss_scale: None: wherever float16 is used.
         clip_grad: largest global L2 norm of the gradients, or None.
         fp16, bf16: None: not said.
+        rounding: parameters stay in bfloat16, and updates are rounded so: "stochastic" or "kahan"; empty: they do not.
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
@@ -96,6 +98,7 @@ class ZeroSettings:
     clip_grad: float | None = None
     fp16: bool | None = None
     bf16: bool | None = None
+    rounding: str = ""
     wrap_threshold: int = 0
     verbose: bool = False
     shard_group_size: int = -1
@@ -132,6 +135,7 @@ def read_settings(zero: Any) -> ZeroSettings:
     level, problems = _level(keys) if implied is None else (implied, [])
     problems += _range_problems(keys)
     problems += _fit_problems(keys, optimizer, params) if is_fitted else _budget_problems(keys)
+    problems += _rounding_problems(keys, is_fitted, optimizer, params)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
         problems += engine_problems(
@@ -156,6 +160,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         clip_grad=keys.clip_grad,
         fp16=keys.fp16,
         bf16=keys.bf16,
+        rounding=keys.rounding,
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
@@ -268,6 +273,26 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
+
+
+def _rounding_problems(
+    keys: _Keys, is_fitted: bool, optimizer: OffloadOptimizer, params: OffloadParam
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16."""
+    if not keys.rounding:
+        return []
+    if keys.rounding not in ("stochastic", "kahan"):
+        must = "must be stochastic or kahan"
+        return [Problem("zero.rounding", repr(keys.rounding), must, "Leave it out for float32 parameters.")]
+    others = {
+        "zero.fp16=True": keys.fp16,
+        "zero.bf16=False": keys.bf16 is False,
+        "zero.type, which means float16": keys.type is not None,
+        "zero.level='fit', which has no forecast of it": is_fitted,
+        "zero.keep_gradients, which is for float32": keys.keep_gradients,
+    }
+    is_on_disk = "nvme" in (optimizer.device, params.device)
+    return narrow_problems("zero.rounding", keys.rounding, keys.engine, is_on_disk, others)
 
 
 def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:

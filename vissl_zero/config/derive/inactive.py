@@ -137,6 +137,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS["name"] not in _WITH_CLASSES,
         "the loss has no labels to mix",
     ),
+    Inactive(("TRAINER.ROUNDING",), lambda cfg: cfg.TRAINER.DTYPE != "bfloat16", "TRAINER.DTYPE is not bfloat16"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
         lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),
