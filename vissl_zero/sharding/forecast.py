@@ -35,7 +35,7 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.precision import dtype_of, rounded, run_in_precision
+from vissl_zero.sharding.precision import rounded, run_in_precision
 from vissl_zero.sharding.shard import Shard, whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import (
