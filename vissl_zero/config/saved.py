@@ -22,7 +22,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
-from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun, ShardingPlan
+from vissl_zero.config.resolved import (
+    Float8Plan,
+    LarcPlan,
+    OffloadPlan,
+    OptimizerPlan,
+    Precision,
+    ResolvedRun,
+    ShardingPlan,
+)
 from vissl_zero.errors import VisslZeroError
 
 
@@ -258,6 +266,7 @@ def load_resolved(path: Path) -> ResolvedRun:
         data["run_dir"] = run_dir if "${" in run_dir else str(Path(run_dir).expanduser().absolute())
     sharding, optimizer = data.pop("sharding"), data.pop("optimizer")
     sharding["precision"] = Precision(**sharding["precision"])
+    sharding["float8"] = Float8Plan(**sharding.get("float8", {}))
     for tier in ("offload_optimizer", "offload_params"):
         sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])

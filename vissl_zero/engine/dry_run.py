@@ -35,7 +35,9 @@ from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_un
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.sharding.candidates import Budget, Found, forecast_all, recomputed_in_part
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
+from vissl_zero.sharding.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.step_time import measured_machine
+from vissl_zero.sharding.teacher import require_wide
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
@@ -124,13 +126,13 @@ class Stage:
 
     def forecast(self) -> Forecast:
         """Of the run as it is."""
-        with self.mode, _default_dtype(getattr(torch, self.plan.sharding.precision.master)):
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
 
     def forecasts(self) -> Found:
         """Forecasts of every way to run this at its micro-batch."""
         plan = self.plan
-        with self.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
+        with self.mode, _default_dtype(dtype_of(plan.sharding.precision.wide)):
             return forecast_all(
                 self.forecaster,
                 plan.sharding,
@@ -143,7 +145,7 @@ class Stage:
 
     def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
         """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
-        with self.mode, _default_dtype(getattr(torch, self.plan.sharding.precision.master)):
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return recomputed_in_part(found, budget, self.forecaster)
 
 
@@ -168,7 +170,8 @@ def set_stage(
     if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
-    dtype = getattr(torch, plan.sharding.precision.master)
+    precision = plan.sharding.precision
+    dtype = dtype_of(precision.wide)
     # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
@@ -179,6 +182,13 @@ def set_stage(
         if method.has_teacher:
             origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
             teacher = method.make_teacher(origin)
+        cast_to_master(model, precision)
+        if teacher is not None:
+            cast_to_master(teacher, precision)
+    if method.has_teacher and method.teacher_follows:
+        require_wide(precision, "a teacher that follows the student")
+    if plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]:
+        require_wide(precision, "a running average of the weights")
     if check is not None and not assumed:  # else the number of classes is assumed too
         check(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -190,9 +200,9 @@ def set_stage(
         names = [name for name, _ in model.named_parameters()]
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-        fakes = _faked(batch, num_local, num_global, dtype)
+        fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
         # Made when they are first used.
-        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype))
+        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype_of(precision.master)))
 
         def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)

@@ -35,7 +35,7 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.precision import rounded, run_in_precision
 from vissl_zero.sharding.shard import Shard, whole_shard
 from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import (
@@ -389,14 +389,13 @@ class Forecaster:
         sharded = sum(param.padded(num_ranks) for param in facts.params.values())
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
-        reduced = dtype_of(plan.precision.reduce)
         trained = [facts.params[name] for group in subject.groups for name in group.params]
         if plan.offload_params.is_on_disk:
             teacher_params = sum(param.itemsize for param in facts.teacher.values() if not param.shape)
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         return Bytes(
             params=held,
-            grads=sum(param.padded(num_ranks) // param.itemsize * reduced.itemsize for param in trained),
+            grads=sum(param.padded(num_ranks) for param in trained),
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
@@ -512,8 +511,11 @@ def _stepper(
         }
         for group in subject.groups
     ]
-    optimizer, adaptation = subject.build_optimizer(tables)
-    return Stepper([*shards.values()], optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+    own = [*shards.values()]
+    # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
+    with Recorder(Storages()):
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
+    return Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
 
 
 def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
@@ -525,7 +527,6 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     own = [*shards.values()]
     for shard in own:
         shard.local.grad = torch.zeros_like(shard.local)
-    # In a recorder too, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages()):
         stepper.step(())
     states = {
@@ -539,4 +540,8 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     sizes = {
         kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()
     }
-    return sizes, len({key for pairs in states.values() for key, _ in pairs}), recorder.peak_bytes()
+    return (
+        sizes,
+        len({key for pairs in states.values() for key, value in pairs if isinstance(value, Tensor)}),
+        recorder.peak_bytes(),
+    )

@@ -263,6 +263,7 @@ class _Step:
         self.gathered: set[str] = set()
         self.taught: set[str] = set()
         self.pending: dict[str, int] = {}
+        self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
         self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
 
@@ -411,11 +412,7 @@ class _Step:
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
             self.change("grads", *(param.num_bytes for param in self.trained.values()))
         elif self.is_fully_sharded:
-            self.change("grads", *map(self.reduced, self.trained.values()))
-
-    def reduced(self, param: ParamFacts) -> int:
-        """Bytes of a gradient's part, as it comes from reducing it."""
-        return int(param.padded(self.num_ranks) * self.reduce_share)
+            self.change("grads", *(param.padded(self.num_ranks) for param in self.trained.values()))
 
     def run(self) -> None:
         """Walk over all marks."""
@@ -426,6 +423,10 @@ class _Step:
             self.place = mark.place + index
             self.take(mark, queue)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
+        if self.widened:  # all buckets are there until the last has been cast back
+            self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
+            self.place += 1
+            self.change("grads", -self.widened)
         if self.is_fully_sharded:
             # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
             for unit in [*self.pending]:
@@ -473,8 +474,11 @@ class _Step:
             if self.is_whole:
                 self.change("grads", -total)
             else:
-                self.spikes.append((self.place, total, "communication"))
-                self.blocks.append((self.place, "grads", [total, -total]))  # the bucket stays in their place
+                sent = int(total * self.reduce_share)
+                self.spikes.append((self.place, sent, "communication"))
+                self.blocks.append((self.place, "grads", [sent, -total]))  # the bucket stays in their place
+                self.changes["grads"].append((self.place, sent - total))
+                self.widened += sent - total
 
     def buckets(self) -> Iterator[Sequence[str]]:
         """Names of gradients that leave together, in the order in which they may."""
@@ -520,11 +524,13 @@ class _Step:
         if not whole:
             return
         names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
-        parts = [self.reduced(self.facts.params[name]) for name in names]
+        parts = [self.facts.params[name].padded(self.num_ranks) for name in names]
         shards = sum(parts)
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
+        if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
+            self.spikes.append((self.place, int(shards * self.reduce_share), "grads"))
         if self.plan.offload_params.is_on_disk:
             buffer = 0 if self.keeps_buffer else whole  # it is reduced from
             self.spikes.append((self.place, shards + buffer, "grads"))

@@ -37,6 +37,7 @@ class Shard:
             contributes to sums.
         num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
         is_on_disk: values and gradient are on disk; ``local`` and its gradient are meta tensors.
+        noted: changes of the gradient that the update is to carry out, where it widens gradients first; else None.
     """
 
     is_on_disk: ClassVar[bool] = False
@@ -49,6 +50,12 @@ class Shard:
     contributes_to_norm: bool = True
     num_copies: int = 1
     copy: int = 0
+    noted: list[tuple[Tensor | float, Tensor | None]] | None = None
+
+    @property
+    def notes_changes(self) -> bool:
+        """Whether ``change_grad`` only notes what the update is to do."""
+        return self.is_on_disk or self.noted is not None
 
     def local_grad(self) -> Tensor | None:
         """The gradient of these rows that the last backward left, or None."""
@@ -95,6 +102,9 @@ class Shard:
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
         """The gradient becomes ``factor * grad + param_factor * param``."""
+        if self.noted is not None:
+            self.noted.append((factor, param_factor))
+            return
         self.grad().mul_(factor)
         if param_factor is not None:
             self.grad().addcmul_(self.local.detach(), param_factor)

@@ -29,9 +29,7 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     """
     dtype = wide_dtype(lefts)
     pairs = zip(lefts, rights, strict=True)
-    products = [
-        torch.dot(left.detach().flatten(), right.detach().flatten()).to(dtype) for left, right in pairs if left.numel()
-    ]
+    products = [torch.dot(*(side.detach().flatten().to(dtype) for side in pair)) for pair in pairs if pair[0].numel()]
     return in_place_of_empty(lefts, products, dtype)
 
 
@@ -136,6 +134,8 @@ class Stepper:
         """
         # A temporarily frozen parameter may still get a gradient. Without one, the optimizer skips it.
         for shard in self._shards:
+            if shard.noted:
+                shard.noted.clear()  # the last update has carried them out
             if shard.name in frozen:
                 shard.local.grad = None
         shards = [shard for shard in self._shards if shard.name not in frozen]
@@ -255,10 +255,10 @@ class Stepper:
         factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:
-            if shard.is_on_disk:
-                # Only noted here: the update applies it to what it reads, which saves a pass over the file.
+            if shard.notes_changes:
+                # Only noted here: the update applies it to what it reads or widens, which saves a pass and a rounding.
                 shard.change_grad(g, p)
-        chosen = [row for row in chosen if not row[0].is_on_disk]
+        chosen = [row for row in chosen if not row[0].notes_changes]
         if chosen:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
@@ -277,7 +277,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     for shard, own in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
-        if shard.is_on_disk:
+        if shard.notes_changes:
             shard.change_grad(own)
         else:
             in_memory.append((shard.local.grad, own))

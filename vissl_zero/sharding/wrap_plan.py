@@ -111,7 +111,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
         # any case.
         kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
-        if plan.precision.compute != plan.precision.master:
+        if plan.precision.compute != plan.precision.wide:
             kinds |= dict.fromkeys(_batch_norms(model), "norm")
     groups = _resolve_ties(model, kinds)
     order = {name: position for position, name in enumerate(_inner_first(model))}

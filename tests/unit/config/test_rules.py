@@ -122,6 +122,14 @@ REFUSALS = {
         {"TRAINER__DTYPE": "float64", "MODEL__FSDP_CONFIG__compute_dtype": "float16"},
         "compute_dtype: cannot go with config.TRAINER.DTYPE=float64",
     ),
+    "bfloat16 with AMP": (
+        {"TRAINER__DTYPE": "bfloat16", "MODEL__AMP_PARAMS__USE_AMP": True},
+        "DTYPE: cannot go with config.MODEL.AMP_PARAMS.USE_AMP=True",
+    ),
+    "bfloat16 on fairscale": (
+        {"TRAINER__DTYPE": "bfloat16", "ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 1},
+        "DTYPE: cannot go with the fairscale engine",
+    ),
     "dtype": ({"TRAINER__DTYPE": "float46"}, "Did you mean 'float64'"),
     "AMP dtype": ({"MODEL__AMP_PARAMS__DTYPE": "half"}, "must be bfloat16 or float16"),
     "AMP type": ({"MODEL__FSDP_CONFIG__AMP_TYPE": "O3"}, "config.MODEL.FSDP_CONFIG.AMP_TYPE: must be O1 or O2"),

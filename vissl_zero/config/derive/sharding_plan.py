@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from vissl_zero.atomic import is_folder
-from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
+from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
 from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.derive.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
 from vissl_zero.config.derive.placement_plan import Placement, is_submitted, placement, ranks
 from vissl_zero.config.host import Host, read_profile
-from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
+from vissl_zero.config.resolved import NO_UNITS, Float8Plan, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import TASK_LEVELS
 from vissl_zero.errors import ConfigError, Problem
@@ -173,6 +174,34 @@ def float64(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
+def bfloat16(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Parameters in bfloat16 can be updated, and nothing asks for another format."""
+    if cfg.TRAINER.DTYPE != "bfloat16":
+        return []
+    asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
+    key = f"config.{_FSDP}.compute_dtype"
+    asked[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
+    tiers = offload_plans(cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config)
+    is_on_disk = any(tier.is_on_disk for tier in tiers)
+    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, asked)
+
+
+def narrow_problems(
+    key: str, value: str, engine: str, is_on_disk: bool, others: Mapping[str, bool | None]
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16.
+
+    Args:
+        key, value: that ask for them.
+        engine: of the run.
+        is_on_disk: optimizer state or parameters are on NVMe.
+        others: further settings -> whether they are there.
+    """
+    asked = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
+    fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
+    return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
+
+
 def float8(cfg: RunConfig, host: Host) -> list[Problem]:
     """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
@@ -220,6 +249,7 @@ SHARDING_RULES = (
     names,
     opt_level,
     float64,
+    bfloat16,
     float8,
     reachable,
 )
@@ -256,6 +286,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
         deterministic=cfg.TRAINER.DETERMINISTIC,
         verbose=fsdp.verbose,
+        seed=cfg.SEED_VALUE,
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
         reduce_buffer_size=cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size,
@@ -265,9 +296,13 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
         compile="inductor" if cfg.TRAINER.COMPILE else "",
-        float8=cfg.MODEL.FLOAT8.LAYERS if cfg.MODEL.FLOAT8.USE_FLOAT8 else "",
+        float8=_float8_plan(cfg.MODEL.FLOAT8),
     )
     return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
+
+
+def _float8_plan(block: Float8) -> Float8Plan:
+    return Float8Plan(block.LAYERS, block.SCALES) if block.USE_FLOAT8 else Float8Plan()
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -436,13 +471,18 @@ def amp_type(cfg: RunConfig) -> str | None:
 def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
     """Number formats of a run, and a note for each key of FSDP_CONFIG that they override.
 
-    AMP off: one format throughout. AMP on: autocast over float32 parameters, gradients reduced in float32. At level 3,
+    TRAINER.DTYPE=bfloat16: parameters in it, gradients reduced in float32. Else, AMP off: one format throughout. AMP
+    on: autocast over float32 parameters, gradients reduced in float32. At level 3,
     O2 (or a compute_dtype of half precision written by hand, without AUTO_SETUP_FSDP) casts the parameters themselves
     and reduces gradients in half precision too, unless fp32_reduce_scatter.
     """
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     if cfg.TRAINER.DTYPE == "float64":
         return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
+    if cfg.TRAINER.DTYPE == "bfloat16":
+        notes = _in_vain(cfg, level, "TRAINER.DTYPE is bfloat16")
+        # Their mean is rounded once; summing in bfloat16 would round with every rank.
+        return Precision("bfloat16", None, "bfloat16", "float32", False, cfg.TRAINER.ROUNDING), notes
     by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
     half = None
     if level == 3 and by_hand:

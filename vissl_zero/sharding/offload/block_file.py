@@ -452,6 +452,26 @@ class RecordPipeline:
         self._threads.shutdown()
 
 
+class NoRecords(RecordPipeline):
+    """Where nothing is streamed: items are updated one after another, and there are no buffers."""
+
+    def __init__(self) -> None:
+        self.num_columns, self._trays = 0, []
+
+    def run(
+        self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
+    ) -> None:
+        """See ``RecordPipeline``."""
+        for position in range(len(items)):
+            update(position, [])
+
+    def finish(self) -> None:
+        """See ``RecordPipeline``."""
+
+    def close(self) -> None:
+        """See ``RecordPipeline``."""
+
+
 def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:
     """Write ``columns`` of the item that ``tray`` holds, then read another into it."""
     # One request writes the old item and reads the next: the tray is free for reuse without a second hand-over.

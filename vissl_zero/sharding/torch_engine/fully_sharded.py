@@ -269,6 +269,8 @@ def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
     # Batch norm in a unit of half parameters fails ("expected scalar type BFloat16 but found Float"), so it has a unit
     # of its own, which hands on the format of its input.
+    if unit.is_float32 and precision.rounding:
+        return MixedPrecisionPolicy()  # it takes bfloat16 as it is, at level 0 too, and sums in its own format
     if unit.is_float32:
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if compute == master:
