@@ -273,11 +273,8 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        if plan.offload_params.place(self.device_type) == "device":
-            yield "params", self.held(facts.params)
-        else:
-            yield "params", sum(param.itemsize for param in facts.params.values() if not param.shape)
-        yield "teacher", self.held(facts.teacher) + facts.teacher_buffer_bytes
+        yield "params", self.resting(facts.params)
+        yield "teacher", self.resting(facts.teacher) + facts.teacher_buffer_bytes
         yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
@@ -296,6 +293,12 @@ class _Step:
     def held(self, params: Mapping[str, ParamFacts]) -> int:
         """Bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
+
+    def resting(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of them where it computes, between units: scalars stay, whatever the tier."""
+        if self.plan.offload_params.place(self.device_type) == "device":
+            return self.held(params)
+        return sum(param.itemsize for param in params.values() if not param.shape)
 
     def communication(self) -> Iterator[tuple[str, int]]:
         """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
@@ -334,18 +337,21 @@ class _Step:
 
     def offload_buffers(self) -> Iterator[int]:
         """What passes through memory on its way from and to a disk."""
-        value = _paged(self.value_record()) if self.plan.offload_params.is_on_disk else 0
-        if value:
-            yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+        value = 0
+        if self.plan.offload_params.is_on_disk:
+            # The teacher is a sharded model of its own, with buffers of its own.
+            for params in filter(None, (self.facts.teacher, self.facts.params)):
+                value = _paged(self.value_record(params))
+                yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
         state = _paged(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
         is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
         if self.is_streamed:
             yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
 
-    def value_record(self) -> int:
+    def value_record(self, params: Mapping[str, ParamFacts]) -> int:
         """Bytes of the largest record of parameters on a disk: at most a chunk, trained and frozen apart."""
         groups: dict[tuple[str, bool], int] = {}
-        for param in self.facts.params.values():
+        for param in params.values():
             if param.shape:
                 group = param.unit, param.is_trained
                 groups[group] = groups.get(group, 0) + self.part(param)
@@ -359,7 +365,7 @@ class _Step:
         if update.whole_bytes:
             return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
         if self.plan.offload_params.is_on_disk:  # beside each record of parameters
-            return keys * self.value_record()
+            return keys * self.value_record(self.facts.params)
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:
@@ -575,7 +581,8 @@ class _Step:
         replay = BlockReplay(heap_of(self.plan))
         if constants.pop("params", 0) > sum(param.itemsize for param in facts.params.values()):
             replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
-        replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
+        if self.plan.offload_params.place(self.device_type) == "device":
+            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
         constants.pop("teacher", 0)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
