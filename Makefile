@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks.
 WORKERS ?= 2
 
-.PHONY: help quickstart test test-slow soak test-models lint docs format clean
+.PHONY: help quickstart test test-slow soak gpu test-models lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -26,7 +26,7 @@ $(STAMP): $(READY)
 quickstart: $(READY) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
-test: $(STAMP) ## The tests, at most 15 minutes on 2 cores.
+test: $(STAMP) ## The tests; 15 to 25 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The long tests.
@@ -34,6 +34,9 @@ test-slow: $(STAMP) ## The long tests.
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without one.
+	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.
 	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vissl_zero/__init__.py").read_text())
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vissl_zero/version.py").read_text())
 assert VERSION is not None
 
 setup(

@@ -27,6 +27,21 @@ def _ranks() -> Iterator[None]:
     assert set(close_pool()) <= {0}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what plans measure of this machine out of the user's cache, in this process and those that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate times in this process instead of measuring them: the order of plans then is the same every time."""
+    target = "vissl_zero.sharding.step_time.Rehearsal.seconds"
+    monkeypatch.setattr(target, lambda self, kind, facts, expected_s, num_bytes, prepare: expected_s)
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """A folder with a short name, for what keeps sockets in its TMPDIR: their names may have 107 bytes."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vissl_zero.config.resolved import Float8Plan
 
 
 @cache
@@ -26,44 +27,69 @@ def rounded(matrix: Tensor, exponent_bits: int, mantissa_bits: int) -> tuple[Ten
     """Each row over its scale, rounded to the nearest representable number (ties to even), and the scales."""
     table = representable(exponent_bits, mantissa_bits)
     scales = matrix.double().abs().amax(dim=1, keepdim=True) / table[-1]
-    sizes = torch.where(scales > 0, matrix.double() / scales, 0.0).abs()
+    return _nearest(torch.where(scales > 0, matrix.double() / scales, 0.0), table), scales
+
+
+def rounded_in_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Each 32 elements of a row over the least power of two that leaves none above 448, in e4m3, and the scales.
+
+    Scales are (n, k): each element's.
+    """
+    powers = 2.0 ** torch.arange(-127, 128, dtype=torch.float64)
+    blocks = matrix.double().split(32, dim=1)
+    largest = [block.abs().amax(dim=1, keepdim=True) for block in blocks]
+    scales = [
+        powers[torch.searchsorted(448 * powers, found)].expand_as(b) for found, b in zip(largest, blocks, strict=True)
+    ]
+    return _nearest(matrix.double() / torch.cat(scales, dim=1), representable(4, 3)), torch.cat(scales, dim=1)
+
+
+def _nearest(matrix: Tensor, table: Tensor) -> Tensor:
+    """The representable number nearest to each element; ties to even."""
+    sizes = matrix.abs()
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(sizes.contiguous(), middles)
     is_tie = middles[codes.clamp(max=len(middles) - 1)] == sizes
     codes = codes + (is_tie & (codes % 2 == 1))
-    return table[codes] * matrix.double().sign(), scales
+    return table[codes] * matrix.sign()
 
 
-def scaled_back(matrix: Tensor, exponent_bits: int, mantissa_bits: int) -> Tensor:
-    """In float64."""
-    values, scales = rounded(matrix, exponent_bits, mantissa_bits)
-    return values * scales
+def scaled_back(matrix: Tensor, scales: str, is_gradient: bool = False) -> Tensor:
+    """In float64, of scales as ``Float8Plan`` names them."""
+    if scales == "rows":
+        values, factors = rounded(matrix, 5, 2) if is_gradient else rounded(matrix, 4, 3)
+        return values * factors
+    largest = matrix.double().abs().amax(dim=1, keepdim=True)
+    rows = torch.where(largest > 0, largest, 1.0) if is_gradient else torch.ones_like(largest)
+    values, factors = rounded_in_blocks(matrix.double() / rows)
+    return values * factors * rows
 
 
 class _ByHand(torch.autograd.Function):
     """``x @ weight.T``, all of it in float64 whatever comes in and goes out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.scales = scales
         out = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        return (scaled_back(x, 4, 3) @ scaled_back(weight, 4, 3).t()).to(out)
+        return (scaled_back(x, scales) @ scaled_back(weight, scales).t()).to(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad = scaled_back(grad, 5, 2)
-        grad_x, grad_weight = grad @ scaled_back(weight.t(), 4, 3).t(), grad.t() @ scaled_back(x, 4, 3)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+        grad = scaled_back(grad, ctx.scales, is_gradient=True)
+        grad_x, grad_weight = grad @ scaled_back(weight.t(), ctx.scales).t(), grad.t() @ scaled_back(x, ctx.scales)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _forward(self: nn.Linear, x: Tensor) -> Tensor:
-    rows = _ByHand.apply(x.flatten(0, -2), self.weight)
+def _forward(self: nn.Linear, x: Tensor, scales: str) -> Tensor:
+    rows = _ByHand.apply(x.flatten(0, -2), self.weight, scales)
     return (rows if self.bias is None else rows + self.bias.to(rows.dtype)).unflatten(0, x.shape[:-1])
 
 
-def multiply_by_hand(model: nn.Module, pattern: str) -> None:
+def multiply_by_hand(model: nn.Module, plan: Float8Plan) -> None:
     """Have the linear layers whose names match multiply so; in place."""
     for name, layer in model.named_modules():
-        if pattern and isinstance(layer, nn.Linear) and re.search(pattern, name):
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+        if plan.layers and isinstance(layer, nn.Linear) and re.search(plan.layers, name):
+            layer.forward = partial(_forward, layer, scales=plan.scales)  # type: ignore[method-assign]

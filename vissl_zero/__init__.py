@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.torchvision_compat import install as _let_torchvision_import
+from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 _let_torchvision_import()
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "initialize", "load_trunk", "verify"]
 
 

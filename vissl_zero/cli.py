@@ -173,7 +173,7 @@ def _dispatch(arguments: list[str]) -> int:
         _no_more_than(0, word, rest)
         return doctor()
     if word == "--version":
-        from vissl_zero import __version__
+        from vissl_zero.version import __version__
 
         _no_more_than(0, word, rest)
         print(f"vissl_zero {__version__}")

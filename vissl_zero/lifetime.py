@@ -90,17 +90,35 @@ def apart(function: Callable[..., T], *arguments: Any) -> T:
     """
     if "torch" in sys.modules or not sys.platform.startswith("linux"):
         return function(*arguments)
+    try:
+        return forked(function, *arguments)
+    except ChildProcessError:
+        what = f"A process that was to find out {function.__name__.strip('_').replace('_', ' ')} was killed"
+        why = "often by the kernel, out of memory: torch alone takes a quarter of a GiB"
+        raise LaunchError(f"{what} ({why}). Give the run more memory, or end other processes.") from None
+
+
+def forked(function: Callable[..., T], *arguments: Any, timeout_s: float | None = None) -> T:
+    """What a function returns, called in a process forked for it: what it changes and breaks is gone with that.
+
+    Args:
+        function, arguments: what is returned, or raised, goes through pickle.
+        timeout_s: after which the process is killed; None: never.
+    Raises:
+        ChildProcessError: that process was killed, by a signal or after the timeout. Else what the function raises.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(sender, os.getpid(), function, arguments))
     child.start()
     sender.close()  # so that the child's end is the only one
     try:
+        if not receiver.poll(timeout_s):
+            child.kill()
         result, error, trace = receiver.recv()
     except EOFError:
-        what = f"A process that was to find out {function.__name__.strip('_').replace('_', ' ')} was killed"
-        why = "often by the kernel, out of memory: torch alone takes a quarter of a GiB"
-        raise LaunchError(f"{what} ({why}). Give the run more memory, or end other processes.") from None
+        child.join()
+        raise ChildProcessError(f"ended with exit code {child.exitcode}") from None
     finally:
         child.join()
         receiver.close()

@@ -434,6 +434,7 @@ TRANSFORMS = Registry(
         "RandAugment": (f"{_DATA}.transforms", "Random operations, as VISSL or torchvision has them."),
         "ImgPilColorDistortion": (f"{_DATA}.transforms", "Colour jitter and grey-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms", "Gaussian blur of a random radius, with a probability."),
+        "ImgPilRandomStroke": (f"{_DATA}.transforms", "Thicker or thinner bright strokes, for scans of handwriting."),
     },
 )
 HOOKS = Registry(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import OptimizerPlan
+from vissl_zero.config.resolved import Float8Plan, OptimizerPlan
 from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
@@ -55,7 +56,7 @@ class Case:
         dtype: of parameters, data and all computation.
         lr: in the first step.
         trunk: "conv", or one of ``TRUNKS``.
-        float8: the linear layers that multiply in float8, as in the plan.
+        float8: linear layers that multiply in float8.
     """
 
     optimizer: str = "sgd"
@@ -85,7 +86,7 @@ class Case:
     dtype: str = "float64"
     lr: float = LR
     trunk: str = "conv"
-    float8: str = ""
+    float8: Float8Plan = field(default_factory=Float8Plan)
 
 
 @dataclass
@@ -185,12 +186,13 @@ def _block(width_in: int, width_out: int, case: Case) -> Unit:
     return Unit(nn.Conv2d(width_in, width_out, 3, padding=1, bias=case.norm == "none"), layer, nn.Tanh(), *dropout)
 
 
-def _vision_transformer(case: Case) -> nn.Module:
+def _vision_transformer(case: Case, width: int = 6, mlp_width: int = 10) -> nn.Module:
     """Positions for 3 x 3 patches, interpolated for 2 x 2; dropout of every kind where ``case.dropout``."""
-    sizes = {"IMAGE_SIZE": 6, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
+    sizes = {"IMAGE_SIZE": 6, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2}
+    widths = {"HIDDEN_DIM": width, "MLP_DIM": mlp_width}
     more = {"NUM_REGISTERS": 1, "LAYER_SCALE_INIT": 0.5, "QKV_BIAS": True, "PATCH_DROP_RATE": case.dropout}
     rates = dict.fromkeys(("DROPOUT_RATE", "ATTENTION_DROPOUT_RATE", "DROP_PATH_RATE"), case.dropout)
-    return VisionTransformer(**sizes, **more, **rates)
+    return VisionTransformer(**sizes, **widths, **more, **rates)
 
 
 def _timm(name: str, **model_args: Any) -> Callable[[Case], nn.Module]:
@@ -199,6 +201,8 @@ def _timm(name: str, **model_args: Any) -> Callable[[Case], nn.Module]:
 
 TRUNKS: dict[str, Callable[[Case], nn.Module]] = {
     "vit": _vision_transformer,
+    # Rows of one and of two blocks of MXFP8, and what is left of them.
+    "vit_wide": partial(_vision_transformer, width=36, mlp_width=70),
     # A chain of units, with dropped paths.
     "timm_convnext": _timm("convnext_atto", depths=(1, 1, 1, 2), dims=(5, 6, 7, 8)),
     # Units within timm's own forward pass, each called once per resolution.

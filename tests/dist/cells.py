@@ -1,8 +1,8 @@
 """The parity matrix as one table: which cells there are, which are excluded and why, what each trains.
 
 A cell is a feature, an optimizer, an engine, a level and a number of ranks. ``CELLS`` is a covering array: every triple
-of feature, (engine, level) and 1, 2 or 3 ranks; at 4 ranks, every feature at one level of each engine; and every pair of
-an optimizer with a feature, with an (engine, level) and with a number of ranks (``test_the_cells_cover`` in
+of feature, (engine, level) and 1, 2 or 3 ranks; at 4 ranks, every feature at one level of each engine; and every pair
+of an optimizer with a feature, with an (engine, level) and with a number of ranks (``test_the_cells_cover`` in
 test_parity.py holds it).
 """
 
@@ -85,6 +85,7 @@ FEATURES: dict[str, Feature] = {
     "recompute_blocks": Feature(plan={"checkpoint_every": 1}),
     "recompute_every_2nd": Feature(plan={"checkpoint_every": 2}),
     "recompute_stages": Feature(plan={"stage_checkpoints": ((1,), (2,))}),
+    "recompute_named": Feature(plan={"checkpoint_blocks": ("trunk.blocks.1",)}),
     "recompute_dropout": Feature({"dropout": 0.3}, {"checkpoint_every": 1}),
     "recompute_unsynchronised_norm": Feature({"norm": "local_batch"}, {"checkpoint_every": 1}),
     "two_forwards": Feature({"two_forwards": True}),
@@ -117,9 +118,7 @@ FEATURES: dict[str, Feature] = {
     "nvme_everything": Feature(_EVERYTHING, _offload("nvme", checkpoint_every=1), min_level=1, has_fairscale=False),
     "parameters_on_cpu": Feature(plan=_offload(params="cpu"), min_level=3, has_fairscale=False, is_rare=True),
     "parameters_on_nvme": Feature(plan=_offload("nvme", "nvme"), min_level=3, has_fairscale=False, is_rare=True),
-    "shard_groups": Feature(
-        plan={"shard_group_size": 2}, min_level=1, worlds=(4,), has_fairscale=False, is_rare=True
-    ),
+    "shard_groups": Feature(plan={"shard_group_size": 2}, min_level=1, worlds=(4,), has_fairscale=False, is_rare=True),
     "shard_groups_everything": Feature(
         _EVERYTHING,
         {"shard_group_size": 2, "checkpoint_every": 1},

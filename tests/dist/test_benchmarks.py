@@ -26,8 +26,8 @@ from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.clustering import kmeans, nearest_centroids
 from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
 from vissl_zero.evaluation.features import extract_features
-from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
 from vissl_zero.evaluation.linear_classifiers import TrainSvm
+from vissl_zero.evaluation.retrieval_hook import InstanceRetrieval
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 
@@ -215,6 +215,7 @@ def test_what_is_taken_and_what_must_fit(pretrained, capsys):
     trunk_only["MODEL"]["TRUNK"]["REGNET"]["stem_width"] = 16
     with pytest.raises(
         CheckpointError,
-        match=r"does not fit the model \(\d+ of its \d+ tensors fit, \d+ of the model.s lack theirs\): trunk.stages.0.0.0.f.a.0.weight",
+        match=r"does not fit the model \(\d+ of its \d+ tensors fit, \d+ of the model.s lack theirs\): "
+        r"trunk.stages.0.0.0.f.a.0.weight",
     ):
         _load(trunk_only)

@@ -1,9 +1,10 @@
 """A run resumes from any level, engine, tier and number of ranks at any other, as if nothing had happened.
 
-SwAV on digits with everything that has state: RegNet with batch norm over all ranks, a queue shared by all, schedules, a
-partial last batch, loss scaling, dropout-free crops drawn per sample. Each cell trains on from a checkpoint in the middle
-of the second epoch and is compared with the run that wrote it and was not interrupted: losses, the samples of each step,
-parameters, momenta, buffers, queue, loss scale. The same layout must agree bit for bit, any other to 1e-10 in float64.
+SwAV on digits with everything that has state: RegNet with batch norm over all ranks, a queue shared by all, schedules,
+a partial last batch, loss scaling, dropout-free crops drawn per sample. Each cell trains on from a checkpoint in the
+middle of the second epoch and is compared with the run that wrote it and was not interrupted: losses, the samples of
+each step, parameters, momenta, buffers, queue, loss scale. The same layout must agree bit for bit, any other to 1e-10
+in float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An asynchronous save holds the state of its step, bit for bit, whatever training does while it is copied and written."""
+"""An asynchronous save holds the state of its step, bit for bit, whatever training does meanwhile."""
 
 from __future__ import annotations
 

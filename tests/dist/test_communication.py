@@ -95,7 +95,7 @@ def test_bytes_over_ddp(world_size: int, num_resolutions: int) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_teachers_own_forward_pass_is_one_more_gathering_of_units_at_level_3_and_nothing_elsewhere() -> None:
-    """Following is free everywhere. Level 3: 1.5 times DDP's bytes for the student, 0.5 for the teacher's forward pass."""
+    """Following is free. Level 3: 1.5 times DDP's bytes for the student, .5 for the teacher's forward pass."""
     ddp, *levels = (run_on_ranks(3, _bytes_per_step, level, 2, 1, True)[0] for level in range(4))
     assert ddp["state"] == run_on_ranks(3, _bytes_per_step, 0, 2, 1)[0]["state"]
     assert [level["state"] / ddp["state"] for level in levels] == pytest.approx([1.0, 1.0, 1.5 + 0.5], rel=0.02)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.dist.training import WHOLE_TENSOR, Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
@@ -30,7 +29,9 @@ def _outcomes(case: Case, is_deterministic: bool, folder: str = "") -> list[Outc
     """At levels 0 to 3, and, given a folder, at level 3 with all state in it."""
     outcomes = []
     on_disk = OffloadPlan("nvme", nvme_path=folder)
-    changes: list[dict[str, Any]] = [{}] * 4 + [{"offload_optimizer": on_disk, "offload_params": on_disk}] * bool(folder)
+    changes: list[dict[str, Any]] = [{}] * 4 + [{"offload_optimizer": on_disk, "offload_params": on_disk}] * bool(
+        folder
+    )
     for level, change in zip((0, 1, 2, 3, 3), changes, strict=False):
         sharded, outcome = shard(case, level, deterministic=is_deterministic, **change), Outcome()
         for step in range(case.num_steps):
@@ -59,12 +60,19 @@ def _num_differing(outcomes: list[Outcome]) -> int:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *((name, size) for name in ("sgd", "nesterov", "adamw", "adam") for size in (2, 4) if (name, size) != ("adam", 4)),
+        *(
+            (name, size)
+            for name in ("sgd", "nesterov", "adamw", "adam")
+            for size in (2, 4)
+            if (name, size) != ("adam", 4)
+        ),
         *((name, 3) for name in WHOLE_TENSOR),
     ],
 )
 def test_levels_give_the_same_bits(name: str, world_size: int, tmp_path: Path) -> None:
-    outcomes = run_on_ranks(world_size, _outcomes, CASES[name], True, str(tmp_path) if world_size == 2 or name in WHOLE_TENSOR else "")[0]
+    outcomes = run_on_ranks(
+        world_size, _outcomes, CASES[name], True, str(tmp_path) if world_size == 2 or name in WHOLE_TENSOR else ""
+    )[0]
     assert len(set(outcomes[0].losses)) == CASES[name].num_steps
     assert _num_differing(outcomes) == 0
 

@@ -31,11 +31,11 @@ CASES = {
 }
 
 
-def planned(*overrides: str) -> ResolvedRun:
+def planned(*overrides: str, recipe: str = RECIPE) -> ResolvedRun:
     nothing_frozen = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]"  # a frozen parameter has no optimizer state yet
     overrides = (*overrides, nothing_frozen, "config.TRAINER.MAX_STEPS=2", "config.TRAINER.THREADS_PER_RANK=1")
-    composed = compose(RECIPE, overrides)
-    return resolve(composed.run, "/nowhere", recipe=RECIPE, host=Host(num_cores=1))
+    composed = compose(recipe, overrides)
+    return resolve(composed.run, "/nowhere", recipe=recipe, host=Host(num_cores=1))
 
 
 def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
@@ -48,7 +48,20 @@ def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
-    plan = replace(planned(*CASES[case]), run_dir=str(tmp_path))  # the average is written there
+    _compare(replace(planned(*CASES[case]), run_dir=str(tmp_path)))  # the average is written there
+
+
+@pytest.mark.parametrize(("level", "rounding"), [(0, "kahan"), (1, "stochastic"), (3, "kahan")])
+def test_bytes_of_parameters_in_bfloat16_are_those_of_a_run(level, rounding, tmp_path):
+    """With batch norm in the head, whose parameters stay in float32."""
+    overrides = [f"config.ZERO.LEVEL={level}", "config.TRAINER.DTYPE=bfloat16", f"config.TRAINER.ROUNDING={rounding}"]
+    overrides.append("config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8")  # CPUs without instructions for it are slow
+    plan = planned(*overrides, recipe="digits/simclr")
+    assert plan.sharding.precision.rounding == rounding
+    _compare(replace(plan, run_dir=str(tmp_path)))
+
+
+def _compare(plan: ResolvedRun) -> None:
     planned_run = dry_run(plan)
     per_rank = run_on_ranks(2, measured, plan)
     memory, described, num_steps, rates = per_rank[0]
@@ -69,13 +82,17 @@ def _float8(*overrides: str) -> ResolvedRun:
     return resolve(composed.run, "/nowhere", recipe=recipe, host=Host(num_cores=1))
 
 
-def test_inputs_kept_in_float8_are_counted():
+@pytest.mark.parametrize("scales", ["rows", "mx"])
+def test_inputs_kept_in_float8_are_counted(scales):
     """Of the blocks' layers, at a byte an element; the forecast is made on the layers that train."""
-    plain, found = (dry_run(_float8(*on)).forecast for on in ([], ["config.MODEL.FLOAT8.USE_FLOAT8=true"]))
+    switched_on = ["config.MODEL.FLOAT8.USE_FLOAT8=true", f"config.MODEL.FLOAT8.SCALES={scales}"]
+    plain, found = (dry_run(_float8(*on)).forecast for on in ([], switched_on))
     assert found.unknown == plain.unknown == "" and found.seconds is not None
     assert 0.5 * plain.memory.activations < found.memory.activations < plain.memory.activations
     assert (found.memory.params, found.memory.optimizer) == (plain.memory.params, plain.memory.optimizer)
-    with pytest.raises(ConfigError, match=r"config.MODEL.FLOAT8: must match the name of a linear layer .*got 'nothing'"):
+    with pytest.raises(
+        ConfigError, match=r"config.MODEL.FLOAT8: must match the name of a linear layer .*got 'nothing'"
+    ):
         dry_run(_float8("config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.LAYERS=nothing"))
 
 

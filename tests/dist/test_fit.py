@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.ranks import run_on_ranks
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
 from vissl_zero.config.fit_plans import with_settings
+from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.engine.planning import fitted, plan_run
 
-pytestmark = pytest.mark.slow  # a dozen runs on real ranks, and a forecast of every plan
+# A dozen runs on real ranks, and a forecast of every plan.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("by_roofline")]
 
 RECIPE = "digits/supervised"
 COMMON = (
@@ -78,9 +81,22 @@ def test_fit_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
 )
 def test_every_tier_trains_what_level_0_trains(wanted, plain, candidates, tmp_path):
     candidate = next(c for c in candidates if str(c) == wanted)
-    plan = resolve(with_settings(compose(RECIPE, [*COMMON]).run, candidate.settings()), tmp_path, recipe=RECIPE, host=HOST)
+    plan = resolve(
+        with_settings(compose(RECIPE, [*COMMON]).run, candidate.settings()), tmp_path, recipe=RECIPE, host=HOST
+    )
     assert plan.sharding.level == candidate.sharding.level
     assert plan.sharding.offload_params.device == candidate.sharding.offload_params.device
+    assert_trains(plan, plain)
+
+
+def test_a_plan_that_recomputes_some_blocks_trains_what_level_0_trains(plain, candidates, tmp_path):
+    recomputed = next(c for c in candidates if str(c) == "level 0, recomputed")
+    names = recomputed.forecast.wrap_plan.checkpointed
+    settings = replace(
+        recomputed, sharding=replace(recomputed.sharding, level=3, checkpoint_blocks=names[::2])
+    ).settings()
+    plan = resolve(with_settings(compose(RECIPE, [*COMMON]).run, settings), tmp_path, recipe=RECIPE, host=HOST)
+    assert plan.sharding.checkpoint_blocks == names[::2] and len(names) > 2
     assert_trains(plan, plain)
 
 

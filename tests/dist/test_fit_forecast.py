@@ -50,7 +50,9 @@ def test_a_batch_that_a_function_brings_along_is_counted_once() -> None:
 def test_what_a_loss_keeps_is_what_torch_keeps(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The mean of some losses is a number over the memory of all their elements."""
     model, images, labels = _model(32), torch.rand(64, 16), torch.zeros(64, 3)
-    forecaster, mode = forecaster_of(model, {"type": "SGD"}, ShardingPlan(0), lambda net: loss(net(images), labels), CPU)
+    forecaster, mode = forecaster_of(
+        model, {"type": "SGD"}, ShardingPlan(0), lambda net: loss(net(images), labels), CPU
+    )
     with mode:
         trace = forecaster.trace(ShardingPlan(0))
     assert isinstance(trace, StepTrace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
 from vissl_zero.config.blocks.model_and_loss import Float8
+from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.sharding import float8
 from vissl_zero.sharding.float8 import Rows
 
 TOLERANCE = 1e-10
+ROWS, MX = (Float8Plan(Float8.LAYERS, scales) for scales in ("rows", "mx"))
 # Two resolutions in each step; 8 and 5 samples are 3 ranks' unequal shares.
-VIT = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, batch_sizes=(8, 5), float8=Float8.LAYERS)
+VIT = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, batch_sizes=(8, 5), float8=ROWS)
+VIT_IN_MX = replace(VIT, trunk="vit_wide", float8=MX)
 
 
 def _levels(case: Case, levels: tuple[int, ...], plan: dict[str, Any]) -> list[Outcome]:
@@ -44,21 +48,29 @@ def test_every_level_trains_what_one_process_trains(world_size: int) -> None:
     assert _largest(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_level_trains_what_one_process_trains_in_mxfp8(world_size: int) -> None:
+    assert _largest(VIT_IN_MX, world_size, (0, 1, 2, 3)) < TOLERANCE
+
+
 @pytest.mark.timeout(200)
-def test_with_accumulation_clipping_and_recomputation() -> None:
-    case = Case(trunk="vit", norm="none", num_micro_batches=2, num_steps=3, clip=0.05, float8=Float8.LAYERS)
+@pytest.mark.parametrize("plan", [ROWS, MX])
+def test_with_accumulation_clipping_and_recomputation(plan: Float8Plan) -> None:
+    case = Case(trunk="vit", norm="none", num_micro_batches=2, num_steps=3, clip=0.05, float8=plan)
     assert _largest(case, 2, (0, 3), checkpoint_every=1) < TOLERANCE
 
 
 def test_other_layers_by_name() -> None:
-    case = Case(trunk="vit", norm="none", num_steps=3, float8="fc1|projection_head")
+    case = Case(trunk="vit", norm="none", num_steps=3, float8=Float8Plan("fc1|projection_head"))
     assert _largest(case, 2, (2,)) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_compiled() -> None:
-    case = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=4, float8=Float8.LAYERS)
+@pytest.mark.parametrize("plan", [ROWS, MX])
+def test_compiled(plan: Float8Plan) -> None:
+    case = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=4, float8=plan)
     assert _largest(case, 2, (3,), compile="aot_eager") < TOLERANCE
 
 
@@ -66,6 +78,8 @@ def test_float8_is_what_runs() -> None:
     """Or the tests above could not fail."""
     plain = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, batch_sizes=(8, 5))
     distance = train_plainly(VIT).distance(train_plainly(plain))
+    assert distance["grad_norm"] > 1e-3 < distance["state"]
+    distance = train_plainly(VIT).distance(train_plainly(replace(VIT, float8=MX)))
     assert distance["grad_norm"] > 1e-3 < distance["state"]
 
 
@@ -123,6 +137,10 @@ def test_a_loop_of_ones_own() -> None:
     assert one != plain and one == pytest.approx(plain, rel=0.1)
     for zero in ({"level": 3, "float8": True}, {"level": 1, "float8": "fc"}):
         assert run_on_ranks(3, _own_loop, zero)[0] == pytest.approx(one, abs=TOLERANCE)
+    mx = {"float8": True, "float8_scales": "mx"}
+    in_mx = run_on_ranks(1, _own_loop, {"level": 0, **mx})[0]
+    assert in_mx != one and in_mx == pytest.approx(plain, rel=0.1)
+    assert run_on_ranks(3, _own_loop, {"level": 2, **mx})[0] == pytest.approx(in_mx, abs=TOLERANCE)
 
 
 def _in_half(case: Case) -> list[Outcome]:
@@ -133,9 +151,7 @@ def _in_half(case: Case) -> list[Outcome]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_under_autocast(dtype: str) -> None:
     """Half precision rounds by the order of sums, and a float8 may then fall to the other side."""
-    case = Case(
-        trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=Float8.LAYERS
-    )
+    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=ROWS)
     reference = train_plainly(case)
     for outcome in run_on_ranks(2, _in_half, case)[0]:
         print(outcome.distance(reference))
@@ -146,8 +162,9 @@ def _deterministic(case: Case) -> list[Outcome]:
     return [train_sharded(case, level, {"deterministic": True}) for level in range(4)]
 
 
-def test_the_same_bits_at_every_level() -> None:
-    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", float8=Float8.LAYERS)
+@pytest.mark.parametrize("plan", [ROWS, MX])
+def test_the_same_bits_at_every_level(plan: Float8Plan) -> None:
+    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", float8=plan)
     first, *others = run_on_ranks(2, _deterministic, case)[0]
     for other in others:
         assert other.losses == first.losses

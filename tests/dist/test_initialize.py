@@ -116,7 +116,7 @@ def test_resumes_in_the_middle(level: int, engine: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_groups_synchronised_norm_buffers_and_rates_go_through_a_checkpoint(tmp_path: Path) -> None:
-    """In shard groups on 4 ranks, then on 2 without, then in groups again; what was set by hand before the checkpoint holds after it."""
+    """In groups on 4 ranks, then on 2 without, then in groups; rates set by hand before a checkpoint hold after it."""
     expected = train_normed_plainly(num_steps=6, change_at=2)
     groups = {"level": 3, "shard_group_size": 2}
     first = run_on_ranks(4, train_normed, groups, str(tmp_path), range(3), 2)[0]
@@ -154,7 +154,7 @@ def test_a_flipped_bit_is_not_loaded(tmp_path: Path) -> None:
         run_on_ranks(2, _load, str(tmp_path))
     with pytest.raises(CheckpointError, match="do not fit their checksum"):
         read_foreign(tmp_path)
-    with pytest.raises(RankError, match="holds no checkpoint. Name the folder"):
+    with pytest.raises(RankError, match=r"holds no checkpoint\. Name the folder"):
         run_on_ranks(1, _load, str(tmp_path / "elsewhere"))
     data[place] ^= 1
     file.write_bytes(data)
@@ -166,7 +166,9 @@ def _load_elsewhere(given: dict, folder: str, level: int) -> str:
     before = optimizer.full_state()
     with pytest.raises(CheckpointError) as caught:
         optimizer.load(folder)
-    assert all(torch.equal(value, before[name]) for name, value in optimizer.full_state().items()), "nothing was changed"
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.full_state().items()), (
+        "nothing was changed"
+    )
     return str(caught.value)
 
 

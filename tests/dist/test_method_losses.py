@@ -11,14 +11,12 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
-from vissl_zero.methods.two_views import KeyQueue, info_nce, nt_xent, symmetric_info_nce
-from vissl_zero.methods.dino import Centre, dino_loss, sinkhorn_targets
+from vissl_zero.methods.dino import Centre, dino_loss, dinov2_loss, koleo, masked_patch_loss, sinkhorn_targets
 from vissl_zero.methods.gather import count_samples
-from vissl_zero.methods.dino import dinov2_loss, koleo, masked_patch_loss
 from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, simmim_loss
 from vissl_zero.methods.pretext import MemoryBank, pirl_loss
-from vissl_zero.methods.two_views import barlow_twins_loss, vicreg_loss
 from vissl_zero.methods.prototypes import NOT_ASSIGNED, ClusterMemory, deepcluster_loss, msn_loss
+from vissl_zero.methods.two_views import KeyQueue, barlow_twins_loss, info_nce, nt_xent, symmetric_info_nce, vicreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 NUM_IMAGES, DIM = 12, 4

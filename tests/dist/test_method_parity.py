@@ -27,15 +27,17 @@ from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, ResolvedRun
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.dry_run import DryRun, dry_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.methods.method import build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import METHODS, TRUNKS
+from vissl_zero.reporting.dry_run_lines import dry_run_lines
+from vissl_zero.reporting.quantity import bytes_text
 
 NUM_STEPS, BATCH, LR = 4, 12, 0.05
 TOLERANCE = 1e-10
@@ -66,12 +68,32 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "ijepa": ("ijepa_loss", {"momentum": 0.7}, ["patch_predictor", {**PATCHES[1], "dims": [6, 8, 6]}], [2]),
     "data2vec": ("data2vec_loss", {"momentum": 0.7, "average_top_k_layers": 2}, ["latent_head", {"dims": [6, 6]}], [2]),
     "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
-    "dinov2": ("dinov2_loss", {"momentum": 0.7}, ["ibot_head", {**IBOT[1], "num_clusters": [5]}], [2, 1]),
+    "dinov2": (
+        "dinov2_loss",
+        {"momentum": 0.7},
+        ["ibot_head", {**IBOT[1], "num_clusters": [5], "normalize_last_layer": False}],
+        [2, 1],
+    ),
     "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
-    "npid": ("nce_loss_with_memory", {"embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, MLP, [1]),
-    "pirl": ("pirl_loss", {"num_towers": 4, "embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}}, PIRL, [2]),
+    "npid": (
+        "nce_loss_with_memory",
+        {"embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}},
+        MLP,
+        [1],
+    ),
+    "pirl": (
+        "pirl_loss",
+        {"num_towers": 4, "embedding_dim": 4, "temperature": 0.5, "negative_sampling_params": {"num_negatives": 7}},
+        PIRL,
+        [2],
+    ),
     "deepcluster_v2": ("deepclusterv2_loss", {"embedding_dim": 4, "num_clusters": [5, 3]}, MLP, [2, 1]),
-    "distillation": ("distillation_loss", {"teacher": "digits", "temperature": 2.0, "soft_target_alpha": 0.7}, ["mlp", {"dims": [6, 10]}], [2, 1]),
+    "distillation": (
+        "distillation_loss",
+        {"teacher": "digits", "temperature": 2.0, "soft_target_alpha": 0.7},
+        ["mlp", {"dims": [6, 10]}],
+        [2, 1],
+    ),
     "rotnet": ("rotnet_loss", {}, ["mlp", {"dims": [6, 4]}], [2]),
     "jigsaw": ("jigsaw_loss", {"num_towers": 4, "num_permutations": 7}, JIGSAW, [2]),
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
@@ -110,7 +132,9 @@ class Result:
         return max([*tensors, *(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))])
 
 
-def make_method_plan(method: str, level: int, world_size: int, norm: str, folder: str = "", **changes: Any) -> ResolvedRun:
+def make_method_plan(
+    method: str, level: int, world_size: int, norm: str, folder: str = "", **changes: Any
+) -> ResolvedRun:
     loss, keys, head, crops = CASES[method]
     config = make_config(USE_KNN=False)
     data = config["DATA"]["TRAIN"]
@@ -244,7 +268,9 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
     levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
-    for level, result in zip(levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True):
+    for level, result in zip(
+        levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True
+    ):
         assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}"
 
 
@@ -335,7 +361,9 @@ def _masked(method: str, cells: list[tuple[str, int]]) -> list[Result]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("method", ["ibot", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mae", "dinov2"))])
+@pytest.mark.parametrize(
+    "method", ["ibot", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mae", "dinov2"))]
+)
 def test_a_method_that_masks_takes_a_trunk_of_timms_and_fairscale(method: str) -> None:
     cells = [("torch", 0), ("torch", 3), ("fairscale", 1), ("fairscale", 2)]
     for cell, result in zip(cells, run_on_ranks(2, _masked, method, cells)[0], strict=True):
@@ -437,6 +465,37 @@ def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:
     assert held[3] < 0.45 * held[0]  # a third, and what 5 and 7 rows over 3 ranks leave uneven
 
 
+def _teacher_on_disk(plan: ResolvedRun) -> tuple[int, int]:
+    """Bytes of the teacher in memory, and in the records of its files."""
+    run, _, _ = build_run(plan, torch.device("cpu"))
+    store = run.sharded._teacher._own_store  # type: ignore[attr-defined]
+    found = run.sharded.ledger().teacher, sum(store.layout.sizes)
+    run.sharded.close()
+    return found
+
+
+def test_a_teacher_rests_on_nvme_with_the_parameters_and_every_forecast_says_so(tmp_path: Path) -> None:
+    def forecast(tier: OffloadPlan) -> tuple[ResolvedRun, DryRun]:
+        plan = make_method_plan("moco_v3", 3, 2, "batch")
+        plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, offload_params=tier))
+        return plan, dry_run(plan)
+
+    inside = forecast(OffloadPlan())[1]
+    plan, outside = forecast(OffloadPlan("nvme", nvme_path=str(tmp_path)))
+    in_memory, on_disk = run_on_ranks(2, _teacher_on_disk, plan)[0]
+    memory, taught = outside.forecast.memory, outside.forecast.teacher_params
+    assert memory.teacher == in_memory == outside.forecast.teacher_buffers > 0
+    assert taught == on_disk == inside.forecast.memory.teacher - memory.teacher > 0
+    assert outside.tiers["disk"] == memory.params + memory.grads + taught
+    assert outside.tiers["device"] == inside.tiers["device"] - outside.tiers["disk"]
+    assert inside.forecast.step and outside.forecast.step
+    assert outside.forecast.step.disk_bytes == outside.tiers["disk"]
+    # A unit that is gathered at the peak is all that the device has of the parameters.
+    moved = inside.forecast.step.by_kind["teacher"] - outside.forecast.step.by_kind["teacher"]
+    assert 0 < moved <= inside.forecast.memory.teacher
+    said = next(line for line in dry_run_lines(outside) if line.startswith("  teacher"))
+    assert said.endswith(f"{bytes_text(in_memory)}; {bytes_text(on_disk)} more stored on nvme")
+
+
 def test_every_method_is_held() -> None:
     assert CASES.keys() == set(METHODS.builtin())
-

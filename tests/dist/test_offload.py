@@ -144,6 +144,22 @@ def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
     assert found == [[0.0] * 6] * 2
 
 
+def _compare_without_accumulation(*arguments: Any) -> list[float]:
+    """Norms are then known before the step, without a pass over the file of gradients."""
+    with patch.dict(globals(), ACCUMULATION=1):
+        return _compare(*arguments)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_clipped_step_of_one_backward_pass_on_ranks_with_unequal_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    state, params = ({f"offload_{kind}_config": _tier("nvme", tmp_path)} for kind in ("optimizer", "param"))
+    some = {"offload_param_config": _tier("nvme", tmp_path, max_in_cpu=900)}  # parts of one unit in both places
+    pairs = [params, state | params, state | some]
+    found = run_on_ranks(3, _compare_without_accumulation, "adamw", 3, pairs, dtype, timeout_s=80)
+    assert max(map(max, found)) <= (0.0 if dtype == torch.float32 else 1e-10), found
+
+
 def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tuple[int, int, int]:
     """Elements that rest in memory and in all, and bytes that the start has written."""
 
@@ -230,9 +246,14 @@ def _unstreamable(given: dict[str, Any], folder: str) -> str:
 
 @pytest.mark.timeout(60)
 def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) -> None:
-    for kind, reason in [("Adagrad", "makes state when it is built"), ("ScheduleFreeAdamW", "other weights to evaluate")]:
+    for kind, reason in [
+        ("Adagrad", "makes state when it is built"),
+        ("ScheduleFreeAdamW", "other weights to evaluate"),
+    ]:
         told = run_on_ranks(1, _unstreamable, {"type": kind, "lr": 0.1}, str(tmp_path))[0]
-        assert told.startswith("offload_optimizer_config.device: can be nvme only with an optimizer that is updated piece")
+        assert told.startswith(
+            "offload_optimizer_config.device: can be nvme only with an optimizer that is updated piece"
+        )
         assert reason in told
     dampened = {"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}
     assert "without dampening" in run_on_ranks(1, _unstreamable, dampened, str(tmp_path))[0]

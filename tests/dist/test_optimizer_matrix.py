@@ -1,7 +1,7 @@
 """Every optimizer on a ResNet and a ViT, at levels 0 to 3 on 1 to 4 ranks, against itself on the whole model.
 
-With accumulation, clipping, a frozen layer, widths that do not divide and, on 4 ranks, fewer rows than ranks. What else may be
-combined with these optimizers (ties, NVMe, a run that goes on elsewhere, scalars) is in ``test_optimizers.py``.
+With accumulation, clipping, a frozen layer, widths that do not divide and, on 4 ranks, fewer rows than ranks. What else
+may be combined with these optimizers (ties, NVMe, a run that goes on elsewhere, scalars) is in ``test_optimizers.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIMIZERS = [*(name for name in WHOLE_TENSOR if name != "adamp"), "lion", "sche
 
 
 def build(kind: str) -> nn.Module:
-    """No parameter has a true gradient of zero (a bias before batch norm, or of keys): of its rounding noise, a sign makes a step."""
+    """No parameter has a true gradient of zero, as a bias before batch norm has: a sign makes a step of its noise."""
     from timm.models.resnet import BasicBlock, ResNet
     from timm.models.vision_transformer import VisionTransformer
 

@@ -188,7 +188,7 @@ def test_state_of_the_plain_optimizer_is_taken_over(name: str, level: int) -> No
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", WHOLE_TENSOR)
 def test_an_optimizer_of_whole_tensors_is_itself_at_every_level_on_any_number_of_ranks(name: str) -> None:
-    """With clipping and accumulation; of muon, the same bits of bfloat16 come out as long as gradients agree to 1e-13."""
+    """With clipping and accumulation; muon gives the same bits of bfloat16 if gradients agree to 1e-13."""
     expected, _ = train_plainly(name, 4, clip=0.5, accumulation=2)
     for world_size, level in [(1, 3), (2, 1), (3, 2), (2, 3), (3, 3), (2, 0)]:
         zero = {"level": level, "clip_grad": 0.5, "gradient_accumulation_steps": 2}
@@ -370,7 +370,7 @@ def test_state_of_whole_tensors_of_a_rank_resumes(level: int) -> None:
 
 
 def _evaluated(level: int) -> tuple[float, float, bool]:
-    """Of a schedule-free optimizer: distances of the weights to use and of those after another step; are both in place?"""
+    """Of a schedule-free optimizer: distances of the weights to use, and of those after another step."""
     from schedulefree import AdamWScheduleFree
 
     options = {"lr": 0.05, "eps": 1e-3}

@@ -1,7 +1,8 @@
 """The parity matrix: every level of both engines on 1 to 4 ranks trains what plain torch trains in one process.
 
-In float64 to 1e-10: losses, gradient norms, parameters, running statistics and averages. Level 3 of fairscale, whose FSDP
-takes float32 alone, to 4e-6, with a stand-in for CUDA's streams. ``cells.py`` has the table, docs/parity.md explains it.
+In float64 to 1e-10: losses, gradient norms, parameters, running statistics and averages. Level 3 of fairscale, whose
+FSDP takes float32 alone, to 4e-6, with a stand-in for CUDA's streams. ``cells.py`` has the table, docs/parity.md
+explains it.
 """
 
 from __future__ import annotations

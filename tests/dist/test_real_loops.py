@@ -889,7 +889,9 @@ def weights_scaled_through_data_in_a_later_forward(init: Init) -> dict[str, Tens
 CONVERTED = "The memory of a.weight was replaced"
 
 
-@case(level_0=CONVERTED, level_1=CONVERTED, level_2=CONVERTED, level_3="is converted from torch.float64 to torch.float32")
+@case(
+    level_0=CONVERTED, level_1=CONVERTED, level_2=CONVERTED, level_3="is converted from torch.float64 to torch.float32"
+)
 def a_layer_that_converts_itself_in_forward(init: Init) -> dict[str, Tensor]:
     """As the routers of Hugging Face's SwitchTransformers do."""
 
@@ -1005,9 +1007,7 @@ def _compare(name: str, level: int) -> tuple[float, str]:
             expected = LOOPS[name](lambda model, lr=0.1, **zero: (model, Plain(model, lr)))
         torch.manual_seed(0)
 
-        def init(
-            model: nn.Module, lr: float | torch.optim.Optimizer = 0.1, **zero: Any
-        ) -> tuple[nn.Module, Any]:
+        def init(model: nn.Module, lr: float | torch.optim.Optimizer = 0.1, **zero: Any) -> tuple[nn.Module, Any]:
             optimizer = {"type": "SGD", "lr": lr} if isinstance(lr, float) else lr
             return vissl_zero.initialize(model, optimizer, {"level": level, **zero})
 

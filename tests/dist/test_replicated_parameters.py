@@ -1,4 +1,4 @@
-"""Level 3: at no moment of a step are more parameters whole than those of the unit in use, the next one and the root."""
+"""Level 3: at no moment are more parameters whole than those of the unit in use, the next one and the root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training of a case through a strategy, on many ranks. See ``case.py`` for the case, ``plain.py`` for the reference."""
+"""A case trained through a strategy, on many ranks. The case is in ``case.py``, the reference in ``plain.py``."""
 
 from __future__ import annotations
 

@@ -24,5 +24,5 @@ def test_quickstart_learns(seed, tmp_path):
     print(f"seed {seed}: {summary}")
     assert summary["level"] == 3 and summary["world_size"] == 2
     assert summary["loss_last"] < 0.9 * math.log(NUM_PROTOTYPES)
-    # Raw pixels give 94.4 % on these 360 scans; features gave 94.7, 95.3 and 95.6 %, and a scan is .3 %.
-    assert summary["knn_top1_after"] > max(summary["knn_top1_before"] + 0.05, summary["knn_top1_raw_pixels"] - 0.02)
+    # Raw pixels give 94.4 % on these 360 scans; a scan is .3 %.
+    assert summary["knn_top1_after"] > max(summary["knn_top1_before"] + 0.05, summary["knn_top1_raw_pixels"])

@@ -30,6 +30,8 @@ from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
 
+pytestmark = pytest.mark.usefixtures("by_roofline")
+
 RECIPE = "digits/supervised"
 DRY = "config.DRY_RUN=true"
 
@@ -62,6 +64,23 @@ def test_more_ranks_take_less_of_what_is_sharded(capsys):
     assert held[1]["level 0"]["optimizer"] == held[0]["level 0"]["optimizer"]
 
 
+def test_machines_joined_by_a_network_may_keep_a_copy_of_the_state_each(capsys):
+    words = ["plan", RECIPE, "--ranks", "16", "--gpus", "--memory-gb", "1", "--json"]
+    assert cli.main(words) == 0
+    every = {c["plan"]: c for c in json.loads(capsys.readouterr().out)["candidates"]}
+    grouped, shared = every["level 3, groups of 8"], every["level 3"]
+    assert (grouped["shard_group_size"], shared["shard_group_size"]) == (8, 16)
+    assert grouped["relative_time"] < shared["relative_time"]
+    assert grouped["by_kind"]["optimizer"] > 1.5 * shared["by_kind"]["optimizer"]
+    assert "config.ZERO.SHARD_GROUP_SIZE=8" in grouped["overrides"]
+    assert "config.ZERO.SHARD_GROUP_SIZE=-1" in shared["overrides"]
+    # Asked for, they stay; the same bits ask for one order of sums.
+    for override, sizes in (("config.ZERO.SHARD_GROUP_SIZE=4", {1, 4}), ("config.TRAINER.DETERMINISTIC=true", {1, 16})):
+        assert cli.main([*words, override]) == 0
+        candidates = json.loads(capsys.readouterr().out)["candidates"]
+        assert {c["shard_group_size"] for c in candidates} == sizes
+
+
 def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     every = planned("config.ZERO.MEMORY_GB=1").candidates
     budget = sorted(c.forecast.step.resident_bytes for c in every)[1] / 2**30
@@ -75,6 +94,22 @@ def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     assert fit.sharding == again.sharding == chosen.sharding
     assert fit.global_batch == again.global_batch
     assert any(note.startswith("config.ZERO.LEVEL=fit took level") for note in fit.notes)
+
+
+def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
+    words = ["plan", f"config={RECIPE}", "--ranks", "4", "--gpus", "--json", "--memory-gb"]
+    assert cli.main([*words, "1"]) == 0
+    every = json.loads(capsys.readouterr().out)["candidates"]
+    kept = min(c["resident_bytes"] for c in every if not c["recomputed"])
+    assert cli.main([*words, str((kept - 1024) / 2**30)]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    chosen = next(c for c in found if c["chosen"])
+    all_blocks = [c for c in found if c["fits"] and len(c["recomputed"]) == 4]
+    assert 0 < len(chosen["recomputed"]) < 4 and f"{len(chosen['recomputed'])} block" in chosen["plan"]
+    assert all_blocks and chosen["relative_time"] < min(c["relative_time"] for c in all_blocks)
+    words = [*(word for word in chosen["overrides"] if "BATCHSIZE" not in word), DRY]
+    run = resolve(compose(RECIPE, words).run, "/nowhere", recipe=RECIPE)
+    assert list(run.sharding.checkpoint_blocks) == chosen["recomputed"]
 
 
 def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):

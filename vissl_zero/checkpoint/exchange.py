@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from vissl_zero import __version__
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.first_weights import COUNTERS, Match, match
 from vissl_zero.checkpoint.folder import IMPORTED, Checkpoint, Manifest, find_checkpoints
@@ -29,6 +28,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import STYLES, to_other_names
 from vissl_zero.sharding.state import OPTIMIZER, Part
+from vissl_zero.version import __version__
 
 PARTS = ("model", "trunk", "heads")
 NAMES = ("own", *STYLES, *TRANSFORMER_STYLES)

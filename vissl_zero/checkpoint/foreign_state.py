@@ -130,7 +130,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
     if done:
         said.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
     elif ours:
-        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start anew.")
+        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
     return ours, said
 
 

@@ -24,9 +24,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vissl_zero import __version__
 from vissl_zero.atomic import open_regular
 from vissl_zero.errors import CheckpointError
+from vissl_zero.version import __version__
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

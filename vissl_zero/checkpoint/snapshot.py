@@ -20,13 +20,14 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from vissl_zero import __version__, collectives
+from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.shard_file import bytes_of
 from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.state import Part
+from vissl_zero.version import __version__
 
 
 @dataclass(frozen=True)

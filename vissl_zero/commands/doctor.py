@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vissl_zero import __version__
+from vissl_zero.version import __version__
 
 PACKAGES = ["torch", "torchvision", "hydra-core", "omegaconf", "fairscale", "classy-vision", "submitit", "safetensors"]
 _MIB = 2**20

@@ -292,6 +292,8 @@ class MachineProfile:
         operation_s: seconds that one operation costs beside what it computes.
         convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
         fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
+        reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.
+        message_s: seconds of a collective of a few numbers.
         memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
         source: where the figures are from.
     """
@@ -307,8 +309,13 @@ class MachineProfile:
     operation_s: float
     convolution_share: float = 1.0
     fresh: float | None = None
+    reduce_link: float | None = None
+    message_s: float = 0.0
     memory_gb: float | None = None
     source: str = ""
+
+
+_OPTIONAL = ("memory_gb", "convolution_share", "fresh", "reduce_link", "message_s")
 
 
 def profile_names() -> list[str]:
@@ -358,7 +365,7 @@ def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in given or item.name not in ("memory_gb", "convolution_share", "fresh"):
+        elif item.name in given or item.name not in _OPTIONAL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

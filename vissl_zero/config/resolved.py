@@ -18,12 +18,13 @@ class Precision:
     """The number formats of a run.
 
     Attributes:
-        master: dtype of the parameters the optimizer updates: "float32", or "float64" with TRAINER.DTYPE=float64.
+        master: dtype of the parameters the optimizer updates: TRAINER.DTYPE.
         autocast: dtype of torch.autocast around the forward pass, or None (AMP off, or level 3 with O2).
         compute: dtype that parameters are cast to for forward and backward (FSDP_CONFIG.compute_dtype); equals
             ``master`` unless parameters themselves are computed in half precision.
         reduce: dtype gradients are reduced in.
         use_loss_scale: dynamic loss scaling (float16 only).
+        rounding: how an update becomes a parameter in bfloat16: "stochastic" or "kahan"; empty: ``master`` is wider.
     """
 
     master: str = "float32"
@@ -31,6 +32,12 @@ class Precision:
     compute: str = "float32"
     reduce: str = "float32"
     use_loss_scale: bool = False
+    rounding: str = ""
+
+    @property
+    def wide(self) -> str:
+        """The format of losses, statistics and optimizer state: that of the parameters, float32 at least."""
+        return "float64" if self.master == "float64" else "float32"
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,19 @@ class OffloadPlan:
 
 
 @dataclass(frozen=True)
+class Float8Plan:
+    """Which linear layers multiply in float8, and how.
+
+    Attributes:
+        layers: regular expression of their full names, found anywhere in them; empty: none does.
+        scales: rows (one for each row) or mx (one for each 32 elements of a row).
+    """
+
+    layers: str = ""
+    scales: str = "rows"
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """The sharding plan of a run: the input of ``sharding``.
 
@@ -136,11 +156,12 @@ class ShardingPlan:
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
+        checkpoint_blocks: full names of the blocks to recompute, used instead of both when not empty.
         precision: number formats.
         timeout_s: of every collective.
         deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
         verbose: print the wrap plan.
-        seed: of weights that have no values yet (a model built on the meta device).
+        seed: of weights that have no values yet (a model built on the meta device), and of stochastic rounding.
         offload_optimizer, offload_params: where optimizer state and parameters rest.
         reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
         flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
@@ -150,7 +171,7 @@ class ShardingPlan:
         reshard_after_forward: fairscale at level 3 frees the full parameters of a unit after its forward pass.
         keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
         compile: backend of torch.compile for the units of the model ("inductor"); empty: they run as they are.
-        float8: regular expression of the linear layers that multiply in float8; empty: none does.
+        float8: linear layers that multiply in float8.
         needs_whole_tensors: the optimizer's update of an element depends on its full tensor; found by trial.
     """
 
@@ -164,6 +185,7 @@ class ShardingPlan:
     sync_bn_only_marked: bool = False
     checkpoint_every: int = 0
     stage_checkpoints: tuple[tuple[int, ...], ...] = ()
+    checkpoint_blocks: tuple[str, ...] = ()
     precision: Precision = Precision()
     timeout_s: float = 600.0
     deterministic: bool = False
@@ -179,8 +201,17 @@ class ShardingPlan:
     reshard_after_forward: bool = True
     keep_gradients: bool = False
     compile: str = ""
-    float8: str = ""
+    float8: Float8Plan = Float8Plan()
     needs_whole_tensors: bool = False
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any block is run again in the backward pass."""
+        return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
+
+    def keeping_activations(self) -> ShardingPlan:
+        """The same plan, with nothing recomputed."""
+        return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from vissl_zero.config.blocks.output import (
     Svm,
 )
 from vissl_zero.config.blocks.sharding import Zero
-from vissl_zero.config.constraints import number
+from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.vissl import with_vissl_keys
 
 
@@ -52,6 +52,9 @@ class RunConfig:
     TEST_MODEL: bool = True
     """Measure top-1 on TEST of a run that predicts classes, and extract TEST's features; false: use TRAIN alone for
     both. kNN follows NEAREST_NEIGHBOR."""
+    EVALUATED_MODEL: str = choice("student", "student", "teacher")
+    """Whose features kNN, RankMe, LiDAR, the online probe and the report's pictures are about: the model that is
+    trained, or the momentum copy of a method that has one, as the papers of DINO, BYOL and I-JEPA have it."""
     DATA: Data = field(default_factory=Data)
     """Images, batches, transforms."""
     MODEL: ModelConfig = field(default_factory=ModelConfig)

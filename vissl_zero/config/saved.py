@@ -22,7 +22,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
-from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun, ShardingPlan
+from vissl_zero.config.resolved import (
+    Float8Plan,
+    LarcPlan,
+    OffloadPlan,
+    OptimizerPlan,
+    Precision,
+    ResolvedRun,
+    ShardingPlan,
+)
 from vissl_zero.errors import VisslZeroError
 
 
@@ -167,8 +175,11 @@ def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
     """The run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
-    is_whole = run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value)
-    return text if is_whole else run_dir.replace(str(Path(value)), text)
+    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+        return text
+    # The last place: a folder further up may have the same name.
+    before, found, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
+    return f"{before}/{text}/{after}".rstrip("/") if found else run_dir
 
 
 def _is_relative(path: str) -> bool:
@@ -182,9 +193,10 @@ def _plain(value: Any) -> Any:
 
 
 def _masked_text(text: str, values: Mapping[str, str]) -> str:
-    """A sentence for people, with ``${...}`` in the place of interpolated texts."""
+    """A sentence for people, with ``${...}`` in the place of interpolated texts: whole words, no parts of others."""
     for value, written in values.items():
-        text = text.replace(value, written)
+        as_it_is = written.replace("\\", r"\\")  # not a reference to a group
+        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", as_it_is, text)
     return text
 
 
@@ -254,9 +266,11 @@ def load_resolved(path: Path) -> ResolvedRun:
         data["run_dir"] = run_dir if "${" in run_dir else str(Path(run_dir).expanduser().absolute())
     sharding, optimizer = data.pop("sharding"), data.pop("optimizer")
     sharding["precision"] = Precision(**sharding["precision"])
+    sharding["float8"] = Float8Plan(**sharding.get("float8", {}))
     for tier in ("offload_optimizer", "offload_params"):
         sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
+    sharding["checkpoint_blocks"] = tuple(sharding["checkpoint_blocks"])
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
     for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
         optimizer[key] = tuple(optimizer.get(key, ()))

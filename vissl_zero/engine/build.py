@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
+from vissl_zero.config.derive.model_rules import no_teacher
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
@@ -25,6 +26,7 @@ from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
 # Puts weights into a model, where it has memory for them; gives what reads them, by full name.
@@ -51,7 +53,7 @@ def build_run(
         ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
     """
     rank, world_size = collectives.rank(), collectives.world_size()
-    dtype = getattr(torch, plan.sharding.precision.master)
+    precision = plan.sharding.precision
     loader = build_loader(
         plan.config["DATA"],
         "TRAIN",
@@ -65,12 +67,13 @@ def build_run(
     num_classes = len(loader.source.class_names)
     model = build_bare(lambda: build_model(plan.config["MODEL"], num_classes))
     weights = first_weights(model, plan, fill)
-    model.to(dtype)
+    cast_to_master(model, precision)
     freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-    method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype)
+    method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype_of(precision.wide))
+    _require_evaluated_model(plan, method)
     method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, num_classes, device)
@@ -78,10 +81,13 @@ def build_run(
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharded = strategy.shard(model, groups, factory, plan.sharding, device, lambda _, name: weights.fill_(name))
-    model.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: a teacher keeps none
+    seen = model
     if taught is not None:
         teacher, fill_teacher_unit = taught
-        sharded.adopt_teacher(teacher.to(dtype), method.teacher_follows, lambda _, name: fill_teacher_unit(name))
+        cast_to_master(teacher, precision)
+        sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
+        seen = teacher if plan.config["EVALUATED_MODEL"] == "teacher" else model
+    seen.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: the other one keeps none
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
     run = Run(
@@ -93,7 +99,7 @@ def build_run(
         rank=rank,
         world_size=world_size,
         steps_per_epoch=loader.steps_per_epoch,
-        seen=model,
+        seen=seen,
         num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
     )
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
@@ -160,6 +166,12 @@ def _origin(
     return other, its_weights
 
 
+def _require_evaluated_model(plan: ResolvedRun, method: Method) -> None:
+    """For losses of the user's, of which the rules know nothing. Raises ConfigError."""
+    if plan.config["EVALUATED_MODEL"] == "teacher" and not (method.has_teacher and method.teacher_follows):
+        raise ConfigError([no_teacher(plan.config["LOSS"]["name"])])
+
+
 def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int, device: torch.device | None) -> None:
     """Give the method an online probe where the configuration asks for one: checkpoints then hold it.
 
@@ -173,7 +185,7 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
         must = "needs a class for each training image"
         fix = "Set it to false, or put each class in a folder of its own."
         raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
-    dtype = torch.promote_types(getattr(torch, plan.sharding.precision.master), torch.float32)
+    dtype = dtype_of(plan.sharding.precision.wide)
     width = int(model.trunk.feature_dim)  # type: ignore[arg-type]
     method.online_probe = OnlineProbe(width, num_classes, options["LR"], dtype, device)
 

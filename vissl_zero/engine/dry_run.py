@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.config.host import MachineProfile, read_profile
+from vissl_zero.config.host import MachineProfile, read_profile, torchrun_ranks
 from vissl_zero.config.resolved import ResolvedRun, shards_parameters
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
@@ -32,9 +33,11 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.candidates import Found, forecast_all
+from vissl_zero.sharding.candidates import Budget, Found, forecast_all, recomputed_in_part
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
+from vissl_zero.sharding.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.step_time import measured_machine
+from vissl_zero.sharding.teacher import require_wide
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
@@ -80,9 +83,9 @@ class DryRun:
         On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
         """
         held, sharding = self.forecast.memory, self.plan.sharding
-        tiers = {"device": held.activations + held.buffers + held.teacher, "host": 0, "disk": 0}
+        tiers = {"device": held.activations + held.buffers + self.forecast.teacher_buffers, "host": 0, "disk": 0}
         params = sharding.offload_params.place(self.plan.device)
-        tiers[params] += held.params
+        tiers[params] += held.params + self.forecast.teacher_params
         tiers["device"] += held.params_step_peak - held.params  # units that are gathered
         tiers["disk" if params == "disk" else "device"] += held.grads
         tiers[sharding.offload_optimizer.place(self.plan.device)] += held.optimizer
@@ -123,28 +126,37 @@ class Stage:
 
     def forecast(self) -> Forecast:
         """Of the run as it is."""
-        with self.mode, _default_dtype(getattr(torch, self.plan.sharding.precision.master)):
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
 
     def forecasts(self) -> Found:
         """Forecasts of every way to run this at its micro-batch."""
         plan = self.plan
-        with self.mode, _default_dtype(getattr(torch, plan.sharding.precision.master)):
+        with self.mode, _default_dtype(dtype_of(plan.sharding.precision.wide)):
             return forecast_all(
                 self.forecaster,
                 plan.sharding,
                 plan.world_size,
+                plan.num_nodes,
                 plan.device,
                 plan.accumulation_steps,
                 plan.batch_per_rank,
             )
 
+    def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
+        """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return recomputed_in_part(found, budget, self.forecaster)
 
-def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
+
+def set_stage(
+    plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None, *, is_timed: bool = False
+) -> Stage:
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
         plan: of the run.
+        is_timed: forecasts run micro-batches with real tensors for some seconds, if this machine's CPU is to train.
         check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.
@@ -158,7 +170,8 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
-    dtype = getattr(torch, plan.sharding.precision.master)
+    precision = plan.sharding.precision
+    dtype = dtype_of(precision.wide)
     # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config["MODEL"], num_classes)
@@ -169,6 +182,13 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         if method.has_teacher:
             origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
             teacher = method.make_teacher(origin)
+        cast_to_master(model, precision)
+        if teacher is not None:
+            cast_to_master(teacher, precision)
+    if method.has_teacher and method.teacher_follows:
+        require_wide(precision, "a teacher that follows the student")
+    if plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]:
+        require_wide(precision, "a running average of the weights")
     if check is not None and not assumed:  # else the number of classes is assumed too
         check(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -180,19 +200,21 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         names = [name for name, _ in model.named_parameters()]
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-        fakes = _faked(batch, num_local, num_global, dtype)
+        fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
+        # Made when they are first used.
+        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype_of(precision.master)))
 
-        def run_forward() -> tuple[torch.Tensor, Any]:
+        def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)
-            set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, taught = method.see(fakes), None
+            set_random_key(plan.seed, 0, images.sample_ids)
+            seen, taught = method.see(images), None
             if teacher is not None:
                 with torch.no_grad():
                     taught = method.run_teacher(teacher, seen)
             settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
             if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
                 # The heads are not used, and there may be no labels for a loss.
-                outputs = [getattr(output, "embeddings", output) for output in model(fakes.images)]
+                outputs = [getattr(output, "embeddings", output) for output in model(images.images)]
                 return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
             outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
@@ -206,12 +228,14 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             world_size=plan.world_size,
             num_nodes=plan.num_nodes,
             device_type=plan.device,
-            run_forward=run_forward,
+            run_forward=lambda: run_with(model, teacher, method, fakes),
             inputs=fakes.images,
             is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
             teacher=teacher,
             loss=method,
             machine=described_machine(plan),
+            num_threads=plan.threads_per_rank,
+            run_real=(lambda a, b, c: run_with(a, b, c, reals())) if is_timed and _is_here(plan) else None,
         )
         forecaster = Forecaster(subject, plan.sharding)
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
@@ -279,6 +303,12 @@ def described_machine(plan: ResolvedRun) -> MachineProfile | None:
     return measured_machine(plan.device) if plan.num_nodes == 1 else None
 
 
+def _is_here(plan: ResolvedRun) -> bool:
+    """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
+    is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
+    return plan.device == "cpu" and is_alone and not plan.config["ZERO"]["MACHINE_PROFILE"]
+
+
 def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
     data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
@@ -311,10 +341,10 @@ def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
 
 
 def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
-    """A micro-batch of ``num_local`` images with the shapes of ``batch``; call it in ``FakeTensorMode``."""
+    """A micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
     shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     return ImageBatch(
-        images=[torch.empty(shape, dtype=dtype) for shape in shapes],
+        images=[torch.zeros(shape, dtype=dtype) for shape in shapes],
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
         sample_ids=torch.arange(num_local),

@@ -54,6 +54,7 @@ def accumulate_exactly(
             # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
+            run.show_probe(batch)  # here, where the teacher's features are this batch's too
     set_random_key(run.plan.seed, run.step, joined.sample_ids)  # the loss may draw, too
     sizes = [batch.num_local for batch in micro_batches]
     outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
@@ -70,7 +71,6 @@ def accumulate_exactly(
             with watch if index == 0 else nullcontext():
                 again = pytree.tree_leaves(_wide(method.run_student(sharded.model, batch)))
             sharded.backward(_surrogate(again, gradients, sizes, index))
-        run.show_probe(batch)
     method.after_micro_batch(whole, joined)
     return loss.detach().double() * (joined.num_local / num_samples)
 

@@ -138,7 +138,8 @@ class Run:
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
-        seen: the model inside ``sharded``, for the features it keeps of its newest pass (``kept_features``).
+        seen: the model inside ``sharded`` that EVALUATED_MODEL names, for the features it keeps of its newest pass
+            (``kept_features``).
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 

@@ -34,10 +34,10 @@ from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import load_resolved
-from vissl_zero.engine.dry_run import described_machine, dry_run, set_stage
+from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.sharding.candidates import Budget, Candidate, because, nothing_fits, rank_candidates
-from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for
+from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for, one_thread
 
 FIT = "fit"
 DONE, NOT_DONE = "done", "not done"
@@ -54,7 +54,7 @@ class Planned:
         plan: the run as it would be at level 0.
         candidates: cheapest first.
         budget: of a rank.
-        assumed: sentences on what was assumed of the images.
+        assumed: sentences on what was assumed of the images and the time.
         num_images: of the run.
         machine: whose rates time the candidates.
     """
@@ -108,6 +108,7 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     return FitPlans(options, budget.memory, budget.given, why)
 
 
+@one_thread()
 def plan_run(
     cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
 ) -> Planned:
@@ -127,16 +128,32 @@ def plan_run(
     folder = next((tier.nvme_path for tier in tiers if tier.nvme_path), None)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
-    stage = set_stage(plan)
-    found = stage.forecasts()
+    stage = set_stage(plan, is_timed=True)
+    stages = [stage]
     if stage.can_split():
         for times in _SPLITS:
             if plan.batch_per_rank % times == 0:
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
-                found += set_stage(replace(plan, batch_per_rank=batch, accumulation_steps=number)).forecasts()
+                part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
+                stages.append(set_stage(part, is_timed=True))
     budget = budget_of(cfg, plan, free_bytes)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    return Planned(plan, rank_candidates(found, budget), budget, stage.assumed, len(stage.loader.source), machine)
+    estimated = dict.fromkeys(sentence for stage in stages for sentence in stage.forecaster.estimated)
+    assumed = (*stage.assumed, *estimated)
+    return Planned(plan, candidates, budget, assumed, len(stage.loader.source), machine)
+
+
+def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
+    """Of all stages; of the one whose plan would be chosen, ways to recompute less than every block too."""
+    by_number = {stage.plan.accumulation_steps: stage for stage in stages}
+    found = [row for stage in stages for row in stage.forecasts()]
+    ranked = rank_candidates(found, budget, stages[0].plan.world_size)
+    chosen = next((candidate for candidate in ranked if candidate.is_chosen), None)
+    if chosen is not None and chosen.is_recomputed:
+        own = [row for row in found if row[1] == chosen.micro_batches]
+        found += by_number[chosen.micro_batches].forecasts_in_part(own, budget)
+    return found
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:

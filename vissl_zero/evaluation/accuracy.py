@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS
@@ -19,7 +19,7 @@ from vissl_zero.config.derive.optimizer_plan import peak
 from vissl_zero.config.vissl_programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run, Step
-from vissl_zero.evaluation.features import evaluating, own_batches
+from vissl_zero.evaluation.features import evaluated, own_batches
 
 TOP_K = 5
 
@@ -158,8 +158,8 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
         {images.source.label(index) for index in range(len(images.source))} if meters["model_output_mask"] else None
     )
 
-    def score(crops: list[Tensor]) -> list[Tensor]:
-        outputs: list[Tensor] = run.sharded.model(crops)
+    def score(model: nn.Module, crops: list[Tensor]) -> list[Tensor]:
+        outputs: list[Tensor] = model(crops)
         return outputs if labels is None else [_masked(logits, labels) for logits in outputs]
 
     return accuracies_of(run, images, score, num_heads, lambda given: given != ignored_label, numbers)
@@ -174,17 +174,17 @@ def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
 def accuracies_of(
     run: Run,
     images: EvalImages,
-    score: Callable[[list[Tensor]], list[Tensor]],
+    score: Callable[[nn.Module, list[Tensor]], list[Tensor]],
     num_classifiers: int,
     counts_label: Callable[[Tensor], Tensor],
     numbers: Sequence[int] = (),
 ) -> list[Accuracy]:
-    """Accuracy of classifiers on top of the model, in evaluation mode. Collective.
+    """Accuracy of classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
 
     Args:
         run: with a sharded model in any mode.
         images: of any number; each is counted once.
-        score: images of one resolution -> logits (n, C) of each classifier.
+        score: model, images of one resolution -> logits (n, C) of each classifier.
         num_classifiers: how many ``score`` gives.
         counts_label: labels (n,) -> which of the images count.
         numbers: further k for ``Accuracy.by_k``; 1 and ``TOP_K`` are there anyway.
@@ -196,9 +196,9 @@ def accuracies_of(
     right = torch.zeros(num_classifiers, len(ks), dtype=torch.int64, device=run.device)
     num_counted = torch.zeros(1, dtype=torch.int64, device=run.device)
     widths = [0] * num_classifiers
-    with run.sharded.evaluated(), evaluating(run.sharded.model):
+    with evaluated(run) as model:
         for batch, num_own in own_batches(run, images):
-            outputs = score(batch.images)
+            outputs = score(model, batch.images)
             widths = [logits.shape[1] for logits in outputs]
             if batch.targets is not None:
                 labels = batch.targets[:num_own]
@@ -264,13 +264,13 @@ class OnlineProbeHook(Hook):
     def _measure(self, run: Run) -> float | None:
         """Top-1 on TEST's images as the probe is now, which joins the curve. Collective."""
         _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
-        probe, model = run.probe, run.sharded.model
+        probe = run.probe
         if images is None or probe is None:
             return None
         found = accuracies_of(
             run,
             images,
-            lambda batch: [probe.scores(*model(batch, features_only=True))],
+            lambda model, batch: [probe.scores(*model(batch, features_only=True))],
             num_classifiers=1,
             counts_label=lambda labels: labels >= 0,
         )

@@ -45,6 +45,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def evaluated(run: Run) -> Iterator[nn.Module]:
+    """Inside: the model that ``EVALUATED_MODEL`` names, with the weights to evaluate, in evaluation mode. Collective.
+
+    Call what it gives on every rank equally often. The teacher's running statistics become those of all ranks; the
+    student's must be that already (``consolidate_buffers``), where ranks may differ.
+
+    Cost: of the student with a schedule-free optimizer, a copy of this rank's trained shards meanwhile.
+    """
+    if run.plan.config["EVALUATED_MODEL"] == "teacher":
+        run.sharded.whole_teacher_tensors()  # makes its buffers equal on all ranks; gathers nothing that is not read
+        with evaluating(run.sharded.teacher):
+            yield run.sharded.teacher
+    else:
+        with run.sharded.evaluated(), evaluating(run.sharded.model):
+            yield run.sharded.model
+
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -114,14 +132,14 @@ def layers_of(run: Run) -> dict[str, slice]:
 
 
 def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) -> Features:
-    """Run the trunk in evaluation mode over every image of ``images`` once. Collective.
+    """Run the trunk (``EVALUATED_MODEL``) in evaluation mode over every image of ``images`` once. Collective.
 
     Cost: a forward pass over the images, shared among ranks; each rank then holds the features of all of them.
     """
     rows, pixels, ids, labels = [], [], [], []
-    with run.sharded.evaluated(), evaluating(run.sharded.model):
+    with evaluated(run) as model:
         for batch, num_own in own_batches(run, images):
-            (features,) = run.sharded.model(batch.images, features_only=True)
+            (features,) = model(batch.images, features_only=True)
             rows.append(features[:num_own].to(torch.promote_types(features.dtype, torch.float32)))
             ids.append(batch.sample_ids[:num_own])
             targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
@@ -211,7 +229,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     they follow from the seed and the image alone.
 
     Args:
-        run: with a sharded model in any mode; its running statistics must be those of all ranks already.
+        run: with a sharded model in any mode; see ``evaluated``.
         source: the images.
         num_views: q.
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
@@ -221,14 +239,14 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0
-    with evaluating(run.sharded.model):
+    with evaluated(run) as model:
         while sum(found.shape[1] for found in passes) < num_views:
             rows, ids = [], []
             for batch in BatchStream(dataset, data_cfg).load(_plans(run, len(source), epoch)):
                 own = rank_slice(batch.num_global, run.rank, run.world_size)
                 num_own = own.stop - own.start  # 0 for the copy that a rank without a sample has
                 moved = batch.to(run.device, dtype)
-                (features,) = run.sharded.model(moved.images[:1], features_only=True)
+                (features,) = model(moved.images[:1], features_only=True)
                 by_crop = features.unflatten(0, (batch.num_crops[0], -1)).transpose(0, 1)  # rows are crop-major
                 rows.append(by_crop[:num_own].to(torch.promote_types(features.dtype, torch.float32)))
                 ids.append(moved.sample_ids[:num_own])

@@ -20,7 +20,7 @@ from vissl_zero.data.pipeline import build_eval_pipeline
 from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import Features, evaluating, nearest
+from vissl_zero.evaluation.features import Features, evaluated, nearest
 
 if TYPE_CHECKING:
     from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
@@ -99,27 +99,29 @@ class PatchPictures:
 
 
 def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[PatchPictures]:
-    """Pictures of some images; none if the trunk is no vision transformer, or they cannot be read. Collective.
+    """Pictures of some images, of the model that ``EVALUATED_MODEL`` names. Collective.
+
+    None if the trunk is no vision transformer, or the images cannot be read.
 
     Cost: one forward pass over the images on every rank.
     """
-    trunk = _transformer(run.sharded.model)
-    images = [] if trunk is None else _images(run, source, image_ids)
-    if trunk is None or not images:
+    if _transformer(run.sharded.model) is None or not (images := _images(run, source, image_ids)):
         return []
     caught: dict[str, Tensor] = {}
-    attention = [module for name, module in trunk.named_modules() if name.endswith("attn")][-1]
-    handles = [
-        trunk.norm.register_forward_hook(partial(_keep_tokens, caught)),
-        attention.qkv.register_forward_hook(partial(_keep_attention, caught, attention)),
-    ]
     batch = torch.stack(images).to(run.device, getattr(torch, run.plan.sharding.precision.master))
-    try:
-        with evaluating(run.sharded.model):
-            run.sharded.model([batch], features_only=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluated(run) as model:
+        trunk = _transformer(model)
+        assert trunk is not None, "student and teacher have the same trunk"
+        attention = [module for name, module in trunk.named_modules() if name.endswith("attn")][-1]
+        handles = [
+            trunk.norm.register_forward_hook(partial(_keep_tokens, caught)),
+            attention.qkv.register_forward_hook(partial(_keep_attention, caught, attention)),
+        ]
+        try:
+            model([batch], features_only=True)
+        finally:
+            for handle in handles:
+                handle.remove()
     grid = [side // patch for side, patch in zip(batch.shape[2:], trunk.patch_size, strict=True)]
     components = principal_components(caught["tokens"][:, trunk.num_prefix_tokens :]).unflatten(1, grid)
     maps = caught["attention"][:, trunk.num_prefix_tokens :].unflatten(1, grid) if trunk.num_prefix_tokens else None

@@ -310,9 +310,8 @@ class SlurmTask:
 
     def _launch(self) -> int:
         from vissl_zero.config.resolve import load_resolved
-        from vissl_zero.launch.machines import launch_member
         from vissl_zero.launch.rendezvous import LauncherSpec
-        from vissl_zero.launch.run import launch_local
+        from vissl_zero.launch.run import launch_local, launch_member
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")

@@ -287,7 +287,7 @@ class IBOTOutput(NamedTuple):
 
 @HEADS.register("ibot_head", config=IBOTHeadConfig)
 class IBOTHead(nn.Module):
-    """Projection MLP and prototypes of unit length, for class tokens and patches, shared or separate.
+    """Projection MLP and weight-normalised prototypes, for class tokens and patches, shared or separate.
 
     Args: the fields of ``IBOTHeadConfig``.
 
@@ -296,7 +296,13 @@ class IBOTHead(nn.Module):
         patch_head: of patches; None where they share ``class_head``.
     """
 
-    def __init__(self, dims: Sequence[int], num_clusters: Sequence[int], activation_name: str = "GELU"):
+    def __init__(
+        self,
+        dims: Sequence[int],
+        num_clusters: Sequence[int],
+        activation_name: str = "GELU",
+        normalize_last_layer: bool = True,
+    ):
         super().__init__()
         heads = [
             SwAVHead(
@@ -304,7 +310,7 @@ class IBOTHead(nn.Module):
                 [count],
                 activation_name=activation_name,
                 use_weight_norm_prototypes=True,
-                normalize_last_layer=True,
+                normalize_last_layer=normalize_last_layer,
             )
             for count in num_clusters
         ]

@@ -71,6 +71,7 @@ class DINOSpec(MethodSpec):
     paper = "https://arxiv.org/abs/2104.14294"
     views = "2 or more crops of any sizes; the teacher sees the first"
     teacher = "momentum, cosine to 1"
+    teacher_follows = True
     couples = "the centre: mean of the teacher's scores over the batch"
     recipe = "digits/dino"
 
@@ -124,6 +125,8 @@ class IBOTHeadConfig:
     """Prototypes. One number: patches share the class token's head. Two: they have a head of their own."""
     activation_name: str = "GELU"
     """Activation between the layers: ReLU, GELU or SiLU."""
+    normalize_last_layer: bool = True
+    """Prototypes have unit length; off: the length of each is learned."""
 
 
 @dataclass
@@ -200,6 +203,7 @@ class IBOTSpec(MethodSpec):
     paper = "https://arxiv.org/abs/2111.07832"
     views = "2 or more crops of any sizes, those of the first size masked; the teacher sees these whole"
     teacher = "momentum, cosine to 1"
+    teacher_follows = True
     couples = "two centres: means of the teacher's scores over the batch"
     recipe = "digits/ibot"
 

@@ -103,6 +103,7 @@ class IJEPASpec(MethodSpec):
     paper = "https://arxiv.org/abs/2301.08243"
     views = "crops of one size; the student sees a part, the teacher all"
     teacher = "momentum, linear to 1"
+    teacher_follows = True
     recipe = "digits/ijepa"
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
@@ -153,6 +154,7 @@ class Data2VecSpec(MethodSpec):
     paper = "https://arxiv.org/abs/2202.03555"
     views = "crops of one size, masked; the teacher sees them whole"
     teacher = "momentum, constant"
+    teacher_follows = True
     recipe = "digits/data2vec"
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:

@@ -131,6 +131,7 @@ class MSNSpec(MethodSpec):
         "2 or more crops of the first size, others of any; the teacher sees the first, the student parts of the rest"
     )
     teacher = "momentum, linear to 1"
+    teacher_follows = True
     couples = "the entropy of the mean prediction; Sinkhorn over the batch"
     recipe = "digits/msn"
 

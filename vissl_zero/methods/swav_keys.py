@@ -185,6 +185,7 @@ class SwAVMomentumSpec(SwAVSpec):
     heads = {}
     title = "SwAV with momentum"
     teacher = "momentum, constant"
+    teacher_follows = True
     recipe = "digits/swav_momentum"
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:

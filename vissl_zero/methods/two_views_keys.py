@@ -86,6 +86,7 @@ class MoCoV2Spec(MethodSpec):
     paper = "https://arxiv.org/abs/2003.04297"
     views = "2 crops: one for the student, one for the teacher"
     teacher = "momentum, constant"
+    teacher_follows = True
     couples = "negatives: a queue of all ranks' keys"
     recipe = "digits/moco_v2"
 
@@ -126,6 +127,7 @@ class MoCoV3Spec(MethodSpec):
     paper = "https://arxiv.org/abs/2104.02057"
     views = "2 crops"
     teacher = "momentum, cosine to 1"
+    teacher_follows = True
     couples = "negatives: the teacher's keys of the batch"
     recipe = "digits/moco_v3"
 
@@ -153,6 +155,7 @@ class BYOLSpec(MethodSpec):
     paper = "https://arxiv.org/abs/2006.07733"
     views = "2 crops"
     teacher = "momentum, cosine to 1"
+    teacher_follows = True
     recipe = "digits/byol"
 
     def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:

@@ -106,6 +106,20 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch
     return _bits(rows, row_size, layer, device, epoch)
 
 
+def element_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Uniform 53-bit integers for a run of elements of a tensor, the same whatever runs it is cut into.
+
+    Args:
+        key: of the tensor and the moment, from ``stable_hash``.
+        first: place of the first element in the full tensor, flattened.
+        count: elements.
+    Returns:
+        (count,) int64 in [0, 2**53).
+    """
+    counter = torch.arange(first + 1, first + count + 1, device=device).mul_(_signed(_GAMMA)).add_(_signed(key))
+    return _shift_right(_mix(counter), 64 - NUM_BITS)
+
+
 def change_drawing(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
     """Put ``wrap`` around what draws, once in a process: a compiler must not take the step's number for a constant."""
     global _bits

@@ -214,7 +214,7 @@ class Model(nn.Module):
 
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
-        keeps_features: ``kept_features`` holds the trunk's features of the newest pass in training mode, without graph.
+        keeps_features: ``kept_features`` holds the trunk's features of the newest pass, without graph.
         features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
         feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
     """
@@ -264,7 +264,7 @@ class Model(nn.Module):
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
-        if self.keeps_features and self.training:
+        if self.keeps_features:  # a teacher's too, which is in evaluation mode throughout
             self.kept_features = [rows.detach() for rows in features]
         if features_only and self.features_are_embeddings:
             outputs: Any = self.heads[0](torch.cat(features))

@@ -60,9 +60,9 @@ def choose_plan(
             forecaster, mode = forecaster_of(model, optimizer, base, sample, device)
             # Recomputation is the loop's own.
             with mode:
-                ranks, micro_batches = collectives.world_size(), settings.gradient_accumulation_steps
-                plans = forecast_all(forecaster, base, ranks, device.type, micro_batches, 0, can_recompute=False)
-            found = rank_candidates(plans, budget)
+                machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
+                plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+            found = rank_candidates(plans, budget, collectives.world_size())
         chosen = next((candidate for candidate in found if candidate.is_chosen), None)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
@@ -105,7 +105,7 @@ def forecaster_of(
         groups=groups,
         build_optimizer=build_optimizer,
         world_size=collectives.world_size(),
-        num_nodes=max(1, collectives.world_size() // _local_ranks()),
+        num_nodes=_num_nodes(),
         device_type=device.type,
         run_forward=lambda: _forward(fake, batch),
         inputs=inputs,
@@ -125,6 +125,10 @@ def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
         memory, what = free_memory() // _local_ranks(), f"what is free over {_local_ranks()} ranks"
     least = min(collectives.all_gather_number(max(0, memory - RESERVE), device))
     return Budget(least, host, disk, f"{what}, less {RESERVE / _GIB:g} GiB")
+
+
+def _num_nodes() -> int:
+    return max(1, collectives.world_size() // _local_ranks())
 
 
 def _local_ranks() -> int:

@@ -57,7 +57,7 @@ def initialize(
         optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
         zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
         device: where to train; by default the model's GPU, else this rank's, else the CPU.
-        seed: of the weights of a model on the meta device.
+        seed: of the weights of a model on the meta device, and of stochastic rounding.
         timeout_s: of every collective, where the process group is started here.
         sample: for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's arguments
             (what the model does not take is left out), real or on the meta device; or a function of the model that
@@ -209,6 +209,13 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
         ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
     """
     formats = {param.dtype: name for name, param in reversed(list(model.named_parameters()))}
+    if settings.rounding:
+        if formats.keys() != {torch.bfloat16}:
+            must = "must have all its parameters in bfloat16 where zero.rounding is given"
+            fix = "Cast it with model.bfloat16(), or leave zero.rounding out."
+            raise ConfigError([Problem("model", _examples(formats), must, fix)])
+        formats_of_it = Precision("bfloat16", None, "bfloat16", "float32", False, settings.rounding)
+        return formats_of_it, _without_scaling(settings)
     if len(formats) > 1:
         master = _format_of_mixed(model, formats, settings)
         return Precision(master, None, master, master, False), _without_scaling(settings)

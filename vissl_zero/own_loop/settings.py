@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
-from vissl_zero.config.constraints import pattern_problems
+from vissl_zero.config.constraints import choice, pattern_problems
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
-from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, typed_level
+from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, narrow_problems, typed_level
+from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError, Problem
 
 _RECIPE_KEYS = {
@@ -47,6 +48,7 @@ class _Keys:
     clip_grad: float | None = None
     fp16: bool | None = None
     bf16: bool | None = None
+    rounding: str = ""
     wrap_threshold: int = 0
     verbose: bool = False
     engine: str = "auto"
@@ -54,6 +56,7 @@ class _Keys:
     keep_gradients: bool = False
     compile: bool = False
     float8: bool | str = False
+    float8_scales: str = choice("rows", "rows", "mx")
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     disk_gb: float | None = None
@@ -72,13 +75,14 @@ class ZeroSettings:
         dynamic_loss_scale: None: wherever float16 is used.
         clip_grad: largest global L2 norm of the gradients, or None.
         fp16, bf16: None: not said.
+        rounding: parameters stay in bfloat16, and updates are rounded so: "stochastic" or "kahan"; empty: they do not.
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
         shard_group_size: ranks that share one copy of the state; -1: all.
         engine: a name of the STRATEGIES registry.
         keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
         compile: compile each unit with torch.compile.
-        float8: regular expression of the linear layers that multiply in float8; empty: none does.
+        float8: linear layers that multiply in float8.
         offload_optimizer, offload_params: where optimizer state and parameters live.
         notes: sentences to say once.
     """
@@ -94,12 +98,13 @@ class ZeroSettings:
     clip_grad: float | None = None
     fp16: bool | None = None
     bf16: bool | None = None
+    rounding: str = ""
     wrap_threshold: int = 0
     verbose: bool = False
     shard_group_size: int = -1
     keep_gradients: bool = False
     compile: bool = False
-    float8: str = ""
+    float8: Float8Plan = field(default_factory=Float8Plan)
     engine: str = "torch"
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_params: OffloadParam = field(default_factory=OffloadParam)
@@ -130,6 +135,7 @@ def read_settings(zero: Any) -> ZeroSettings:
     level, problems = _level(keys) if implied is None else (implied, [])
     problems += _range_problems(keys)
     problems += _fit_problems(keys, optimizer, params) if is_fitted else _budget_problems(keys)
+    problems += _rounding_problems(keys, is_fitted, optimizer, params)
     if not problems:
         problems += offload_problems(optimizer, params, level, "zero")
         problems += engine_problems(
@@ -154,12 +160,13 @@ def read_settings(zero: Any) -> ZeroSettings:
         clip_grad=keys.clip_grad,
         fp16=keys.fp16,
         bf16=keys.bf16,
+        rounding=keys.rounding,
         wrap_threshold=keys.wrap_threshold,
         verbose=keys.verbose,
         shard_group_size=keys.shard_group_size,
         keep_gradients=keys.keep_gradients,
         compile=keys.compile,
-        float8=_BLOCK_LAYERS if keys.float8 is True else keys.float8 or "",
+        float8=_float8_plan(keys),
         engine=engine_of(keys.engine),
         offload_optimizer=optimizer,
         offload_params=params,
@@ -268,6 +275,26 @@ def _range_problems(keys: _Keys) -> list[Problem]:
     return found
 
 
+def _rounding_problems(
+    keys: _Keys, is_fitted: bool, optimizer: OffloadOptimizer, params: OffloadParam
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16."""
+    if not keys.rounding:
+        return []
+    if keys.rounding not in ("stochastic", "kahan"):
+        must = "must be stochastic or kahan"
+        return [Problem("zero.rounding", repr(keys.rounding), must, "Leave it out for float32 parameters.")]
+    others = {
+        "zero.fp16=True": keys.fp16,
+        "zero.bf16=False": keys.bf16 is False,
+        "zero.type, which means float16": keys.type is not None,
+        "zero.level='fit', which has no forecast of it": is_fitted,
+        "zero.keep_gradients, which is for float32": keys.keep_gradients,
+    }
+    is_on_disk = "nvme" in (optimizer.device, params.device)
+    return narrow_problems("zero.rounding", keys.rounding, keys.engine, is_on_disk, others)
+
+
 def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
     """What contradicts a plan that is yet to be chosen."""
     given = {
@@ -293,11 +320,21 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
-    """Sentences on keys that do nothing at this level."""
+    """Sentences on keys that do nothing at this level, or without another key."""
+    found = []
+    if keys.float8_scales != "rows" and keys.float8 is False:
+        found.append("zero.float8_scales has no effect without zero.float8.")
     if level:
-        return []
+        return found
     in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
-    return [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
+    found += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
+    return found
+
+
+def _float8_plan(keys: _Keys) -> Float8Plan:
+    if keys.float8 is False:
+        return Float8Plan()
+    return Float8Plan(_BLOCK_LAYERS if keys.float8 is True else keys.float8, keys.float8_scales)
 
 
 _MARK = "zero_optimization"

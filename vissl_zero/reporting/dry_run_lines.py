@@ -14,6 +14,7 @@ from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.errors import printable
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
+from vissl_zero.sharding.strategy import Bytes
 
 # What the tiers of a rank are called, by device.
 PLACES = {
@@ -142,7 +143,8 @@ def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
         "optimizer": run.plan.sharding.offload_optimizer.device,
         "params": run.plan.sharding.offload_params.device,
     }
-    for kind, name in shown_kinds(run.forecast.memory).items():
+    teacher = Bytes(teacher=run.forecast.teacher_params)  # in memory there may be none of it
+    for kind, name in shown_kinds(run.forecast.memory, teacher).items():
         text = bytes_text(getattr(run.forecast.memory, kind))
         if kind == "activations" and run.forecast.unknown:
             text = f"not counted ({run.forecast.unknown})"
@@ -150,4 +152,7 @@ def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
             text += f", stored on {rests[kind]}"
         if kind == "params":
             text += f"; {bytes_text(run.forecast.memory.params_step_peak)} at the peak of a step"
+        if kind == "teacher" and rests["params"] != "none":
+            taught, is_besides = bytes_text(run.forecast.teacher_params), run.plan.sharding.offload_params.is_on_disk
+            text += f"; {taught} {'more' if is_besides else 'of it'} stored on {rests['params']}"
         yield name, text

@@ -110,8 +110,9 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     if forecast.step is None:
         return
     peak = forecast.step.peak_bytes
-    words = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, None, None).overrides()
-    for candidate in rank_candidates(stage.forecasts(), Budget(peak)):
+    now = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, plan.world_size, None, None)
+    words = now.overrides()
+    for candidate in rank_candidates(stage.forecasts(), Budget(peak), plan.world_size):
         step = candidate.forecast.step
         if step is not None and step.peak_bytes < peak:
             changed = " ".join(word for word in candidate.overrides() if word not in words)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 from vissl_zero.config.resolved import TIERS, ShardingPlan
 from vissl_zero.errors import Problem
-from vissl_zero.sharding.forecast import Forecast, Forecaster
+from vissl_zero.sharding.forecast import Forecast, Forecaster, Recomputable
 
 _GIB = 2**30
+_TRIES = 3  # recordings of a plan
 Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
 
 
@@ -54,6 +56,7 @@ class Candidate:
         micro_batches: per step.
         batch_per_rank: images of one of them.
         forecast: what it would hold.
+        world_size: ranks.
         relative_time: of a step, against level 0 without recomputation; None: not known.
         excess: bytes too much for the budget; None: not known.
         is_chosen: the cheapest that fits.
@@ -63,6 +66,7 @@ class Candidate:
     micro_batches: int
     batch_per_rank: int
     forecast: Forecast
+    world_size: int
     relative_time: float | None
     excess: int | None
     is_chosen: bool = False
@@ -75,14 +79,21 @@ class Candidate:
     @property
     def is_recomputed(self) -> bool:
         """Whether any unit is run again in backward."""
-        return bool(self.sharding.checkpoint_every or any(self.sharding.stage_checkpoints))
+        return self.sharding.is_recomputed
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
+        return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
 
     def settings(self) -> dict[str, Any]:
         """Key path under ``config`` -> value: what a user would write to get this candidate."""
         optimizer, params = self.sharding.offload_optimizer, self.sharding.offload_params
         return {
             "ZERO.LEVEL": self.sharding.level,
+            "ZERO.SHARD_GROUP_SIZE": self.sharding.shard_group_size if self.is_grouped else -1,
             "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "MODEL.ACTIVATION_CHECKPOINTING.BLOCKS": list(self.sharding.checkpoint_blocks),
             "ZERO.offload_optimizer_config.device": optimizer.device,
             "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
             "ZERO.offload_param_config.device": params.device,
@@ -93,11 +104,16 @@ class Candidate:
 
     def overrides(self) -> list[str]:
         """``settings`` as words of the command line."""
-        return [f"config.{path}={'null' if value is None else value}" for path, value in self.settings().items()]
+        return [f"config.{path}={_word(value)}" for path, value in self.settings().items()]
 
     def __str__(self) -> str:
         words = [f"level {self.sharding.level}"]
-        if self.is_recomputed:
+        if self.is_grouped:
+            words.append(f"groups of {self.sharding.shard_group_size}")
+        if self.sharding.checkpoint_blocks:
+            number = len(self.sharding.checkpoint_blocks)
+            words.append(f"{number} block{'s' * (number > 1)} recomputed")
+        elif self.is_recomputed:
             words.append("recomputed")
         if self.sharding.offload_optimizer.device != "none":
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
@@ -108,14 +124,21 @@ class Candidate:
         return ", ".join(words)
 
 
+def _word(value: Any) -> str:
+    """As on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
 def sharding_plans(
-    base: ShardingPlan, world_size: int, device_type: str, can_recompute: bool
+    base: ShardingPlan, world_size: int, num_nodes: int, device_type: str, can_recompute: bool
 ) -> Iterator[ShardingPlan]:
     """Every plan that computes the same as ``base`` and that the rules allow.
 
     Args:
         base: number formats, clipping, engine; where it names a folder on a disk, state may rest there.
-        world_size: ranks.
+        world_size, num_nodes: ranks and machines.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
         can_recompute: the model has units.
     """
@@ -127,9 +150,8 @@ def sharding_plans(
         [replace(block, device=device, nvme_path=folder if TIERS[device] == "disk" else None) for device in devices]
         for block in (base.offload_optimizer, base.offload_params)
     )
-    is_recomputed = bool(base.checkpoint_every or any(base.stage_checkpoints))
-    recomputations = [replace(base, checkpoint_every=0, stage_checkpoints=())] if can_recompute or is_recomputed else []
-    recomputed = base if is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
+    recomputations = [base.keeping_activations()] if can_recompute or base.is_recomputed else []
+    recomputed = base if base.is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
     for recomputation in [*recomputations, recomputed]:
         # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
         for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
@@ -140,27 +162,40 @@ def sharding_plans(
                         continue  # a single rank: nothing to shard over
                     if params.device != "none" and optimizer.device == "none":
                         continue  # the state is larger, and read once a step
-                    yield replace(
-                        recomputation,
-                        level=level,
-                        shard_group_size=base.shard_group_size if base.level else world_size,
-                        offload_optimizer=optimizer,
-                        offload_params=params,
-                    )
+                    sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
+                    for size in sizes:
+                        yield replace(
+                            recomputation,
+                            level=level,
+                            shard_group_size=size,
+                            offload_optimizer=optimizer,
+                            offload_params=params,
+                        )
 
 
-def rank_candidates(found: Found, budget: Budget) -> list[Candidate]:
+def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:
+    """Ranks that may share a copy of the state: all or, with several machines, those of one machine."""
+    if 1 < base.shard_group_size < world_size:
+        return [base.shard_group_size]  # it was asked for
+    local = world_size // num_nodes
+    # Groups sum gradients in another order: not the same bits.
+    can_be_grouped = base.engine == "torch" and not base.deterministic and 1 < local < world_size
+    return [world_size, local] if can_be_grouped else [world_size]
+
+
+def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candidate]:
     """Candidates, cheapest first, the first that fits chosen.
 
     Args:
         found: plan, micro-batches, images of one, forecast.
         budget: of a rank.
+        world_size: ranks.
     """
     plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
     unit = min(plain or known or [1.0])
     candidates = [
-        Candidate(plan, number, batch, forecast, _relative(forecast, unit), budget.excess(forecast))
+        Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
         for plan, number, batch, forecast in found
     ]
     candidates.sort(key=_cost)
@@ -222,6 +257,7 @@ def forecast_all(
     forecaster: Forecaster,
     base: ShardingPlan,
     world_size: int,
+    num_nodes: int,
     device_type: str,
     micro_batches: int,
     batch: int,
@@ -231,12 +267,76 @@ def forecast_all(
 
     Args:
         forecaster: of the model.
-        base, world_size, device_type: as for ``sharding_plans``.
+        base, world_size, num_nodes, device_type: as for ``sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
     """
-    plans = sharding_plans(base, world_size, device_type, can_recompute and forecaster.can_recompute)
+    plans = sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute)
     return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
+
+
+def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
+    """Plans that recompute only as many blocks as the budget asks for.
+
+    Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
+    blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
+    ``_TRIES`` recordings, and none where a plan without recomputation is the cheapest that fits.
+
+    Args:
+        found: all at one number of micro-batches, made by ``forecaster``.
+        budget: of a rank.
+    """
+    fitting = [forecast.seconds for *_, forecast in found if budget.excess(forecast) == 0 and forecast.seconds]
+    parts = [
+        _Part(plan, micro_batches, batch, forecast.seconds, budget.excess(forecast) or 0)
+        for plan, micro_batches, batch, forecast in found
+        if not plan.is_recomputed and budget.excess(forecast) and forecast.seconds
+    ]
+    blocks = forecaster.recomputable(parts[0].plan) if parts else []
+    more: Found = []
+    for _ in range(_TRIES):
+        parts = [part for part in map(_Part.with_enough, parts, repeat(blocks)) if part.number < len(blocks)]
+        part = min(parts, key=lambda part: part.seconds, default=None)
+        if part is None or not fitting or part.seconds >= min(fitting):
+            break
+        names = tuple(block.name for block in blocks[: part.number])
+        outcome = forecaster.forecast(replace(part.plan, checkpoint_blocks=names), part.micro_batches)
+        named = replace(part.plan, checkpoint_blocks=outcome.wrap_plan.checkpointed)  # in the model's order
+        more.append((named, part.micro_batches, part.batch, outcome))
+        excess = budget.excess(outcome)
+        if not excess:
+            break
+        parts[parts.index(part)] = replace(part, excess=part.freed + excess)
+    return more
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A plan that does not fit, with the first ``number`` blocks recomputed.
+
+    Attributes:
+        plan, micro_batches, batch: without recomputation.
+        seconds: estimated, of a step.
+        excess: bytes that have to be freed.
+        number, freed: blocks recomputed, and the bytes that these save.
+    """
+
+    plan: ShardingPlan
+    micro_batches: int
+    batch: int
+    seconds: float
+    excess: int
+    number: int = 0
+    freed: int = 0
+
+    def with_enough(self, blocks: Sequence[Recomputable]) -> _Part:
+        """The same with as many blocks more as it takes; with all of them where all are too few."""
+        number, freed, seconds = self.number, self.freed, self.seconds
+        while number < len(blocks) and freed < self.excess:
+            freed += blocks[number].saved_bytes
+            seconds += blocks[number].seconds * self.micro_batches
+            number += 1
+        return replace(self, number=number, freed=freed, seconds=seconds)
 
 
 def _relative(forecast: Forecast, unit: float) -> float | None:
@@ -249,4 +349,4 @@ def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
     # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
     num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
-    return time, sharding.level, num_tiers, candidate.micro_batches
+    return time, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches

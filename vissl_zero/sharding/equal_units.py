@@ -175,6 +175,7 @@ class _Completion:
         self.renamed: dict[int, str] = {}
         self.repeated: dict[int, int] = {}  # deltas -> how often more
         self.more = Work()
+        self.forward_work = dict(recorder.trace.forward_work)
 
     def fill(self, runs: Sequence[UnitRun]) -> StepTrace:
         for run in runs:
@@ -184,6 +185,8 @@ class _Completion:
     def prepare(self, run: UnitRun) -> None:
         """Decide what one run inserts."""
         number = len(run.passed)
+        if run.recorded[1] in self.forward_work:  # a teacher's is not kept
+            self.forward_work |= dict.fromkeys(run.passed, self.forward_work[run.recorded[1]])
         templates, zones = [], []
         for entry in run.entries:
             is_backward = entry == Moment.BACKWARD_IN
@@ -283,6 +286,7 @@ class _Completion:
             marks=marks,
             work=old.work.plus(self.more),
             kept_bytes=sum(deltas[:loss]),
+            forward_work=self.forward_work,
         )
 
 

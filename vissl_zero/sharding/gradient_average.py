@@ -7,7 +7,8 @@ gradient penalties, two backward passes), and says nothing. The mean here starts
 Means whose sum always runs in the order of ranks make levels agree bit for bit. A library's all-reduce and
 reduce-scatter add up in an order that depends on sizes, places and algorithms, and float addition is not associative.
 Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
-does not depend on what else travels with it. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
+does not depend on what else travels with it. Gradients in half precision are summed in float32, and their mean is
+rounded once. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
 go through ``sharding/cpu_communicator.py``, which adds up in the same order.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -129,6 +131,7 @@ class GradientAverage:
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sent)]
         flat = torch.cat([_zeros(param) if param.grad is None else _packed(param, param.grad) for param in bucket])
+        flat = flat.to(_wide(bucket))
         self._present += [param.grad is not None for param in bucket]
         for param in bucket:
             param.grad = None  # it is in the bucket; reentrant checkpointing may add another one
@@ -157,14 +160,15 @@ class GradientAverage:
         for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
             # Divided here, since gloo has a sum and no mean.
             flat /= collectives.world_size()
+            flat = flat.to(bucket[0].dtype)
             for param, values in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
                 found, found_late, extra = next(places)
                 param.grad = _unpacked(param, values) if found else None
                 # The table is the same on every rank, so all take part in the same further all-reduces.
                 if found_late:
-                    total = torch.zeros_like(param) if extra is None else extra
+                    total = (torch.zeros_like(param) if extra is None else extra).to(_wide([param]))
                     dist.all_reduce(total, group=self._group)
-                    total /= collectives.world_size()
+                    total = total.div_(collectives.world_size()).to(param.dtype)
                     param.grad = total if param.grad is None else param.grad.add_(total)
         self._sent = []
         self._ready.clear()
@@ -184,6 +188,11 @@ def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.
         buckets[-1].append(param)
         num_bytes += param.nbytes
     return buckets
+
+
+def _wide(params: Sequence[Tensor]) -> torch.dtype:
+    """The format in which their gradients are summed."""
+    return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 
 def _zeros(param: nn.Parameter) -> Tensor:
@@ -269,7 +278,7 @@ class OrderedMeans:
         grads = [torch.zeros_like(param) if grad is None else grad for param, grad in found]
         sizes = [grad.numel() for grad in grads]
         # Padded so that each rank sums an equal share.
-        flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size)
+        flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size, dtype=_wide(grads))
         torch.cat([grad.reshape(-1) for grad in grads], out=flat[: sum(sizes)])
         received = torch.empty_like(flat)
         dist.all_to_all_single(received, flat)
@@ -277,4 +286,4 @@ class OrderedMeans:
         add_in_order(received.view(world_size, -1).unbind(), mine, is_mean=True)
         dist.all_gather(list(flat.view(world_size, -1).unbind()), mine)
         for param, part in zip(chosen, flat[: sum(sizes)].split(sizes), strict=True):
-            set_real_grad(param, part.view(param.shape))
+            set_real_grad(param, part.view(param.shape).to(param.dtype))

@@ -263,6 +263,7 @@ class _Step:
         self.gathered: set[str] = set()
         self.taught: set[str] = set()
         self.pending: dict[str, int] = {}
+        self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
         self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
 
@@ -273,8 +274,8 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        yield "params", self.resting(facts.params)
-        yield "teacher", self.resting(facts.teacher) + facts.teacher_buffer_bytes
+        yield "params", self.on_device(facts.params)
+        yield "teacher", self.on_device(facts.teacher) + facts.teacher_buffer_bytes
         yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
@@ -294,8 +295,8 @@ class _Step:
         """Bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
 
-    def resting(self, params: Mapping[str, ParamFacts]) -> int:
-        """Bytes of them where it computes, between units: scalars stay, whatever the tier."""
+    def on_device(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
         if self.plan.offload_params.place(self.device_type) == "device":
             return self.held(params)
         return sum(param.itemsize for param in params.values() if not param.shape)
@@ -316,13 +317,17 @@ class _Step:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
-            if not self.plan.offload_params.is_on_disk:
-                largest = max((self.whole_unit(unit) for unit in self.units), default=0)
-                # A set: there is one buffer for each number format, used for gathering and for reducing.
-                shares = {self.compute_share, self.reduce_share}
-                yield "communication", int(sum(largest * share for share in shares))
-                if self.facts.teacher:
-                    yield "communication", int(largest * self.compute_share)
+            largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+            # A set: there is one buffer for each number format, used for gathering and for reducing.
+            shares = {self.compute_share, self.reduce_share}
+            yield "communication", int(sum(largest * share for share in shares))
+            if self.facts.teacher and not self.plan.offload_params.is_on_disk:
+                yield "communication", int(largest * self.compute_share)
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        return self.device_type == "cpu" and self.num_ranks > 1
 
     @property
     def is_streamed(self) -> bool:
@@ -386,9 +391,10 @@ class _Step:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
-            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer that is not kept
+            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
                 shards = self.whole_unit(unit) // self.num_ranks
-                self.spikes.append((self.place, shards + int(self.whole_unit(unit) * self.compute_share), kind))
+                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
+                self.spikes.append((self.place, shards + int(buffer), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
@@ -405,11 +411,7 @@ class _Step:
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
             self.change("grads", *(param.num_bytes for param in self.trained.values()))
         elif self.is_fully_sharded:
-            self.change("grads", *map(self.reduced, self.trained.values()))
-
-    def reduced(self, param: ParamFacts) -> int:
-        """Bytes of a gradient's part, as it comes from reducing it."""
-        return int(param.padded(self.num_ranks) * self.reduce_share)
+            self.change("grads", *(param.padded(self.num_ranks) for param in self.trained.values()))
 
     def run(self) -> None:
         """Walk over all marks."""
@@ -420,6 +422,10 @@ class _Step:
             self.place = mark.place + index
             self.take(mark, queue)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
+        if self.widened:  # all buckets are there until the last has been cast back
+            self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
+            self.place += 1
+            self.change("grads", -self.widened)
         if self.is_fully_sharded:
             # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
             for unit in [*self.pending]:
@@ -467,8 +473,11 @@ class _Step:
             if self.is_whole:
                 self.change("grads", -total)
             else:
-                self.spikes.append((self.place, total, "communication"))
-                self.blocks.append((self.place, "grads", [total, -total]))  # the bucket stays in their place
+                sent = int(total * self.reduce_share)
+                self.spikes.append((self.place, sent, "communication"))
+                self.blocks.append((self.place, "grads", [sent, -total]))  # the bucket stays in their place
+                self.changes["grads"].append((self.place, sent - total))
+                self.widened += sent - total
 
     def buckets(self) -> Iterator[Sequence[str]]:
         """Names of gradients that leave together, in the order in which they may."""
@@ -514,13 +523,16 @@ class _Step:
         if not whole:
             return
         names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
-        parts = [self.reduced(self.facts.params[name]) for name in names]
+        parts = [self.facts.params[name].padded(self.num_ranks) for name in names]
         shards = sum(parts)
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
+        if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
+            self.spikes.append((self.place, int(shards * self.reduce_share), "grads"))
         if self.plan.offload_params.is_on_disk:
-            self.spikes.append((self.place, shards + whole, "grads"))  # and the buffer it is reduced from
+            buffer = 0 if self.keeps_buffer else whole  # it is reduced from
+            self.spikes.append((self.place, shards + buffer, "grads"))
         elif self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
             self.change("grads", *parts)
@@ -583,7 +595,7 @@ class _Step:
             replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
         if self.plan.offload_params.place(self.device_type) == "device":
             replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
-        constants.pop("teacher", 0)
+            constants["teacher"] -= self.held(facts.teacher)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)
@@ -633,6 +645,7 @@ class _Step:
         """Bytes in host memory beside the device, and on a disk."""
         plan, host, disk = self.plan, 0, 0
         shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
+        taught = sum(param.padded(self.num_ranks) for param in self.facts.teacher.values())
         grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
         state = self.facts.updates[self.num_ranks].state_bytes
         optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
@@ -641,8 +654,10 @@ class _Step:
         elif optimizer == "host":
             host += state
         if params == "disk":
-            disk += shards + grads
-        elif params == "host" or (optimizer != "device" and self.device_type == "cuda"):
+            disk += shards + grads + taught
+        elif params == "host":
+            host += shards + grads + taught
+        elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
             host += shards + grads
         return host, disk
 

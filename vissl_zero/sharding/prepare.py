@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
 from vissl_zero.sharding.float8 import quantize_layers
 from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
-from vissl_zero.sharding.precision import dtype_of, run_in_precision
+from vissl_zero.sharding.precision import cast_to_master, dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
 from vissl_zero.sharding.wrap_plan import WrapPlan, model_units, plan_wrap
 
@@ -34,7 +34,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     _refuse_embeddings(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
-    _cast_to_master(model, dtype_of(plan.precision.master))
+    _cast_to_master(model, plan.precision)
     # Before batch norms and forward methods are replaced, so that a refused model is as it was but for its format.
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
@@ -53,14 +53,14 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     return replace(wrap_plan, whole_bytes=whole_bytes)
 
 
-def _cast_to_master(model: nn.Module, master: torch.dtype) -> None:
+def _cast_to_master(model: nn.Module, precision: Precision) -> None:
     """Cast a model that is all in one other format. A model of several formats keeps them.
 
     Buffers are cast with the parameters, and kept where the parameters are masters already.
     """
     formats = {param.dtype for param in model.parameters()}
-    if len(formats) == 1 and formats != {master}:
-        model.to(dtype=master)
+    if len(formats) == 1 and (precision.rounding or formats != {dtype_of(precision.master)}):
+        cast_to_master(model, precision)
 
 
 def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:

@@ -104,7 +104,10 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
         CheckpointError: it is of another optimizer, or of other groups or shapes; nothing was changed.
     """
     if isinstance(optimizer, StreamedOptimizer):
-        raise CheckpointError("Optimizer state of plain torch cannot be loaded where state is offloaded to NVMe.")
+        raise CheckpointError(
+            "Optimizer state of plain torch cannot be loaded where state is offloaded to NVMe, or parameters are in "
+            "bfloat16 (rounding)."
+        )
     names = [group["params"] for group in group_facts(shards, optimizer)]
     numbers = [group["params"] for group in state["param_groups"]]
     if [len(own) for own in names] != [len(own) for own in numbers]:

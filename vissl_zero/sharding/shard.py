@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.torch_private import real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import foreach_norm, real_grad, set_real_grad
 
 # As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
 MIN_ROW_NORM = 1e-12
@@ -37,6 +37,7 @@ class Shard:
             contributes to sums.
         num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
         is_on_disk: values and gradient are on disk; ``local`` and its gradient are meta tensors.
+        noted: changes of the gradient that the update is to carry out, where it widens gradients first; else None.
     """
 
     is_on_disk: ClassVar[bool] = False
@@ -49,6 +50,12 @@ class Shard:
     contributes_to_norm: bool = True
     num_copies: int = 1
     copy: int = 0
+    noted: list[tuple[Tensor | float, Tensor | None]] | None = None
+
+    @property
+    def notes_changes(self) -> bool:
+        """Whether ``change_grad`` only notes what the update is to do."""
+        return self.is_on_disk or self.noted is not None
 
     def local_grad(self) -> Tensor | None:
         """The gradient of these rows that the last backward left, or None."""
@@ -85,12 +92,19 @@ class Shard:
         assert self.local.grad is not None
         return self.local.grad
 
+    def known_square(self) -> Tensor | None:
+        """Squared norm of ``grad``, if it is known without reading the gradient; 0-d, as ``squared_norms`` gives it."""
+        return None
+
     def set_zero_grad(self) -> None:
         """Have a gradient of zero, where backward has left none."""
         self.local.grad = torch.zeros_like(self.local)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
         """The gradient becomes ``factor * grad + param_factor * param``."""
+        if self.noted is not None:
+            self.noted.append((factor, param_factor))
+            return
         self.grad().mul_(factor)
         if param_factor is not None:
             self.grad().addcmul_(self.local.detach(), param_factor)
@@ -139,6 +153,35 @@ def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True
     return Shard(
         name, param, param, param.shape, contributes_to_norm=contributes_to_norm, num_copies=copies[0], copy=copies[1]
     )
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared L2 norm of each local shard.
+
+    Args:
+        tensors: T shards of any shapes, one device; an empty shard counts as zero.
+    Returns:
+        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
+    """
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    dtype = wide_dtype(tensors)
+    # In the wide type: squares of large values overflow in half precision.
+    norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
+    return in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+
+
+def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Reductions run in float32 at least."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
+    device = tensors[0].device if tensors else None
+    zero = torch.zeros((), dtype=dtype, device=device)
+    remaining = iter(values)
+    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
+    return torch.stack(found) if found else zero.new_zeros(0)
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:

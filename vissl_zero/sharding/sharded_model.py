@@ -28,7 +28,7 @@ from vissl_zero.sharding.memory import (
     parameter_storages,
     peak_bytes,
 )
-from vissl_zero.sharding.precision import LossScale
+from vissl_zero.sharding.precision import LossScale, rounded
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
@@ -129,7 +129,8 @@ class ShardedModel(Sharded):
             )
             adaptation = self.optimizer.adaptation
         else:
-            self.optimizer, adaptation = (build_optimizer or _no_optimizer)(optimizer_groups)
+            build = rounded(build_optimizer, plan, self._trained) if build_optimizer else _no_optimizer
+            self.optimizer, adaptation = build(optimizer_groups)
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(setup.device)
@@ -238,6 +239,8 @@ class ShardedModel(Sharded):
 
     def adopt_teacher(self, teacher: nn.Module, follows: bool = True, fill: Fill | None = None) -> None:
         """See ``Sharded``."""
+        if follows:
+            teaching.require_wide(self._plan.precision, "a teacher that follows the student")
         wrap_plan = prepare(teacher, self._plan, self._device)
         with equal_values(fill or partial(materialize_, seed=self._plan.seed), teacher, self._device) as checked:
             setup = ModelSetup(teacher, (), None, self._plan, wrap_plan, self._device, checked)
@@ -263,6 +266,7 @@ class ShardedModel(Sharded):
         # A checkpoint may still read the averages: parts() hands out their own memory.
         self._wait_for_readers()
         if self._average is None:
+            teaching.require_wide(self._plan.precision, "a running average of the weights")
             self._average = WeightAverage(self._shards.values(), dict(self._saved_buffers()))
         self._average.update(decay)
 
@@ -487,7 +491,7 @@ class ShardedModel(Sharded):
         )
 
     def held_bytes(self) -> int:
-        """Bytes of parameters and buffers now, for a model that is not trained. Not a collective."""
+        """Bytes of parameters and buffers in memory now, for a model that is not trained. Not a collective."""
         storages = parameter_storages(self._module, self._shards.values())
         storages.add(self._module.buffers())
         return storages.num_bytes

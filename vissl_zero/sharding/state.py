@@ -246,7 +246,9 @@ def restore_state(
             shape = saved.shape(stored) if is_whole else shard.local.shape
             assert shape is not None
             dtype = saved.dtype(stored)
-            if dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
+            if isinstance(optimizer, StreamedOptimizer):
+                dtype = optimizer.format_of(key, shard.local)
+            elif dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
                 dtype = shard.local.dtype
             state[key] = empty_state(shard.local, shape, dtype)
             _read(saved, stored, shard, state[key])

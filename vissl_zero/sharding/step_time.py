@@ -1,10 +1,12 @@
-"""How long a step takes at a level, relative to others: a roofline over the recorded operations, plus what travels.
+"""How long a step takes at a level: what is computed, plus what travels.
 
-The rates behind it are those of this machine's cores, measured in seconds and remembered. A GPU's rates are those of a
-profile (``config/host.py``).
+On this machine's CPU the recorded micro-batch and the update are run with real tensors, within limits, and timed
+(``Rehearsal``). Elsewhere a roofline over the recorded operations stands for them: every kernel takes the longer of its
+arithmetic and its memory traffic, at the rates of a profile (``config/host.py``). Small layers do not reach these
+rates, so a roofline ranks plans and promises no seconds.
 
-Every kernel takes the longer of its arithmetic and its memory traffic; messages, disk and host traffic add up and hide
-behind nothing. This ranks plans; it does not promise seconds.
+Messages, disk and host traffic add up and hide behind nothing. Their rates on this machine are measured in seconds and
+remembered.
 """
 
 from __future__ import annotations
@@ -15,27 +17,36 @@ import mmap
 import multiprocessing
 import os
 import platform
+import re
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, fields
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from vissl_zero.atomic import replacing
-from vissl_zero.config.host import MachineProfile, read_profile
+from vissl_zero.config.host import MachineProfile, free_memory, read_profile
 from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.lifetime import forked
+from vissl_zero.sharding.allocator import keep_freed_blocks
+from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.memory_model import ModelFacts
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.step_trace import Kernel, StepTrace
+from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
-_SLOT = _MIB  # as the ranks' own messages (cpu_communicator.py)
+_EXCHANGED = 16 * _MIB  # more than a message
+_PAIR_S = 60.0  # that two processes may wait for each other
 _CHAIN = 200
 _LAYERS = ((64, 28), (256, 7))  # channels, pixels a side
 
@@ -64,7 +75,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
     torch.set_num_threads(1)
     share = seconds / 8
     try:
-        near = _exchange(share)  # forks: before anything else
+        near, reduced, message = _pair(share)  # forks: before anything else
         flops = _matmul(torch.float32, share)
         machine = MachineProfile(
             name=f"a core of {platform.node()}, measured",
@@ -78,6 +89,8 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             operation_s=_operation(share),
             convolution_share=_convolution(share) / flops,
             fresh=_fresh(share),
+            reduce_link=reduced,
+            message_s=message,
             source=f"measured on this machine, torch {torch.__version__}; far_link is assumed to be half of near_link",
         )
     finally:
@@ -181,37 +194,236 @@ def _disk(folder: Path, seconds: float) -> float:
         return 8 * len(data) / _best(run, seconds, time.perf_counter)
 
 
-def _exchange(seconds: float) -> float:
-    """Bytes a second that each of two processes sends the other through shared memory, slot by slot."""
+def _pair(seconds: float) -> tuple[float, float, float]:
+    """What two processes find that exchange as ranks do: bytes a second each sends through shared memory and by an
+    all-reduce of gloo's, and seconds of a small message. All in the time of their processors.
+    """
     context = multiprocessing.get_context("fork")
-    slots = [mmap.mmap(-1, _SLOT) for _ in range(2)]
-    barrier = context.Barrier(2, timeout=30.0)
-    other = context.Process(target=_swap_until_broken, args=(slots, barrier), daemon=True)
-    other.start()
+    memories = [mmap.mmap(-1, mmap.PAGESIZE + SLOT_BYTES * 2 * CpuCommunicator.LAG) for _ in range(2)]
+    found = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_as_rank, args=(rank, memories, folder, seconds, found), daemon=True)
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(_PAIR_S)
+        if any(process.exitcode for process in ranks) or found.empty():
+            raise OSError(0, "two processes could not exchange messages", folder)
+        return found.get()
+
+
+def _as_rank(rank: int, memories: list[mmap.mmap], folder: str, seconds: float, found: Any) -> None:
+    """One of the processes of ``_pair``; the first one says what it found. Both run everything equally often."""
+    torch.set_num_threads(1)
+    number = max(2, int(seconds / 0.1))
+    whole = torch.ones(_EXCHANGED // 4)
+    comm = SharedMemoryCommunicator(memories, [os.getppid()] * 2, rank, SLOT_BYTES, _PAIR_S)
+
+    def exchange() -> None:
+        part = whole.view(2, -1)[rank]
+        comm.reduce_scatter(part, whole)
+        comm.all_gather(whole, part)
+
+    near = _EXCHANGED / _least(exchange, number, time.thread_time)
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    reduced = _EXCHANGED / _least(lambda: dist.all_reduce(whole), number, time.process_time)
+    small = torch.ones(64)
+
+    def talk() -> None:
+        for _ in range(_CHAIN):
+            dist.all_reduce(small)
+
+    message = _least(talk, number, time.process_time) / _CHAIN
+    if rank == 0:
+        found.put((near, reduced, message))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _least(run: Callable[[], Any], number: int, clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of ``number`` runs, after one that does not count."""
+    found = []
+    for _ in range(number + 1):
+        start = clock()
+        run()
+        found.append(clock() - start)
+    return min(found[1:])
+
+
+_REHEARSED_S = 4.0  # that all rehearsals of one model may take
+_DEAD_S = 60.0  # after which a rehearsal is given up, on a busy machine too
+_NUM_RUNS = 5  # of each at most, after one that does not count
+_SLOWER = 3.0  # than a roofline at most, on small layers: what is not begun because it would take too long
+_REMEMBERED = 500  # rehearsals
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Seconds of what was run with real tensors; None: it was not.
+
+    Attributes:
+        micro_batch: forward and backward.
+        update: of the optimizer, on the shards of a rank.
+    """
+
+    micro_batch: float | None = None
+    update: float | None = None
+
+
+class Rehearsal:
+    """Runs parts of a step with real tensors, and says how long they take.
+
+    Operations that are measured one by one leave out autograd, Python and the caches that neighbours share; so a whole
+    micro-batch is run.
+
+    Each is run in a process forked for it: the memory that it takes goes with that process, so do the settings of its
+    allocator, and nothing that a model does with made-up values can end this one.
+
+    What was measured is remembered on disk: a second plan of the same model costs nothing, and chooses the same.
+
+    Args:
+        num_threads: of a rank. The time is that of the processor for one, the clock's for several.
+
+    Attributes:
+        failures: a sentence for each kind that could not be run.
+    """
+
+    def __init__(self, num_threads: int):
+        self._num_threads, self._left_s = num_threads, _REHEARSED_S
+        self._clock = time.thread_time if num_threads == 1 else time.perf_counter
+        self.failures: list[str] = []
+        self._refused: set[str] = set()
+        self._slower: dict[str, float] = {}  # than the roofline
+
+    def seconds(
+        self, kind: str, facts: object, expected_s: float, num_bytes: int, prepare: Callable[[], Callable[[], object]]
+    ) -> float:
+        """Median seconds of a run.
+
+        Args:
+            kind: what is run: one kind is slower than the roofline by about the same factor.
+            facts: that tell it from all others of its kind, as they are printed.
+            expected_s: by the roofline.
+            num_bytes: that it takes, at most.
+            prepare: gives what is run.
+        Returns:
+            Where it would take too long or too much memory, or fails: ``expected_s``, times what the last run of its
+            kind took over its own. The first that is not run decides for all of its kind, so that they can be compared.
+        """
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr((kind, facts, self._num_threads)))  # functions have other addresses
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        slower = self._slower.get(kind)
+        found = _remembered().get(key)
+        if found is None:
+            # Twice at least. Half of what is free: the ranks are not there yet.
+            is_long = 2 * (slower or _SLOWER) * expected_s > self._left_s
+            if kind in self._refused or is_long or num_bytes > free_memory() // 2:
+                self._refused |= set() if slower else {kind}
+                return (slower or 1.0) * expected_s
+            try:
+                found, taken = forked(self._run, prepare, timeout_s=_DEAD_S)
+            except Exception as error:  # noqa: BLE001 - a model may do anything with values that were made up
+                self.failures.append(f"the time of the {kind}, as running it failed ({_cause(error)})")
+                self._refused.add(kind)
+                return (slower or 1.0) * expected_s
+            self._left_s -= taken
+            _remember(key, found)
+        self._slower[kind] = found / expected_s
+        return found
+
+    def _run(self, prepare: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        """Median seconds of a run, and those that all took; in a process of its own."""
+        begun = self._clock()
+        torch.set_num_threads(self._num_threads)
+        keep_freed_blocks()
+        run = prepare()
+        run()
+        found: list[float] = []
+        # A quarter: a micro-batch that is recomputed must not be left to the roofline, which has it a tenth too slow.
+        until = begun + self._left_s / 4
+        while len(found) < _NUM_RUNS and (not found or self._clock() + found[-1] < until):
+            start = self._clock()
+            run()
+            found.append(self._clock() - start)
+        return statistics.median(found), self._clock() - begun
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch starts no threads here: a forked process waits for ever for those that its parent had.
+
+    Whoever forecasts with rehearsals calls this before torch computes anything in this process.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        return _SLOT / _best(lambda: _swap(slots, 0, barrier), seconds, time.perf_counter)
+        yield
     finally:
-        # The other process waits at the barrier, and ends when it breaks.
-        barrier.abort()
-        other.join(30.0)
-        if other.is_alive():
-            other.kill()
+        torch.set_num_threads(before)
 
 
-_MINE, _THEIRS = bytes(_SLOT), bytearray(_SLOT)
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
 
 
-def _swap(slots: list[mmap.mmap], rank: int, barrier: Any) -> None:
-    slots[rank][:] = _MINE
-    barrier.wait()
-    memoryview(_THEIRS)[:] = memoryview(slots[1 - rank])
-    barrier.wait()
+def _times_file() -> Path:
+    return cache_file().with_name(cache_file().name.replace("machine_", "rehearsed_"))
 
 
-def _swap_until_broken(slots: list[mmap.mmap], barrier: Any) -> None:
-    with suppress(BrokenBarrierError):
-        while True:
-            _swap(slots, 1, barrier)
+def _remembered() -> dict[str, float]:
+    try:
+        found = json.loads(_times_file().read_text())
+        return {str(key): float(value) for key, value in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(key: str, seconds: float) -> None:
+    target = _times_file()
+    kept = [*_remembered().items(), (key, seconds)][-_REMEMBERED:]
+    with suppress(OSError):  # then it is measured again
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary:
+            temporary.write_text(json.dumps(dict(kept)))
+
+
+def real_copies(modules: T) -> T:
+    """Copies of modules of fake tensors, with made-up values in the place of all parameters and buffers.
+
+    Args:
+        modules: a tuple of modules, or None in the place of one.
+    Raises:
+        Exception: whatever a module raises that cannot be copied.
+    """
+    random = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for module in modules:  # type: ignore[attr-defined]
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = real_tensor(tensor, random)
+    with warnings.catch_warnings():  # of fake tensors that are neither, such as figures that a loss has kept
+        warnings.simplefilter("ignore", UserWarning)
+        return deepcopy(modules, memo)
+
+
+def real_tensor(fake: Tensor, random: torch.Generator) -> Tensor:
+    """A tensor of the same shape, strides and dtype with values of its own; whole numbers are 0."""
+    real = torch.zeros(0, dtype=fake.dtype).new_empty_strided(fake.shape, fake.stride())
+    with torch.no_grad():
+        if not real.is_floating_point():
+            real.zero_()
+        elif real.dim() < 2:  # scales and variances: no number that is close to 0
+            real.uniform_(0.5, 1.5, generator=random)
+        else:
+            real.normal_(0.0, 0.05, generator=random)
+    return nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
 
 
 _HALF = ("float16", "bfloat16")
@@ -221,6 +433,15 @@ _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}
 def machine_for(device_type: str) -> MachineProfile:
     """What a plan assumes of a device where nothing says more."""
     return read_profile(_ASSUMED[device_type])
+
+
+def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_threads: int = 1) -> float:
+    """Estimated seconds of recorded operations, in the number formats of ``plan``."""
+    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
+    flops = (machine.half_flops if is_half else machine.flops) * num_threads
+    rates = {Kernel.CONVOLUTION: flops * machine.convolution_share}
+    seconds = work.seconds(lambda kernel: rates.get(kernel, flops), machine.memory)
+    return seconds + work.num_operations * machine.operation_s
 
 
 def step_seconds(
@@ -234,6 +455,7 @@ def step_seconds(
     device_type: str,
     cleared_bytes: int = 0,
     num_threads: int = 1,
+    rehearsed: Rehearsed = Rehearsed(),
 ) -> float:
     """Estimated seconds of one step of a rank.
 
@@ -246,13 +468,12 @@ def step_seconds(
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
         cleared_bytes: of ``StepMemory``.
         num_threads: of a rank, on the CPU: they share the arithmetic.
+        rehearsed: what was measured, in the place of the roofline.
     """
     num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
-    is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
-    flops = machine.half_flops if is_half else machine.flops
-    rates = {Kernel.CONVOLUTION: flops * num_threads * machine.convolution_share}
-    compute = trace.work.seconds(lambda kernel: rates.get(kernel, flops * num_threads), machine.memory)
-    compute += trace.work.num_operations * machine.operation_s
+    compute = rehearsed.micro_batch
+    if compute is None:
+        compute = work_seconds(trace.work, plan, machine, num_threads)
     share = dtype_of(plan.precision.compute).itemsize / dtype_of(plan.precision.master).itemsize
     params = sum(param.num_bytes for param in facts.params.values())
     grads = sum(param.num_bytes for param in facts.params.values() if param.is_trained)
@@ -264,7 +485,8 @@ def step_seconds(
     cut = (num_ranks - 1) / num_ranks
     if plan.level == 0:
         # A ring all-reduce sends (N-1)/N of the gradients twice: to sum them, and to tell the sums.
-        sent = 2 * (world_size - 1) / world_size * grads / link
+        ring = machine.reduce_link if machine.reduce_link and num_nodes == 1 else link
+        sent = 2 * (world_size - 1) / world_size * grads / ring
     else:
         rounds = micro_batches if plan.level >= 2 else 1
         # Level 3 gathers before each forward and each backward pass; levels 1 and 2 once a step.
@@ -278,7 +500,7 @@ def step_seconds(
         sent += 2 * (replicas - 1) / replicas * part / link
     # The update reads and writes state and parameters, and reads gradients.
     moved = 2 * state + 2 * params / num_ranks + part
-    update = moved / machine.memory
+    update = moved / machine.memory if rehearsed.update is None else rehearsed.update
     optimizer_place, params_place = (tier.place(device_type) for tier in (plan.offload_optimizer, plan.offload_params))
     if optimizer_place == "disk":
         update += 2 * state / machine.disk
@@ -289,8 +511,13 @@ def step_seconds(
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
+        # A teacher's are read for each pass; to follow, they are read and written, and those of the model are read.
+        update += (micro_batches + 3) * taught / num_ranks / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
+        update += micro_batches * taught / num_ranks / machine.host
     if machine.fresh is not None:
         compute += cleared_bytes / machine.fresh
+    if world_size > 1:
+        sent += micro_batches * trace.work.num_messages * machine.message_s
     return micro_batches * compute + sent + update

@@ -26,6 +26,13 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.sharding.memory import Storages, tensors_of
+from vissl_zero.sharding.torch_private import (
+    ATTENTION_ON_CPU,
+    object_address,
+    operation_name,
+    overloads_of,
+    writes_in_place,
+)
 from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 _BINS = 14  # of arithmetic per byte, by powers of two; the last has all above
@@ -49,11 +56,13 @@ class Work:
     Attributes:
         flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
         num_operations: that were run.
+        num_messages: of them, collectives.
     """
 
     flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
     moved_bytes: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
     num_operations: int = 0
+    num_messages: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This and ``times`` the other; -1 takes it away."""
@@ -61,6 +70,7 @@ class Work:
             tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
             tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
             self.num_operations + times * other.num_operations,
+            self.num_messages + times * other.num_messages,
         )
 
     def seconds(self, rate: Callable[[Kernel], float], memory: float) -> float:
@@ -81,19 +91,20 @@ class WorkCounter:
     def __init__(self) -> None:
         self._flops = [0] * (_BINS * len(Kernel))
         self._moved_bytes = [0] * (_BINS * len(Kernel))
-        self._num_operations = 0
+        self._num_operations = self._num_messages = 0
 
-    def add(self, kernel: Kernel, flops: int, num_bytes: int) -> None:
-        """One operation."""
+    def add(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
+        """One operation; ``is_message``: a collective."""
         per_byte = flops // max(num_bytes, 1)
         index = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
         self._flops[index] += flops
         self._moved_bytes[index] += num_bytes
         self._num_operations += 1
+        self._num_messages += is_message
 
     def so_far(self) -> Work:
         """The sums."""
-        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations)
+        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
@@ -104,21 +115,15 @@ def kernel_of(operation: str, flops: int) -> Kernel:
 
 
 # Torch counts attention of its GPU kernels alone.
-_ATEN = torch.ops.aten
-_COUNTED: dict[Any, Callable[..., Any]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
-}
+_COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
 
 
 # Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
 _OVER_WHOLE = {
-    _ATEN.mse_loss.default,
-    _ATEN.smooth_l1_loss.default,
-    _ATEN.binary_cross_entropy.default,
-    _ATEN.soft_margin_loss.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
 }
 
 
@@ -163,6 +168,7 @@ class StepTrace:
         input_bytes: of the images, alive throughout.
         work: of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
+        forward_work: of the forward pass alone, by unit.
     """
 
     deltas: list[int] = field(default_factory=list)
@@ -170,6 +176,26 @@ class StepTrace:
     input_bytes: int = 0
     work: Work = field(default_factory=Work)
     kept_bytes: int = 0
+    forward_work: dict[str, Work] = field(default_factory=dict)
+
+    def forward_bytes(self) -> dict[str, int]:
+        """What the forward pass of each unit leaves for the backward pass, its output included."""
+        found: dict[str, int] = {}
+        for entered, left in self.forward_passes():
+            kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
+            found[self.marks[entered].name] = found.get(self.marks[entered].name, 0) + kept
+        return found
+
+    def forward_passes(self) -> Iterator[tuple[int, int]]:
+        """Indices of the two marks around each forward pass of a unit."""
+        begun: dict[str, int] = {}
+        for index, mark in enumerate(self.marks):
+            if mark.moment == Moment.FORWARD_IN:
+                begun[mark.name] = index
+            elif mark.moment == Moment.FORWARD_OUT:
+                yield begun[mark.name], index
+            elif mark.moment == Moment.LOSS:  # what comes later is run again
+                return
 
 
 class Recorder(TorchDispatchMode):
@@ -197,7 +223,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # a question, no operation
             return func(*args, **kwargs)
-        if func._schema.name.startswith("aten::_fused_"):
+        name = operation_name(func)
+        if name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
             )
@@ -211,11 +238,12 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors_of(result):
             made += self._note(tensor)
         # A view moves nothing.
-        is_moving = made or func._schema.is_mutable
-        counted = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        is_moving = made or writes_in_place(func)
+        overloads = overloads_of(func)
+        counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        self._work.add(kernel_of(func._schema.name, flops), flops, moved)
+        self._work.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
@@ -226,10 +254,15 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         """Nothing more is recorded: sum up."""
         self.trace.work = self._work.so_far()
+        work = self.trace.forward_work
+        for entered, left in self.trace.forward_passes():
+            own = self.works[left].plus(self.works[entered], -1)
+            name = self.trace.marks[entered].name
+            work[name] = work[name].plus(own) if name in work else own
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
-        key = tensor.untyped_storage()._cdata
+        key = object_address(tensor.untyped_storage())
         if key not in self._alive:  # it shares a storage with something else
             return tensor.nbytes
         _, num_bytes, birth = self._alive.pop(key)
@@ -246,7 +279,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = object_address(storage)
         if key in self._alive or storage in self._constants:
             return 0
         num_bytes = storage.nbytes()

@@ -17,24 +17,9 @@ from torch import Tensor
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.strategy import StepResult
-from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_, foreach_norm
-
-
-def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared L2 norm of each local shard.
-
-    Args:
-        tensors: T shards of any shapes, one device; an empty shard counts as zero.
-    Returns:
-        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
-    """
-    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-    dtype = _wide(tensors)
-    # In the wide type: squares of large values overflow in half precision.
-    norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
-    return _in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 
 
 def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
@@ -42,12 +27,10 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
 
     One kernel a pair: a foreach product would hold a copy of all gradients.
     """
-    dtype = _wide(lefts)
+    dtype = wide_dtype(lefts)
     pairs = zip(lefts, rights, strict=True)
-    products = [
-        torch.dot(left.detach().flatten(), right.detach().flatten()).to(dtype) for left, right in pairs if left.numel()
-    ]
-    return _in_place_of_empty(lefts, products, dtype)
+    products = [torch.dot(*(side.detach().flatten().to(dtype) for side in pair)) for pair in pairs if pair[0].numel()]
+    return in_place_of_empty(lefts, products, dtype)
 
 
 def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -61,20 +44,6 @@ def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(partials, group=group)
     return partials
-
-
-def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Reductions run in float32 at least."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
-    device = tensors[0].device if tensors else None
-    zero = torch.zeros((), dtype=dtype, device=device)
-    remaining = iter(values)
-    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
-    return torch.stack(found) if found else zero.new_zeros(0)
 
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
@@ -165,6 +134,8 @@ class Stepper:
         """
         # A temporarily frozen parameter may still get a gradient. Without one, the optimizer skips it.
         for shard in self._shards:
+            if shard.noted:
+                shard.noted.clear()  # the last update has carried them out
             if shard.name in frozen:
                 shard.local.grad = None
         shards = [shard for shard in self._shards if shard.name not in frozen]
@@ -226,11 +197,16 @@ class Stepper:
         return rows
 
     def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
-        """Insert the sums of shards on disk, which are read into memory one by one."""
+        """Insert the sums of shards on disk, one by one."""
         others = iter(in_memory)
-        return torch.stack(
-            [torch.stack(self._sums([shard]))[:, 0] if shard.is_on_disk else next(others) for shard in shards]
-        )
+        return torch.stack([self._of_stored(shard) if shard.is_on_disk else next(others) for shard in shards])
+
+    def _of_stored(self, shard: Shard) -> Tensor:
+        """The sums of one shard on disk, which is read only where they are not known yet."""
+        square = shard.known_square() if shard.contributes_to_norm and shard.local.grad is not None else None
+        if square is None or self._adaptation is not None:
+            return torch.stack(self._sums([shard]))[:, 0]
+        return torch.stack([square, torch.ones_like(square)])
 
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
         """A gradient that only some ranks have is zero on the others: all of them must take the same step.
@@ -279,10 +255,10 @@ class Stepper:
         factors = zip(shards, of_grad.unbind(), of_param.unbind(), strict=True)
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:
-            if shard.is_on_disk:
-                # Only noted here: the update applies it to what it reads, which saves a pass over the file.
+            if shard.notes_changes:
+                # Only noted here: the update applies it to what it reads or widens, which saves a pass and a rounding.
                 shard.change_grad(g, p)
-        chosen = [row for row in chosen if not row[0].is_on_disk]
+        chosen = [row for row in chosen if not row[0].notes_changes]
         if chosen:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
             grads = _grads(chosen_shards)
@@ -301,7 +277,7 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
     for shard, own in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
-        if shard.is_on_disk:
+        if shard.notes_changes:
             shard.change_grad(own)
         else:
             in_memory.append((shard.local.grad, own))

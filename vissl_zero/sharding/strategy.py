@@ -76,7 +76,8 @@ class Bytes:
         optimizer: state of the optimizer, its step counters apart.
         activations: what the forward pass that was measured kept alive for the backward pass.
         buffers: running statistics and other buffers, and the running average of the weights.
-        teacher: parameters and buffers of the teacher: its shards, and whole ones where units are gathered.
+        teacher: parameters and buffers of the teacher in memory: its shards unless they are on a disk, and whole
+            parameters where units are gathered.
         peak: largest so far: resident memory on CPU, allocated on CUDA.
         params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
             whole at once.
@@ -382,7 +383,7 @@ def update_rule_of(
 ) -> UpdateRule:
     """What the update of one element depends on: see ``optim/update_rule.py``.
 
-    Not tried at level 0, unless all levels are to give the same bits.
+    Not tried at level 0, unless all levels are to give the same bits or the optimizer gets pieces there too.
 
     Args:
         build_optimizer: is called with tiny tensors of as many dimensions as the parameters have.
@@ -393,7 +394,7 @@ def update_rule_of(
         ConfigError: its update couples tensors, or cannot be tried, or needs full tensors where ``plan`` asks for
             something that cannot give them.
     """
-    if plan.level == 0 and not plan.deterministic:
+    if plan.level == 0 and not (plan.deterministic or plan.precision.rounding):
         return UpdateRule.ELEMENT_WISE
     params = dict(model.named_parameters())
     shapes = [[tuple(params[name].shape) for name in group.params] for group in groups]
@@ -411,7 +412,11 @@ def update_rule_of(
     )
     is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk  # streamed in runs of elements
     is_flattened = (plan.engine == "fairscale" and plan.level == 3) or is_on_disk
-    rule = update_rule(optimizer, shapes, is_flattened=is_flattened)
+    rule = update_rule(optimizer, shapes, is_flattened=is_flattened or bool(plan.precision.rounding))
+    if rule is UpdateRule.PER_TENSOR and plan.precision.rounding:
+        must = "updates full tensors, which cannot go with parameters in bfloat16: they are updated piece by piece"
+        fix = "Use an element-wise optimizer such as AdamW, or config.TRAINER.DTYPE=float32."
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
     if rule is UpdateRule.PER_TENSOR and plan.engine == "fairscale":
         name, must = type(optimizer).__name__, "updates full tensors, which cannot go with the fairscale engine"
         fix = "Use an element-wise optimizer such as AdamW, or ZERO.ENGINE: torch."

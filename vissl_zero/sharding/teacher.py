@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.errors import CheckpointError, VisslZeroError
+from vissl_zero.config.resolved import Precision
+from vissl_zero.errors import CheckpointError, ConfigError, Problem, VisslZeroError
 from vissl_zero.sharding.shard import Shard
 
 if TYPE_CHECKING:
@@ -75,6 +76,17 @@ class WeightAverage:
             average.copy_(params[name]["local"])
         for name, average in self.buffers.items():
             average.copy_(buffers[name])
+
+
+def require_wide(precision: Precision, what: str) -> None:
+    """Refuse what follows parameters in bfloat16: ``what`` takes steps of less than a last digit, which would be lost.
+
+    Raises:
+        ConfigError: parameters are in bfloat16.
+    """
+    if precision.rounding:
+        must = f"cannot go with {what}, which follows in steps that bfloat16 would lose"
+        raise ConfigError([Problem("config.TRAINER.DTYPE", "'bfloat16'", must, "Write config.TRAINER.DTYPE=float32.")])
 
 
 def follow_(average: Tensor, value: Tensor, decay: float) -> None:

@@ -1,4 +1,8 @@
-"""Every private name of torch that sharding relies on, each with what it is relied on for."""
+"""Every private attribute and function of torch that sharding relies on, each with what it is relied on for.
+
+``tests/unit/sharding/test_torch_private.py`` tests each; ``tests/unit/test_arrows.py`` lists what else of torch is
+private and in use: modules that torch documents under a private path, and base classes that have no public name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -159,6 +163,11 @@ def gather_hook(state: Any) -> Callable[[Tensor], Tensor]:
     return hook
 
 
+def gather_of(group: Any) -> Any:
+    """What gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
+    return group._all_gather_comm
+
+
 def is_being_gathered(group: Any) -> bool:
     """Whether a gather has begun that nothing has waited for (``_all_gather_result``)."""
     return group._all_gather_result is not None
@@ -200,6 +209,35 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+# What an operation is, in a mode that sees each one. torch's own profilers read the same.
+
+
+def operation_name(operation: Any) -> str:
+    """Of an operation, such as ``aten::mm`` (``_schema``)."""
+    found: str = operation._schema.name
+    return found
+
+
+def writes_in_place(operation: Any) -> bool:
+    """Whether the operation changes one of its arguments (``_schema``)."""
+    found: bool = operation._schema.is_mutable
+    return found
+
+
+def overloads_of(operation: Any) -> Any:
+    """The operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
+    return operation._overloadpacket
+
+
+# Attention on the CPU -> the GPU's, forward and backward: torch's table of flops has the second alone.
+ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
 # What modules and tensors keep. torch shows these one by one, or to write only, or not at all.
 
 
@@ -226,6 +264,14 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether the module has forward hooks or forward pre-hooks."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def put_before_moves(module: nn.Module, before: Callable[..., Any]) -> None:
+    """Have ``before(module, apply, ...)`` called in place of ``_apply``, through which ``to()`` and casts go.
+
+    Only the object's own table is written: torch never finds the replacement on a copy.
+    """
+    module.__dict__["_apply"] = partial(before, module, module._apply)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.model import Unit
 
 ROOT = ""
@@ -111,7 +111,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
         # any case.
         kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
-        if plan.precision.compute != plan.precision.master:
+        if plan.precision.compute != plan.precision.wide:
             kinds |= dict.fromkeys(_batch_norms(model), "norm")
     groups = _resolve_ties(model, kinds)
     order = {name: position for position, name in enumerate(_inner_first(model))}
@@ -244,8 +244,8 @@ def _inner_first(model: nn.Module) -> Iterator[str]:
 
 
 def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -> list[str]:
-    """Names of the units to recompute: every n-th, or those up to VISSL's block ends per stage."""
-    if not plan.checkpoint_every and not any(plan.stage_checkpoints):
+    """Names of the units to recompute: those that are named, every n-th, or up to VISSL's block ends per stage."""
+    if not plan.is_recomputed:
         return []
     candidates = [name for name in blocks if isinstance(model.get_submodule(name), Unit)]
     if not candidates:
@@ -256,9 +256,27 @@ def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -
             "Use a built-in trunk, put the blocks of yours into vissl_zero.models.model.Unit, or turn it off.",
         )
         raise ConfigError([problem])
+    if plan.checkpoint_blocks:
+        return _named_units(candidates, plan.checkpoint_blocks)
     if any(plan.stage_checkpoints):
         return _stage_units(model, plan.stage_checkpoints)
     return candidates[:: plan.checkpoint_every]
+
+
+def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of the candidates that are named, in the model's order."""
+    problems = []
+    for name in names:
+        if name not in candidates:
+            fix = f"The blocks are {candidates[0]} to {candidates[-1]}.{did_you_mean(name, candidates)}"
+            problems.append(
+                Problem(
+                    "config.MODEL.ACTIVATION_CHECKPOINTING.BLOCKS", repr(name), "must name blocks of the model", fix
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    return [name for name in candidates if name in names]
 
 
 def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:

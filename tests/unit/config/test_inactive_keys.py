@@ -73,3 +73,10 @@ def test_a_key_that_nothing_reads(unread, why):
     assert inactive_keys(load("quickstart/swav_digits", around)) == []
     (note,) = inactive_keys(load("quickstart/swav_digits", [*around, f"config.{unread}"]))
     assert note.startswith(f"config.{unread.split('=')[0]} has no effect: {why}")
+
+
+def test_nothing_is_evaluated():
+    words = ["config.EVALUATED_MODEL=teacher", "config.NEAREST_NEIGHBOR.USE_KNN=false"]
+    (note,) = inactive_keys(load("digits/dino", words))
+    assert note == "config.EVALUATED_MODEL has no effect: neither kNN nor the online probe is on."
+    assert inactive_keys(load("digits/dino", [*words, "config.ONLINE_PROBE.USE_PROBE=true"])) == []

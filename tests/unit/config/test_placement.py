@@ -217,6 +217,18 @@ def test_recomputation():
     assert "stage_checkpoints has no effect" in notes[0]
 
 
+def test_named_blocks_win_over_every_other_choice_of_recomputation():
+    block = "MODEL__ACTIVATION_CHECKPOINTING__"
+    named = {f"{block}BLOCKS": ["trunk.stages.0.0"], f"{block}EVERY_N_BLOCKS": 3}
+    stages = {"MODEL__TRUNK__REGNET__stage_checkpoints": [[2], []]}
+    plan, notes = plan_of(**named, **stages, **{f"{block}USE_ACTIVATION_CHECKPOINTING": True})
+    assert (plan.checkpoint_blocks, plan.checkpoint_every) == (("trunk.stages.0.0",), 0)
+    assert plan.stage_checkpoints == () and plan.is_recomputed
+    assert [note.partition(" has no effect: ")[2] for note in notes] == ["BLOCKS says which blocks."] * 2
+    plan, notes = plan_of(**named)
+    assert not plan.is_recomputed and "USE_ACTIVATION_CHECKPOINTING is off" in notes[0]
+
+
 def test_keys_of_fairscale_are_said_to_have_no_effect():
     _, notes = plan_of(MODEL__FSDP_CONFIG__bucket_cap_mb=25.0, MODEL__SHARDED_DDP_SETUP__reduce_buffer_size=1)
     assert notes == (

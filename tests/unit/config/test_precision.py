@@ -55,6 +55,16 @@ CASES = {
         FULL,
     ),
     "compute_dtype, derived": ({**AUTO, "MODEL__FSDP_CONFIG__compute_dtype": "bfloat16"}, 3, FULL),
+    "bfloat16": (
+        {"TRAINER__DTYPE": "bfloat16"},
+        0,
+        Precision("bfloat16", None, "bfloat16", "float32", rounding="stochastic"),
+    ),
+    "bfloat16 with Kahan sums": (
+        {"TRAINER__DTYPE": "bfloat16", "TRAINER__ROUNDING": "kahan"},
+        3,
+        Precision("bfloat16", None, "bfloat16", "float32", rounding="kahan"),
+    ),
     "float64": ({"TRAINER__DTYPE": "float64"}, 3, Precision("float64", None, "float64", "float64")),
 }
 

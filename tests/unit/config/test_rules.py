@@ -122,6 +122,14 @@ REFUSALS = {
         {"TRAINER__DTYPE": "float64", "MODEL__FSDP_CONFIG__compute_dtype": "float16"},
         "compute_dtype: cannot go with config.TRAINER.DTYPE=float64",
     ),
+    "bfloat16 with AMP": (
+        {"TRAINER__DTYPE": "bfloat16", "MODEL__AMP_PARAMS__USE_AMP": True},
+        "DTYPE: cannot go with config.MODEL.AMP_PARAMS.USE_AMP=True",
+    ),
+    "bfloat16 on fairscale": (
+        {"TRAINER__DTYPE": "bfloat16", "ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 1},
+        "DTYPE: cannot go with the fairscale engine",
+    ),
     "dtype": ({"TRAINER__DTYPE": "float46"}, "Did you mean 'float64'"),
     "AMP dtype": ({"MODEL__AMP_PARAMS__DTYPE": "half"}, "must be bfloat16 or float16"),
     "AMP type": ({"MODEL__FSDP_CONFIG__AMP_TYPE": "O3"}, "config.MODEL.FSDP_CONFIG.AMP_TYPE: must be O1 or O2"),
@@ -244,6 +252,10 @@ REFUSALS = {
     ),
     "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
     "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
+    "a teacher that there is not": (
+        {"EVALUATED_MODEL": "teacher"},
+        "config.EVALUATED_MODEL: must be student: swav_loss has no teacher that follows the model (got teacher)",
+    ),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
         "EXTRACT_TRUNK_FEATURES_ONLY: needs EVAL_MODE_ON (got True)",

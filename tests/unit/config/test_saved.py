@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def planned(*overrides: str) -> ResolvedRun:
     "overrides",
     [
         [],
+        ["config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.SCALES=mx"],
         ["config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true", "config.ZERO.clip_grad=1e-3"],
         [
             "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true",
@@ -133,6 +135,20 @@ def test_a_folder_relative_to_here_stays_where_it_was(tmp_path, monkeypatch):
     assert "secret-name" not in (tmp_path / "plan.yaml").read_text()
     monkeypatch.chdir("/")
     assert load_resolved(tmp_path / "plan.yaml").run_dir == str(tmp_path / "secret-name" / "run")
+
+
+def test_only_the_interpolated_part_of_a_folder_and_whole_words_of_notes_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("A", "a")
+    folder = tmp_path / "anna" / "a"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    plan = planned("config.CHECKPOINT.DIR=${oc.env:A}")
+    plan = dataclasses.replace(plan, notes=("Level 3 wins over a plan, and a seed of 13.", "a"))
+    save_resolved(plan, tmp_path / "plan.yaml")
+    saved = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert saved["run_dir"] == f"{folder}/${{oc.env:A}}"
+    expected = ["Level 3 wins over ${oc.env:A} plan, and ${oc.env:A} seed of 13.", "${oc.env:A}"]
+    assert saved["notes"] == expected
 
 
 @pytest.mark.parametrize(

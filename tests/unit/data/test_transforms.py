@@ -19,6 +19,7 @@ from vissl_zero.data.transforms import (
     ImgPatchesFromTensor,
     ImgPilRandomPhotometric,
     ImgPilRandomSolarize,
+    ImgPilRandomStroke,
     MNISTImgPil2RGB,
     _posterize,
 )
@@ -291,3 +292,23 @@ def test_rand_augment_at_its_greatest_magnitude_and_torchvision_s() -> None:
     assert isinstance(made, torchvision.transforms.RandAugment) and made.magnitude == 4
     with pytest.raises(ConfigError, match="num_ops cannot go with VISSL's keys"):
         build_pipeline([{"name": "RandAugment", "num_ops": 1, "magnitude_std": 0.5}], "here")
+
+
+def test_strokes_become_thicker_or_thinner_by_a_random_share() -> None:
+    pixels = np.zeros((9, 9, 3), dtype=np.uint8)
+    pixels[:, 3:6] = 255
+    image = Image.fromarray(pixels)
+    stroke = ImgPilRandomStroke(strength=0.6)
+    random.seed(0)
+    outer, inner = [], []
+    for _ in range(200):
+        row = np.asarray(stroke(image))[4, :, 0]
+        assert row[4] == 255 and row[1] == row[7] == 0  # the middle of a stroke of 3, and far from it
+        outer.append(int(row[2]))
+        inner.append(int(row[3]))
+    thicker = [value for value in outer if value]
+    thinner = [value for value in inner if value < 255]
+    assert 70 < len(thicker) < 130 and 70 < len(thinner) < 130
+    assert len(thicker) + len(thinner) >= 195  # one or the other, but for shares that round to nothing
+    assert 0.55 * 255 < max(thicker) <= 0.6 * 255 + 1 and 0.4 * 255 - 1 <= min(thinner) < 0.45 * 255
+    assert ImgPilRandomStroke(strength=0.0)(image).tobytes() == image.tobytes()

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.evaluation.example_run import make_config
+from tests.unit.evaluation.example_run import make_config, make_plan
 from tests.unit.evaluation.test_knn_hook import trained
-from vissl_zero.evaluation.features import lidar, rankme
+from tests.unit.evaluation.test_patch_pictures import make_transformer_config
+from vissl_zero.config.resolved import OptimizerPlan
+from vissl_zero.data.source import Subset, build_eval_sources
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.loop import train
+from vissl_zero.evaluation.features import lidar, rankme, view_features
+from vissl_zero.evaluation.pictures import patch_pictures
 
 
 def test_rankme_is_the_papers_formula():
@@ -63,3 +69,25 @@ def test_a_run_reports_them_and_other_votes():
     assert votes["k=5 T=0.07"] == results["knn_top1_after"]
     assert votes["k=1 T=0.07"] == votes["k=1 T=1"]  # a vote of one
     assert len(set(votes.values())) > 2
+
+
+@pytest.mark.parametrize("what", ["lidar", "pictures"])
+def test_schedule_free_weights_are_those_to_evaluate(what):
+    """LiDAR and pictures look at the weights that kNN and RankMe look at, not at those that are trained."""
+    optimizer = OptimizerPlan("adamw_schedule_free", {}, lr={"name": "constant", "value": 0.01})
+    plan = make_plan(make_transformer_config(), max_steps=3, optimizer=optimizer)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    train(run, schedules, frozen, [])
+    weight, seen = next(run.sharded.model.parameters()), []
+    run.sharded.model.register_forward_hook(lambda *_: seen.append(weight.detach().clone()))
+    trained = weight.detach().clone()
+    with run.sharded.evaluated():
+        evaluated = weight.detach().clone()
+    assert not torch.equal(trained, evaluated)
+    source, _ = build_eval_sources(plan.config["DATA"], plan.seed)
+    if what == "lidar":
+        view_features(run, Subset(source, (0, 1, 2)), 2)
+    else:
+        patch_pictures(run, source, [0, 5])
+    assert seen and all(torch.equal(found, evaluated) for found in seen)
+    assert torch.equal(weight, trained)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.unit.config.example_config import complaints
 from vissl_zero.config.compose import compose
-from vissl_zero.methods.dino import DINOHead, IBOTDINOHead
+from vissl_zero.methods.dino import DINOHead, IBOTDINOHead, IBOTHead
 from vissl_zero.methods.prototypes import MSNHead
 from vissl_zero.methods.swav import SwAVHead
 from vissl_zero.models.init import initialize_
@@ -80,6 +80,24 @@ def test_swav_head_learns_the_lengths_of_prototypes_as_vissl(is_unit):
     output = head(torch.randn(4, 8).double())
     weight = torch._weight_norm(head.prototypes0.weight_v, lengths, 0)
     torch.testing.assert_close(output.scores[0], output.embeddings @ weight.T, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+def test_ibot_head_learns_the_lengths_of_prototypes_where_they_are_not_kept_at_one(is_unit):
+    """norm_last_layer of bytedance/ibot models/head.py: torch's weight_norm, lengths 1 at the start."""
+    head = IBOTHead([8, 6], [20, 7], normalize_last_layer=is_unit).double()
+    initialize_(head, 0)
+    for part in (head.class_head, head.patch_head):
+        assert part.prototypes0.weight_g.requires_grad != is_unit
+        assert bool((part.prototypes0.weight_g == 1).all())
+    with torch.no_grad():
+        head.patch_head.prototypes0.weight_g.mul_(torch.rand(7, 1) + 0.5)
+    rows = torch.randn(4, 3, 8).double()
+    out = head(rows[:, 0], [Tokens(rows, 1, (1, 2), PatchView())])
+    embeddings = head.patch_head(rows[:, 1:].flatten(0, 1)).embeddings
+    prototypes = head.patch_head.prototypes0
+    wanted = embeddings @ torch._weight_norm(prototypes.weight_v, prototypes.weight_g, 0).T
+    torch.testing.assert_close(out.patch_scores.flatten(0, 1), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_unit", [True, False])

@@ -46,6 +46,10 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int], bool | None]] = [
     ("xcit_nano_12_p16_224", {"depth": 2}, (64, 32), False),
     ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 64}, (64, 64), False),
     ("vit_small_patch16_dinov3", {"depth": 2, "img_size": 64}, (64, 32), False),
+    ("twins_svt_small", {}, (224, 224), False),
+    ("inception_v3", {}, (299, 139), True),
+    ("levit_128s", {}, (224, 224), False),
+    ("pit_ti_224", {}, (224, 224), False),
 ]
 
 
@@ -188,6 +192,31 @@ def test_wrong_models_and_arguments_are_said() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             VisionTransformer(**{**SMALL, **keys})
+
+
+SMALL_VIT = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 12, "num_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"), [("patch_drop_rate", "config.MODEL.TRUNK.PARAMS.patch_drop_rate"), ("drop_rate", "use_dropout")]
+)
+def test_an_argument_that_would_do_nothing_is_refused(key: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model_args.{key}: must be left out: .*\(got 0.5\)\. .*{fix}"):
+        build_timm_trunk("vit_tiny_patch16_224", model_args={**SMALL_VIT, key: 0.5})
+    build_timm_trunk("vit_tiny_patch16_224", model_args={**SMALL_VIT, key: 0.0})
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "max", "avgmax", "map", "prr"])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_tokens_are_pooled_as_timm_does(pool: str, with_prefix: bool) -> None:
+    arguments = {**SMALL_VIT, "global_pool": pool, "pool_include_prefix": with_prefix}
+    trunk = build_timm_trunk("vit_tiny_patch16_224", model_args=arguments)
+    initialize_(trunk, seed=1)
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=0, **arguments)
+    theirs.load_state_dict(_timm_names(trunk))
+    (image,) = _images(32)
+    with torch.no_grad():
+        torch.testing.assert_close(trunk.eval()([image])[0], theirs.eval()(image), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pads", [False, True])

@@ -12,6 +12,7 @@ from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.shard import squared_norms
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))
 
@@ -92,6 +93,43 @@ def test_gradients_add_up_change_and_are_forgotten(tmp_path):
     gradients.add({0: second[0]})
     assert 1 not in gradients
     assert torch.equal(gradients.read(0), second[0])
+    store.close()
+
+
+def test_the_norm_of_a_gradient_is_known_while_it_is_that_of_one_backward_pass(tmp_path):
+    store = _store(tmp_path)
+    first, second = (_values(store, seed) for seed in range(2))
+    gradients = store.gradients
+    gradients.add({0: first[0], 1: first[1], 2: first[2], 5: first[5]})
+    for index in (0, 1, 2, 5):  # 2 is empty
+        assert torch.equal(gradients.square(index), squared_norms([gradients.read(index)])[0])
+    gradients.add({0: second[0]})
+    gradients.change(1, 0.5)
+    gradients.set_zero(2)
+    gradients.forget(5)
+    assert [gradients.square(index) for index in (0, 1, 2, 5)] == [None] * 4, "what is read is another gradient now"
+    gradients.add({5: second[5]})
+    assert torch.equal(gradients.square(5), squared_norms([gradients.read(5)])[0])
+    store.close()
+
+
+def test_a_gradient_that_could_not_be_stored_is_never_trained_on(tmp_path, monkeypatch):
+    store = _store(tmp_path)
+    store.write(_values(store))
+
+    def fail(*_):
+        raise OffloadError("full")
+
+    monkeypatch.setattr(store.gradients.records, "write", fail)
+    store.add_grads({1: _values(store)[1]})  # one record: it is stored while backward goes on
+    for call in (
+        lambda: next(store.updating().gen),
+        lambda: store.add_grads({1: _values(store)[1]}),
+        lambda: store.read(1),
+        lambda: _fetch(store, 0),
+    ):
+        with pytest.raises(OffloadError, match=r"full|failed earlier"):
+            call()
     store.close()
 
 

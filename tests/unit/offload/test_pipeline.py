@@ -103,6 +103,60 @@ def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(t
     pipeline.close()
 
 
+class Held(BlockFile):
+    """A disk that stores nothing until it is told to, and then perhaps fails."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.may_go, self.is_full = threading.Event(), False
+
+    def write(self, index: int, buffer: PageBuffer) -> None:
+        """See ``BlockFile``."""
+        assert self.may_go.wait(timeout=20)
+        if self.is_full:
+            raise OffloadError("full")
+        super().write(index, buffer)
+
+
+def _filled_behind(path: Path) -> tuple[Held, RecordPipeline]:
+    """The first records are ones, and none of them is stored yet."""
+    file = Held(RunFolder(str(path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_TRAYS, False)
+    pipeline = RecordPipeline([PAGE])
+
+    def fill(position: int, tray: Tray) -> tuple[int, ...]:
+        tray[0].bytes.fill_(1)
+        return (0,)
+
+    pipeline.run([[Cell(file, index, is_read=False)] for index in range(NUM_TRAYS)], fill, is_behind=True)
+    return file, pipeline
+
+
+@pytest.mark.timeout(60)
+def test_the_last_records_are_stored_behind_the_callers_back_and_before_they_are_read(tmp_path: Path) -> None:
+    file, pipeline = _filled_behind(tmp_path)
+    threading.Timer(0.2, file.may_go.set).start()
+    found: list[int] = []
+
+    def look(position: int, tray: Tray) -> tuple[int, ...]:
+        found.extend(tray[0].bytes.unique().tolist())
+        return ()
+
+    pipeline.run([[Cell(file, index)] for index in range(NUM_TRAYS)], look)
+    assert found == [1] * NUM_TRAYS
+    pipeline.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_record_that_could_not_be_stored_is_told_in_every_later_call(tmp_path: Path) -> None:
+    file, pipeline = _filled_behind(tmp_path)
+    file.is_full = True
+    file.may_go.set()
+    for call in (pipeline.finish, pipeline.finish, lambda: pipeline.run([], lambda *_: ())):
+        with pytest.raises(OffloadError, match="full"):
+            call()
+    pipeline.close()
+
+
 def test_buffers_lie_on_huge_pages_apart_from_each_other_and_stay_out_of_forks() -> None:
     sizes = [2**20, 0, 3 * 2**20 + 1, 5]
     buffers = page_buffers(sizes)

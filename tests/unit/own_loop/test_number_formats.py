@@ -24,6 +24,11 @@ SCALED = Precision("float32", None, "float16", "float32", True)
         (torch.float16, TYPED | {"dynamic_loss_scale": False}, Precision("float32", None, "float16", "float32", False)),
         (torch.bfloat16, {"level": 1}, Precision("float32", None, "bfloat16", "float32", False)),
         (torch.float32, {"level": 0, "fp16": True}, Precision("float32", "float16", "float32", "float32", True)),
+        (
+            torch.bfloat16,
+            {"level": 0, "rounding": "kahan"},
+            Precision("bfloat16", None, "bfloat16", "float32", rounding="kahan"),
+        ),
         (torch.float64, TYPED, Precision("float64", None, "float64", "float64", False)),
         (torch.float32, {"level": 3}, Precision()),
     ],
@@ -47,6 +52,22 @@ def test_the_type_that_turns_float16_on_says_so():
 def test_a_half_precision_model_without_half_precision_is_refused(dtype, key):
     with pytest.raises(ConfigError, match=rf"zero\.{key}: contradicts the model, which is in b?float16"):
         choose_precision(nn.Linear(2, 2, dtype=dtype), read_settings({"level": 3, key: False}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "told"),
+    [
+        (torch.float32, {}, "must have all its parameters in bfloat16 where zero.rounding is given"),
+        (torch.bfloat16, {"rounding": "nearest"}, "zero.rounding: must be stochastic or kahan"),
+        (torch.bfloat16, {"fp16": True}, "zero.rounding: cannot go with zero.fp16=True"),
+        (torch.bfloat16, {"engine": "fairscale"}, "zero.rounding: cannot go with the fairscale engine"),
+        (torch.bfloat16, {"offload_param_config": {"device": "nvme", "nvme_path": "/tmp"}}, "state on NVMe"),
+    ],
+)
+def test_what_cannot_go_with_parameters_in_bfloat16_is_refused(dtype, zero, told):
+    with pytest.raises(ConfigError) as caught:
+        choose_precision(nn.Linear(2, 2, dtype=dtype), read_settings({"level": 3, "rounding": "kahan"} | zero))
+    assert told in str(caught.value)
 
 
 def test_float64_is_never_touched():

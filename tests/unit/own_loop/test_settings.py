@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
+from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError
 from vissl_zero.own_loop.settings import read_settings
 
@@ -58,9 +59,14 @@ def test_what_has_no_effect_at_level_0_is_said():
 
 
 def test_float8_is_a_switch_or_a_pattern():
-    assert read_settings({"level": 1}).float8 == read_settings({"level": 1, "float8": False}).float8 == ""
-    assert re.search(read_settings({"level": 1, "float8": True}).float8, "blocks.0.mlp.fc1")
-    assert read_settings({"level": 1, "float8": "dense"}).float8 == "dense"
+    assert read_settings({"level": 1}).float8 == read_settings({"level": 1, "float8": False}).float8 == Float8Plan()
+    assert re.search(read_settings({"level": 1, "float8": True}).float8.layers, "blocks.0.mlp.fc1")
+    assert read_settings({"level": 1, "float8": "dense"}).float8 == Float8Plan("dense")
+    scales = {"level": 1, "float8_scales": "mx"}
+    assert read_settings({**scales, "float8": "dense"}).float8 == Float8Plan("dense", "mx")
+    assert read_settings(scales).notes == ("zero.float8_scales has no effect without zero.float8.",)
+    with pytest.raises(ConfigError, match=r"zero\.float8_scales: must be rows or mx \(got 'blocks'\)"):
+        read_settings({"level": 1, "float8": True, "float8_scales": "blocks"})
     for pattern in ("(", ""):
         with pytest.raises(ConfigError, match=r"zero\.float8: must be a regular expression"):
             read_settings({"level": 1, "float8": pattern})

@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.float8_by_hand import multiply_by_hand, representable, rounded
-from vissl_zero.config.resolved import ShardingPlan
+from tests.float8_by_hand import multiply_by_hand, representable, rounded, rounded_in_blocks
+from vissl_zero.config.resolved import Float8Plan, ShardingPlan
 from vissl_zero.errors import ConfigError
-from vissl_zero.sharding.float8 import Float8Linear, product, quantize, quantize_layers, require_float8
+from vissl_zero.sharding import float8
+from vissl_zero.sharding.float8 import (
+    Blocks,
+    Float8Linear,
+    MxLinear,
+    product,
+    quantize,
+    quantize_layers,
+    require_float8,
+)
 from vissl_zero.sharding.strategy import Strategy
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -68,6 +77,67 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other_is(bad: float) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.isnan().any()  # by which a loss scaler skips the step
 
 
+def test_a_block_has_the_least_power_of_two_that_cuts_nothing_off() -> None:
+    """By hand: 448 is the largest e4m3, and 2**-9 is code 127 - 9 of e8m0. Zeros may have any scale."""
+    matrix = torch.zeros(1, 4 * 32 + 5)
+    matrix[0, [3, 40, 70, 130]] = torch.tensor([448.0, -449.0, 1.0, 896.0 * 2**-9])
+    blocks = Blocks.of(matrix, is_gradient=False)
+    assert blocks.scales.float().tolist() == [[1.0, 2.0, 2.0**-8, 2.0**-9, 2.0**-8]]
+    assert blocks.scales.view(torch.uint8).tolist() == [[127, 128, 119, 118, 119]]
+    assert blocks.values[0, [3, 40, 70, 130]].tolist() == [448.0, -224.0, 256.0, 448.0]  # 224.5 is not an e4m3
+    assert blocks.wide(torch.float32)[0, [3, 40, 70, 130]].tolist() == [448.0, -448.0, 1.0, 1.75]
+
+
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 96, 100])
+def test_blocks_are_rounded_as_written_out(wide: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    matrix = (torch.randn(20, width).double() * torch.logspace(-20, 20, 20, dtype=torch.float64)[:, None]).to(wide)
+    matrix[3] = 0
+    blocks = Blocks.of(matrix, is_gradient=False)
+    values, scales = rounded_in_blocks(matrix)
+    # Dividing by a power of two is exact, in any format.
+    assert torch.equal(blocks.values.double(), values)
+    assert blocks.scales.shape == (20, math.ceil(width / 32))
+    assert torch.equal(blocks.wide(torch.float64), values * scales)
+    error, bound = (values * scales - matrix.double()).abs(), matrix.double().abs() * 2.0**-4
+    assert (error <= torch.maximum(bound, scales * 2.0**-10)).all()
+
+
+def test_three_times_a_gradient_is_rounded_to_three_times_the_numbers() -> None:
+    """Or 3 ranks, each with a mean over a third of the samples, would train otherwise than one process."""
+    torch.manual_seed(0)
+    matrix = torch.randn(50, 100, dtype=torch.float64)
+    one, three = (Blocks.of(matrix * factor, is_gradient=True).wide(torch.float64) for factor in (1, 3))
+    torch.testing.assert_close(three, 3 * one, rtol=1e-14, atol=0)
+    one, three = (Blocks.of(matrix * factor, is_gradient=False).wide(torch.float64) for factor in (1, 3))
+    assert ((three - 3 * one).abs() > 1e-3).any()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
+def test_a_block_that_is_not_finite_is_nan_and_no_other_is(bad: float) -> None:
+    a, b = torch.ones(3, 40, dtype=torch.float64), torch.ones(5, 40, dtype=torch.float64)
+    a[1, 35] = bad
+    blocks = Blocks.of(a, is_gradient=False)
+    assert blocks.wide(torch.float64).isnan().sum(dim=1).tolist() == [0, 8, 0]
+    result = blocks.times(Blocks.of(b, is_gradient=False), torch.float64)
+    assert result[1].isnan().all() and (result[[0, 2]] == 40).all()
+    gradient = Blocks.of(a, is_gradient=True).wide(torch.float64)  # a large number alone is fine over its own row
+    assert gradient.isnan().all(dim=1).tolist() == [False, bad != 1e300, False]
+
+
+def test_scales_go_to_the_kernel_in_tiles() -> None:
+    """Row r and column c of a tile of 128 x 4 at 16 * (r % 32) + 4 * (r // 32) + c, as cuBLAS documents it."""
+    torch.manual_seed(0)
+    codes = torch.randint(1, 255, (300, 6), dtype=torch.uint8)
+    found = float8._in_tiles(codes.view(torch.float8_e8m0fnu)).view(torch.uint8).view(3, 2, 512)
+    expected = torch.zeros_like(found)
+    for r in range(300):
+        for c in range(6):
+            expected[r // 128, c // 4, 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes[r, c]
+    assert torch.equal(found, expected)
+
+
 def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     output = model(x)
@@ -75,15 +145,17 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [output, *(tensor.grad for tensor in (x, *model.parameters()) if tensor.grad is not None)]
 
 
+@pytest.mark.parametrize("scales", ["rows", "mx"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7), (0, 7)])
-def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("shape", [(41,), (4, 41), (2, 3, 41), (0, 41)])
+def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool, scales: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9, bias=bias), nn.Tanh(), nn.Linear(9, 2, bias=bias)).double()
+    model = nn.Sequential(nn.Linear(41, 64, bias=bias), nn.Tanh(), nn.Linear(64, 2, bias=bias)).double()
+    plan = Float8Plan(".", scales)
     by_hand, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
-    quantize_layers(model, ".")
+    quantize_layers(model, plan)
     if len(shape) > 1:
-        multiply_by_hand(by_hand, ".")
+        multiply_by_hand(by_hand, plan)
         for ours, theirs in zip(_gradients(model, x), _gradients(by_hand, x), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     else:
@@ -91,8 +163,9 @@ def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool) -> N
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in by_hand.named_parameters()]
 
 
-def test_formats_of_outputs_and_gradients() -> None:
-    layer = Float8Linear(8, 4)
+@pytest.mark.parametrize("kind", [Float8Linear, MxLinear])
+def test_formats_of_outputs_and_gradients(kind: type[Float8Linear]) -> None:
+    layer = kind(8, 4)
     x = torch.randn(3, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
@@ -102,12 +175,15 @@ def test_formats_of_outputs_and_gradients() -> None:
     assert torch.equal(output, layer(x).bfloat16()) or (output.float() - layer(x)).abs().max() < 0.05
 
 
-def test_an_input_is_kept_in_float8_and_not_at_all_under_a_frozen_weight() -> None:
+@pytest.mark.parametrize(("kind", "bytes_of_scales"), [(Float8Linear, 50 * 4), (MxLinear, 50 * 3)])
+def test_an_input_is_kept_in_float8_and_not_at_all_under_a_frozen_weight(
+    kind: type[Float8Linear], bytes_of_scales: int
+) -> None:
     kept: list[Tensor] = []
-    layer, x = Float8Linear(64, 32), torch.randn(50, 64, requires_grad=True)
+    layer, x = kind(80, 32), torch.randn(50, 80, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(x)
-        assert [tensor.nbytes for tensor in kept] == [50 * 64, 50 * 4, layer.weight.nbytes]
+        assert [tensor.nbytes for tensor in kept] == [50 * 80, bytes_of_scales, layer.weight.nbytes]
         kept.clear()
         layer.requires_grad_(False)(x).sum().backward()
     assert kept[0] is layer.weight and x.grad is not None
@@ -127,19 +203,19 @@ def _model() -> nn.Module:
 def test_layers_are_chosen_by_name_and_keep_everything_else() -> None:
     model = _model()
     before = dict(model.named_parameters())
-    quantize_layers(model, "")
+    quantize_layers(model, Float8Plan())
     assert not any(isinstance(layer, Float8Linear) for layer in model.modules())
-    quantize_layers(model, "fc1|own")
+    quantize_layers(model, Float8Plan("fc1|own"))
     names = [name for name, layer in model.named_modules() if isinstance(layer, Float8Linear)]
     assert names == ["blocks.0.fc1", "blocks.1.fc1"]
     assert all(param is before[name] for name, param in model.named_parameters())
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
-    require_float8(_model(), "", CPU)
-    require_float8(_model(), "head", CPU)
+    require_float8(_model(), Float8Plan(), CPU)
+    require_float8(_model(), Float8Plan("head"), CPU)
     with pytest.raises(ConfigError) as error:
-        require_float8(_model(), "qkv", CPU)
+        require_float8(_model(), Float8Plan("qkv"), CPU)
     assert str(error.value) == (
         "config.MODEL.FLOAT8: must match the name of a linear layer (got 'qkv'). "
         "Linear layers of this model: blocks.*.fc1, head."
@@ -148,7 +224,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
 
 def test_a_strategy_refuses_before_it_changes_anything() -> None:
     model = _model()
-    plan = ShardingPlan(level=0, float8="qkv")
+    plan = ShardingPlan(level=0, float8=Float8Plan("qkv"))
     with pytest.raises(ConfigError, match="Linear layers of this model"):
         _strategy().shard(model, [], lambda groups: (torch.optim.SGD(groups), None), plan, CPU)
 
@@ -163,10 +239,18 @@ def _strategy() -> Strategy:
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError) as error:
-        require_float8(_model(), "head", torch.device("cuda"))
+        require_float8(_model(), Float8Plan("head"), torch.device("cuda"))
     assert str(error.value) == (
-        "config.MODEL.FLOAT8: needs a GPU of compute capability 8.9 or above, which multiplies float8 (got capability "
-        "8.0). Turn it off: bfloat16 is what this GPU has."
+        "config.MODEL.FLOAT8: needs a GPU of compute capability 8.9 or above, which multiplies float8 with scales of "
+        "'rows' (got capability 8.0). Turn it off: bfloat16 is what this GPU has."
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    require_float8(_model(), "head", torch.device("cuda"))
+    require_float8(_model(), Float8Plan("head"), torch.device("cuda"))
+    with pytest.raises(ConfigError) as error:
+        require_float8(_model(), Float8Plan("head", "mx"), torch.device("cuda"))
+    assert str(error.value) == (
+        "config.MODEL.FLOAT8: needs a GPU of compute capability 10.0 or above, which multiplies float8 with scales of "
+        "'mx' (got capability 9.0). This GPU has scales of 'rows'."
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    require_float8(_model(), Float8Plan("head", "mx"), torch.device("cuda"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vissl_zero.sharding.stepper import dots, squared_norms
+from vissl_zero.sharding.shard import squared_norms
+from vissl_zero.sharding.stepper import dots
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,15 @@ def test_checkpointing_takes_every_nth_unit_or_stages() -> None:
     assert "recomputed in backward: trunk.stages.1.0, trunk.stages.1.1" in stages.describe()
 
 
+def test_checkpointing_takes_the_blocks_that_are_named() -> None:
+    named = ("trunk.stages.1.2", "trunk.stages.0.0")
+    plan = plan_wrap(_model(), ShardingPlan(level=0, checkpoint_blocks=named), 1)
+    assert plan.checkpointed == ("trunk.stages.0.0", "trunk.stages.1.2")
+    with pytest.raises(ConfigError, match=r"must name blocks of the model.*Did you mean 'trunk.stages.1.2'") as caught:
+        plan_wrap(_model(), ShardingPlan(level=0, checkpoint_blocks=("trunk.stages.1.9", "stem")), 1)
+    assert len(caught.value.problems) == 2
+
+
 def test_checkpointing_of_a_model_without_units_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a model made of units, and this trunk has none"):
         plan_wrap(_Foreign(), ShardingPlan(level=3, checkpoint_every=1), 2)

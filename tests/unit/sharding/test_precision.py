@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vissl_zero.config.resolved import Precision
-from vissl_zero.sharding.precision import run_in_precision, widened
+from vissl_zero.models.keyed_random import element_bits
+from vissl_zero.sharding.precision import run_in_precision, stochastically_rounded, widened
 
 
 class _Output(NamedTuple):
@@ -50,3 +52,28 @@ def test_double_goes_through_untouched() -> None:
     model = _Model().double()
     run_in_precision(model, Precision(master="float64"), torch.device("cpu"))
     assert model(torch.randn(3, 2).double())[1]["y"].dtype == torch.float64
+
+
+def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None:
+    exact = torch.tensor([1.0, -2.5, 0.0, float("inf"), float("-inf")])
+    bits = torch.full((5,), 65535)
+    assert torch.equal(stochastically_rounded(exact, bits), exact.bfloat16())
+    assert stochastically_rounded(torch.tensor([float("nan")]), bits[:1]).isnan().all()
+    for value in (1.001, -3.1417, 1e-39, -7e4):
+        wide = torch.full((2**16,), value)
+        drawn = stochastically_rounded(wide, element_bits(1, 0, len(wide), wide.device)).float()
+        below, above = drawn.min(), drawn.max()
+        assert below <= wide[0] <= above
+        assert set(drawn.tolist()) == {float(below), float(above)}
+        # Neighbours: nothing lies between them.
+        assert torch.nextafter(below.bfloat16(), above.bfloat16()) == above.bfloat16()
+        assert abs(drawn.double().mean() - wide[0]) < 4 * (above - below) * 0.5 / 2**8
+
+
+def test_the_bits_of_an_element_do_not_depend_on_the_cut() -> None:
+    whole = element_bits(7, 0, 1000, torch.device("cpu"))
+    cuts = [0, 1, 13, 640, 1000]
+    parts = [element_bits(7, a, b - a, torch.device("cpu")) for a, b in pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert len(set(whole.tolist())) == 1000 and not torch.equal(whole, element_bits(8, 0, 1000, torch.device("cpu")))
+    assert (whole >= 0).all() and (whole < 2**53).all()

@@ -93,8 +93,13 @@ class Trainer:
 
     MAX_STEPS: int | None = number(None, least=1)
     """Total of optimizer steps after which the run ends; never changes the schedule; null: no limit."""
-    DTYPE: str = choice("float32", "float32", "float64")
-    """float32, or float64: parameters, batch norm, loss and Sinkhorn all in float64 (AMP must be off)."""
+    DTYPE: str = choice("float32", "float32", "float64", "bfloat16")
+    """float32; float64: parameters, batch norm, loss and Sinkhorn all in float64; or bfloat16: parameters, their
+    gradients and the forward pass, with batch norm, losses and optimizer state in float32 (AMP must be off)."""
+    ROUNDING: str = choice("stochastic", "stochastic", "kahan")
+    """How the float32 result of an update becomes a parameter in bfloat16. stochastic: up or down by chance, so that it
+    is right on average; the same at every ZeRO level. kahan: to the nearest, and the rest is kept beside it in
+    bfloat16."""
     DETERMINISTIC: bool = False
     """Fix the order of all sums: the same bits in every run and, without norms, at ZeRO levels 0 to 3; slower."""
     EXACT_ACCUMULATION: bool = False

@@ -75,8 +75,11 @@ class Float8:
     """``MODEL.FLOAT8``: multiply in 8-bit floats in linear layers; weights and updates stay as they are."""
 
     USE_FLOAT8: bool = False
-    """Round what linear layers multiply to float8, forward and backward, with a scale per row; a GPU needs compute
-    capability 8.9, and the CPU emulates it: the same numbers, no faster."""
+    """Round what linear layers multiply to float8, forward and backward; a GPU needs compute capability 8.9, and the
+    CPU emulates it: the same numbers, no faster."""
+    SCALES: str = choice("rows", "rows", "mx")
+    """rows: a scale for each token and each channel of a weight; mx: MXFP8, a power of two for each 32 elements of
+    these, which needs a GPU of compute capability 10.0, or the CPU."""
     LAYERS: str = "^trunk[.](.*[.])?(qkv|proj|fc1|fc2)$"
     """Regular expression of the layers' full names, found anywhere in them; the default: the trunk's qkv, proj, fc1 and
     fc2, which are those of a transformer's blocks."""
@@ -204,6 +207,9 @@ class ActivationCheckpointing:
     """Recompute activations in the backward pass, at every ZeRO level."""
     EVERY_N_BLOCKS: int = number(1, least=1)
     """Recompute every n-th block of the trunk; 1 saves most memory."""
+    BLOCKS: list[str] = field(default_factory=list)
+    """Recompute these blocks alone, by full name (trunk.blocks.3); wins over EVERY_N_BLOCKS and stage_checkpoints.
+    ZERO.LEVEL=fit writes them here."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
         "NEAREST_NEIGHBOR.ALSO_SIGMA",
         "NEAREST_NEIGHBOR.LIDAR_IMAGES",
     ),
-    "MODEL.FLOAT8.USE_FLOAT8": ("MODEL.FLOAT8.LAYERS",),
+    "MODEL.FLOAT8.USE_FLOAT8": ("MODEL.FLOAT8.LAYERS", "MODEL.FLOAT8.SCALES"),
     "ONLINE_PROBE.USE_PROBE": ("ONLINE_PROBE.EVERY_NUM_EPOCHS", "ONLINE_PROBE.LR"),
     "NEAREST_NEIGHBOR.LIDAR_IMAGES": ("NEAREST_NEIGHBOR.LIDAR_VIEWS",),
     "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
@@ -137,6 +137,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR and cfg.LOSS["name"] not in _WITH_CLASSES,
         "the loss has no labels to mix",
     ),
+    Inactive(("TRAINER.ROUNDING",), lambda cfg: cfg.TRAINER.DTYPE != "bfloat16", "TRAINER.DTYPE is not bfloat16"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
         lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),
@@ -285,6 +286,11 @@ _CONDITIONS: tuple[Inactive, ...] = (
         ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST", "METERS.name", "METERS.names", "METERS.model_output_mask"),
         lambda cfg: not (cfg.TEST_MODEL and _can_measure_top1(cfg)),
         "no top-1 on TEST is measured",
+    ),
+    Inactive(
+        ("EVALUATED_MODEL",),
+        lambda cfg: not (cfg.NEAREST_NEIGHBOR.USE_KNN or cfg.ONLINE_PROBE.USE_PROBE),
+        "neither kNN nor the online probe is on",
     ),
     Inactive(
         ("TEST_MODEL",),

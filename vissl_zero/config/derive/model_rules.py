@@ -75,6 +75,19 @@ def method(cfg: RunConfig, host: Host) -> list[Problem]:
     return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, host)
 
 
+def evaluated_model(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Only a momentum copy can be evaluated in the student's place; of a loss of yours that shows as it is built."""
+    spec = method_of(cfg.LOSS.get("name"))
+    is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
+    return [no_teacher(cfg.LOSS["name"])] if is_wrong else []
+
+
+def no_teacher(loss: str) -> Problem:
+    """What is wrong with EVALUATED_MODEL=teacher for a loss without a momentum copy."""
+    must = f"must be student: {loss} has no teacher that follows the model"
+    return Problem("config.EVALUATED_MODEL", "teacher", must, "Write config.EVALUATED_MODEL=student.")
+
+
 _HEADS = "config.MODEL.HEAD.PARAMS"
 _CLASSIFIERS = ("mlp", "eval_mlp")
 
@@ -334,4 +347,5 @@ MODEL_RULES = (
     weights,
     known,
     method,
+    evaluated_model,
 )

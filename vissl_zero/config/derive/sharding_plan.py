@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from vissl_zero.atomic import is_folder
-from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, GradClip
+from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
 from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.derive.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.config.derive.optimizer_plan import base_name, uses_larc
 from vissl_zero.config.derive.placement_plan import Placement, is_submitted, placement, ranks
 from vissl_zero.config.host import Host, read_profile
-from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
+from vissl_zero.config.resolved import NO_UNITS, Float8Plan, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.vissl import TASK_LEVELS
 from vissl_zero.errors import ConfigError, Problem
@@ -137,6 +139,7 @@ def offload(cfg: RunConfig, host: Host) -> list[Problem]:
 
 
 _FSDP = "MODEL.FSDP_CONFIG"
+_RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 
 def names(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -169,6 +172,34 @@ def float64(cfg: RunConfig, host: Host) -> list[Problem]:
         key, got = f"config.{_FSDP}.compute_dtype", repr(cfg.MODEL.FSDP_CONFIG.compute_dtype)
         found.append(Problem(key, got, "cannot go with config.TRAINER.DTYPE=float64", "Leave one of them out."))
     return found
+
+
+def bfloat16(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Parameters in bfloat16 can be updated, and nothing asks for another format."""
+    if cfg.TRAINER.DTYPE != "bfloat16":
+        return []
+    asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
+    key = f"config.{_FSDP}.compute_dtype"
+    asked[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
+    tiers = offload_plans(cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config)
+    is_on_disk = any(tier.is_on_disk for tier in tiers)
+    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, asked)
+
+
+def narrow_problems(
+    key: str, value: str, engine: str, is_on_disk: bool, others: Mapping[str, bool | None]
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16.
+
+    Args:
+        key, value: that ask for them.
+        engine: of the run.
+        is_on_disk: optimizer state or parameters are on NVMe.
+        others: further settings -> whether they are there.
+    """
+    asked = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
+    fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
+    return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
 
 
 def float8(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -218,6 +249,7 @@ SHARDING_RULES = (
     names,
     opt_level,
     float64,
+    bfloat16,
     float8,
     reachable,
 )
@@ -239,7 +271,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
     number, level_notes = level(cfg)
     formats, precision_notes = precision(cfg, number)
     zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
-    stages, every, recompute_notes = _recomputation(cfg)
+    recomputation, recompute_notes = _recomputation(cfg)
     optimizer_tier, param_tier = offload_plans(zero.offload_optimizer_config, zero.offload_param_config)
     plan = ShardingPlan(
         level=number,
@@ -249,12 +281,12 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         clip_grad=clip_grad(cfg),
         clip_grad_per=cfg.ZERO.clip_grad_per if clip_grad(cfg) is not None else "model",
         sync_bn_group=_sync_bn_group(cfg, place.world_size),
-        checkpoint_every=every,
-        stage_checkpoints=stages,
+        **recomputation,
         precision=formats,
         timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
         deterministic=cfg.TRAINER.DETERMINISTIC,
         verbose=fsdp.verbose,
+        seed=cfg.SEED_VALUE,
         offload_optimizer=optimizer_tier,
         offload_params=param_tier,
         reduce_buffer_size=cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size,
@@ -264,9 +296,13 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
         force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
         reshard_after_forward=fsdp.reshard_after_forward,
         compile="inductor" if cfg.TRAINER.COMPILE else "",
-        float8=cfg.MODEL.FLOAT8.LAYERS if cfg.MODEL.FLOAT8.USE_FLOAT8 else "",
+        float8=_float8_plan(cfg.MODEL.FLOAT8),
     )
     return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
+
+
+def _float8_plan(block: Float8) -> Float8Plan:
+    return Float8Plan(block.LAYERS, block.SCALES) if block.USE_FLOAT8 else Float8Plan()
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -283,8 +319,8 @@ def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
     return world_size if sync.GROUP_SIZE <= 0 else min(sync.GROUP_SIZE, world_size)
 
 
-def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...]]:
-    """Block ends per stage, every n-th block (0: off), notes."""
+def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The one field of ``ShardingPlan`` that says which blocks, if any; notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
     flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
     is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
@@ -293,16 +329,22 @@ def _recomputation(cfg: RunConfig) -> tuple[tuple[tuple[int, ...], ...], int, tu
         is_on = recompute.USE_ACTIVATION_CHECKPOINTING
         given = [*flags, *([] for _ in ends[len(flags) :])]
         counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(given, ends, strict=True)]
-        return tuple(stage[:count] for stage, count in zip(ends, counts, strict=True)), 0, ()
-    keys = ["config.MODEL.TRUNK.REGNET.stage_checkpoints"] if any(ends) else []
-    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
-        keys.append("config.MODEL.ACTIVATION_CHECKPOINTING.EVERY_N_BLOCKS")
-    if not recompute.USE_ACTIVATION_CHECKPOINTING:
-        switch = "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING is off"
-        return (), 0, tuple(f"{key} has no effect: {switch}." for key in keys)
+        kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
+        return {"stage_checkpoints": kept}, ()
+    # Those that are set, from the one that wins to the one that yields to all others.
+    keys = [f"{_RECOMPUTE}.BLOCKS"] if recompute.BLOCKS else []
     if any(ends):
-        return ends, 0, tuple(f"{key} has no effect: stage_checkpoints says which blocks." for key in keys[1:])
-    return (), recompute.EVERY_N_BLOCKS, ()
+        keys.append("config.MODEL.TRUNK.REGNET.stage_checkpoints")
+    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
+        keys.append(f"{_RECOMPUTE}.EVERY_N_BLOCKS")
+    if not recompute.USE_ACTIVATION_CHECKPOINTING:
+        return {}, tuple(f"{key} has no effect: {_RECOMPUTE}.USE_ACTIVATION_CHECKPOINTING is off." for key in keys)
+    notes = tuple(f"{key} has no effect: {keys[0].rpartition('.')[2]} says which blocks." for key in keys[1:])
+    if recompute.BLOCKS:
+        return {"checkpoint_blocks": tuple(recompute.BLOCKS)}, notes
+    if any(ends):
+        return {"stage_checkpoints": ends}, notes
+    return {"checkpoint_every": recompute.EVERY_N_BLOCKS}, notes
 
 
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
@@ -429,13 +471,18 @@ def amp_type(cfg: RunConfig) -> str | None:
 def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
     """Number formats of a run, and a note for each key of FSDP_CONFIG that they override.
 
-    AMP off: one format throughout. AMP on: autocast over float32 parameters, gradients reduced in float32. At level 3,
+    TRAINER.DTYPE=bfloat16: parameters in it, gradients reduced in float32. Else, AMP off: one format throughout. AMP
+    on: autocast over float32 parameters, gradients reduced in float32. At level 3,
     O2 (or a compute_dtype of half precision written by hand, without AUTO_SETUP_FSDP) casts the parameters themselves
     and reduces gradients in half precision too, unless fp32_reduce_scatter.
     """
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     if cfg.TRAINER.DTYPE == "float64":
         return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
+    if cfg.TRAINER.DTYPE == "bfloat16":
+        notes = _in_vain(cfg, level, "TRAINER.DTYPE is bfloat16")
+        # Their mean is rounded once; summing in bfloat16 would round with every rank.
+        return Precision("bfloat16", None, "bfloat16", "float32", False, cfg.TRAINER.ROUNDING), notes
     by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
     half = None
     if level == 3 and by_hand:

@@ -51,6 +51,11 @@ from vissl_zero.registry import TRUNKS
 _KEY = "config.MODEL.TRUNK"
 # What a subclass must have left alone for its parts to be taken over.
 _TRANSFORMER_METHODS = ("forward_features", "_pos_embed", "pool", "forward_head")
+# timm's arguments that our units would ignore -> what to write.
+_WITHOUT_EFFECT = {
+    "patch_drop_rate": f"Write {_KEY}.PARAMS.patch_drop_rate instead.",
+    "drop_rate": "Write use_dropout and dropout_rate in an mlp head instead: timm drops before its classifier.",
+}
 # A module that holds a smaller part of the model is one unit, whatever is in it.
 _MOST_UNITS = 64
 _PROBE_SIDE = 64  # of the image for models that take any
@@ -69,18 +74,25 @@ def build_timm_trunk(
     Args: the fields of ``TimmConfig``.
 
     Raises:
-        ConfigError: there is no such model, or it does not take an argument.
+        ConfigError: there is no such model, it does not take an argument, or an argument would do nothing.
     """
     arguments = dict(model_args or {})
     if drop_path_rate is not None:
         arguments["drop_path_rate"] = drop_path_rate
     net = _create(name, arguments)
     if isinstance(net, TimmVisionTransformer) and _is_plain(type(net)):
+        if problems := [_without_effect(key, arguments[key]) for key in _WITHOUT_EFFECT if arguments.get(key)]:
+            raise ConfigError(problems)
         return TransformerTrunk(net, use_mask_token, patch_drop_rate)
     if use_mask_token or patch_drop_rate:
         must = "use_mask_token and patch_drop_rate are for plain vision transformers"
         raise ConfigError([Problem(f"{_KEY}.NAME", f"timm/{name}", must, "Leave them out.")])
     return TimmTrunk(net, partial(_create, name, arguments))
+
+
+def _without_effect(key: str, value: Any) -> Problem:
+    must = "must be left out: the units of a vision transformer do not read it"
+    return Problem(f"{_KEY}.PARAMS.model_args.{key}", str(value), must, _WITHOUT_EFFECT[key])
 
 
 class TimmTrunk(nn.Module):
@@ -207,7 +219,12 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int]:
     buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
     try:
         with torch.no_grad():
-            features = net.train()(_probe(net))
+            try:
+                features = net.train()(_probe(net))
+            except RuntimeError:  # too small for it; what it was trained on is not
+                root.inner.clear()
+                del stack[1:]
+                features = net(_probe(net, is_own_size=True))
     finally:
         for handle in handles:
             handle.remove()
@@ -227,17 +244,24 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def _blocks(net: nn.Module) -> Iterator[str]:
-    """The members of the model's own lists: its blocks."""
+    """The members of the model's own lists: its blocks. A list has no forward pass: of one in a list, its members."""
     for name, child in list(net.named_children()):
         if isinstance(child, nn.Sequential | nn.ModuleList):
-            yield from (
-                f"{name}.{key}" for key, member in child.named_children() if any(True for _ in member.parameters())
-            )
+            yield from (f"{name}.{member}" for member in _members(child))
 
 
-def _probe(net: nn.Module) -> Tensor:
+def _members(blocks: nn.Module) -> Iterator[str]:
+    for key, member in blocks.named_children():
+        if isinstance(member, nn.ModuleList):
+            yield from (f"{key}.{inner}" for inner in _members(member))
+        elif any(True for _ in member.parameters()):
+            yield key
+
+
+def _probe(net: nn.Module, is_own_size: bool = False) -> Tensor:
     config: dict[str, Any] = getattr(net, "pretrained_cfg", None) or {}
-    side = config.get("input_size", (3, 224, 224))[-1] if config.get("fixed_input_size") else _PROBE_SIDE
+    is_own_size = is_own_size or bool(config.get("fixed_input_size"))
+    side = config.get("input_size", (3, 224, 224))[-1] if is_own_size else _PROBE_SIDE
     size = getattr(getattr(net, "patch_embed", None), "img_size", None) or (side, side)
     weight = next(net.parameters())
     return torch.zeros(2, 3, *size, dtype=weight.dtype, device=weight.device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
@@ -243,16 +244,13 @@ class _Pooling(nn.Module):
         self.attn_pool = vit.attn_pool
         self.fc_norm = vit.fc_norm
         self.kind: str = vit.global_pool or "token"
-        self.num_prefix_tokens: int = vit.num_prefix_tokens
+        self.num_left_out: int = 0 if vit.pool_include_prefix else vit.num_prefix_tokens
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.attn_pool is not None:
-            pooled: Tensor = self.attn_pool(tokens[:, self.num_prefix_tokens :])
-        elif self.kind == "token":
-            pooled = tokens[:, 0]
+            pooled: Tensor = self.attn_pool(tokens[:, self.num_left_out :])
         else:
-            patches = tokens[:, self.num_prefix_tokens :]
-            pooled = patches.mean(dim=1) if self.kind == "avg" else patches.amax(dim=1)
+            pooled = global_pool_nlc(tokens, self.kind, self.num_left_out)
         normalized: Tensor = self.fc_norm(pooled)
         return normalized
 

@@ -381,21 +381,31 @@ class RecordPipeline:
         buffers = iter(page_buffers([*column_bytes] * NUM_TRAYS))
         self._trays: list[Tray] = [[next(buffers) for _ in column_bytes] for _ in range(NUM_TRAYS)]
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offload")
+        self._behind: set[Future[tuple[int, Tray] | None]] = set()
+        self._failure: BaseException | None = None
 
     @property
     def memory(self) -> list[Tensor]:
         """The buffers."""
         return [buffer.bytes for tray in self._trays for buffer in tray if buffer.num_bytes]
 
-    def run(self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]]) -> None:
+    def run(
+        self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
+    ) -> None:
         """Call ``update(position, tray)`` for each item, and store the columns that it names.
 
         Items are taken as the disk has them ready, not in order: it may let one wait for as long as there are others.
         No two of them may share a record.
 
+        Args:
+            items: what to stream.
+            update: changes the buffers of one item.
+            is_behind: return when every item has been updated, while the last are still being stored. Whoever reads
+                these records otherwise than through this object calls ``finish`` first.
         Raises:
             OffloadError: a record could not be read or stored; all requests under way have ended then.
         """
+        self.finish()
         coming = deque(enumerate(items))
         ready: SimpleQueue[Future[tuple[int, Tray] | None]] = SimpleQueue()
         requests: set[Future[tuple[int, Tray] | None]] = set()
@@ -407,23 +417,59 @@ class RecordPipeline:
             request.add_done_callback(ready.put)
 
         try:
+            num_left = len(items)
             for tray in self._trays[: len(items)]:
                 send(tray, (), ())
-            while requests:
+            while requests and (num_left or not is_behind):
                 # In the order of completion: a slow record delays no other.
                 request = ready.get()
                 requests.remove(request)
                 if (turn := request.result()) is not None:
                     position, tray = turn
                     columns = update(position, tray)
+                    num_left -= 1
                     if columns or coming:
                         send(tray, items[position], columns)
+            self._behind, requests = requests, set()
         finally:
             wait(requests)  # their buffers are about to be reused
+
+    def finish(self) -> None:
+        """Wait until all that was updated is stored.
+
+        Raises:
+            OffloadError: something could not be stored; from then on every call raises it.
+        """
+        behind, self._behind = self._behind, set()
+        for request in wait(behind).done:
+            self._failure = self._failure or request.exception()
+        # Whoever updated these records has long gone on: no later call may pass for a success.
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
+
+
+class NoRecords(RecordPipeline):
+    """Where nothing is streamed: items are updated one after another, and there are no buffers."""
+
+    def __init__(self) -> None:
+        self.num_columns, self._trays = 0, []
+
+    def run(
+        self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
+    ) -> None:
+        """See ``RecordPipeline``."""
+        for position in range(len(items)):
+            update(position, [])
+
+    def finish(self) -> None:
+        """See ``RecordPipeline``."""
+
+    def close(self) -> None:
+        """See ``RecordPipeline``."""
 
 
 def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:

@@ -198,6 +198,7 @@ class TensorFile:
         values: Mapping[int, Tensor],
         is_read: Callable[[int], bool],
         combine: Callable[[int, Tensor, Tensor], object],
+        is_behind: bool = False,
     ) -> None:
         """Change some shards.
 
@@ -205,6 +206,7 @@ class TensorFile:
             values: flat tensors by index.
             is_read: whether a record holds anything that must be kept.
             combine: called with the index, and the stored and the given elements, of which it changes the first.
+            is_behind: see ``RecordPipeline.run``.
         """
         records = sorted({record for index in values for record in self._layout.records_of[index]})
 
@@ -214,7 +216,8 @@ class TensorFile:
                 combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
             return (0,)
 
-        self._pipeline.run([[Cell(self.records, record, is_read(record))] for record in records], update)
+        items = [[Cell(self.records, record, is_read(record))] for record in records]
+        self._pipeline.run(items, update, is_behind)
 
     def _segments(self, record: int, values: Mapping[int, Tensor]) -> list[ChunkSegment]:
         return [segment for segment in self._layout.chunks[record].segments if segment.tensor in values]

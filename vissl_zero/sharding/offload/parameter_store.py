@@ -28,7 +28,7 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.shard import Shard, divide_by_norms
+from vissl_zero.sharding.shard import Shard, divide_by_norms, squared_norms
 from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 
@@ -48,6 +48,7 @@ class GradientStore:
         self._file = TensorFile(layout, file, pipeline)
         self._stored: set[int] = set()
         self._zero: set[int] = set()
+        self._squares: dict[int, Tensor] = {}
         self._changes: dict[int, list[tuple[Tensor | float, Tensor | None]]] = {}
 
     def __contains__(self, index: int) -> bool:
@@ -67,8 +68,19 @@ class GradientStore:
             else:
                 stored.copy_(new)
 
-        self._file.write(grads, is_read, combine)
+        # The next unit is computed while the last records are written.
+        self._file.write(grads, is_read, combine, is_behind=True)
+        for index, grad in grads.items():
+            # Only of a gradient that is whole in memory: the sum of two backward passes is in the file alone.
+            if index in self._stored or grad.dtype != self._layout.params[index].dtype:
+                self._squares.pop(index, None)
+            else:
+                self._squares[index] = squared_norms([grad])[0]
         self._stored |= grads.keys()
+
+    def square(self, index: int) -> Tensor | None:
+        """Squared norm of a gradient as ``read`` would give it, if it is known without reading; 0-d."""
+        return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:
         """One gradient, flat, as the changes made so far have it.
@@ -107,6 +119,7 @@ class GradientStore:
         """There is none any more."""
         self._stored.discard(index)
         self._zero.discard(index)
+        self._squares.pop(index, None)
         self._changes.pop(index, None)
 
 
@@ -217,6 +230,7 @@ class ParameterStore:
         self._ahead.forget()
         self._order.restart()
         with self._whole_or_broken():
+            self._pipeline.finish()  # the update reads gradients that may still be being written
             yield
         self._ahead.follow(self._expected_records())
 
@@ -284,6 +298,10 @@ class DiskShard(Shard):
         gradients = self.store.gradients
         values = self.store.read(self.index) if gradients.needs_values(self.index) else None
         return gradients.read(self.index, values).view(self.local.shape)
+
+    def known_square(self) -> Tensor | None:
+        """See ``Shard``: it was computed when the gradient came in."""
+        return self.store.gradients.square(self.index)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
         """See ``Shard``. Carried out whenever elements of it are read."""

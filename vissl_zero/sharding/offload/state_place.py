@@ -29,7 +29,7 @@ class UpdateKernel:
     Args:
         optimizer: built over proxies of one element per group; its group dicts are kept, so that learning rates set in
             them take effect.
-        key: what asks for streaming, to name it in errors.
+        key, what, instead: the key that asks for pieces, its value, and what else to write, to name them in errors.
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
@@ -40,9 +40,15 @@ class UpdateKernel:
         ConfigError: its state cannot be cut.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: str = "offload_optimizer_config.device"):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        key: str = "offload_optimizer_config.device",
+        what: str = "nvme",
+        instead: str = "device: cpu",
+    ):
         self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
-        _require_streamable(optimizer, key, is_known=self.begins_with_zeros)
+        _require_streamable(optimizer, key, what, instead, is_known=self.begins_with_zeros)
         self.optimizer = optimizer
         self.is_eager = any(optimizer.state.values())
         state = self._probe()
@@ -54,6 +60,10 @@ class UpdateKernel:
         }
         # The trial step has left state of the proxies.
         optimizer.state = defaultdict(dict)
+
+    def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
+        """Number format of the state ``key`` of a parameter in the format ``param``."""
+        return param
 
     def _probe(self) -> Mapping[str, Any]:
         """The state one step makes for one element; the same for all, they have one class and its options."""
@@ -93,9 +103,9 @@ class UpdateKernel:
             self.optimizer.state = defaultdict(dict)
         for piece, own in made:
             if piece.is_first:
-                for key in self.keys:
+                for key in own.keys() & set(self.keys):
                     piece.state[key].copy_(own[key])
-                piece.state.update({key: own[key] for key in self.scalars})
+                piece.state.update({key: own[key] for key in own.keys() & self.scalars.keys()})
 
 
 @dataclass(eq=False)
@@ -107,6 +117,8 @@ class UpdatePiece:
         values, grad: (n,) elements and their gradient.
         state: the optimizer's: (n,) views by key, and a copy of the tensor's scalars.
         is_first: there is no state yet, and the optimizer is to make it.
+        tensor: position of the parameter in the list of all.
+        start: place of the first element in the parameter's shard, flattened.
     """
 
     group: int
@@ -114,17 +126,19 @@ class UpdatePiece:
     grad: Tensor
     state: dict[str, Any]
     is_first: bool = False
+    tensor: int = 0
+    start: int = 0
 
 
-def _require_streamable(optimizer: torch.optim.Optimizer, key: str, *, is_known: bool) -> None:
+def _require_streamable(optimizer: torch.optim.Optimizer, key: str, what: str, instead: str, *, is_known: bool) -> None:
     if not is_known and (reason := _why_not(optimizer)):
-        must = f"can be nvme only with an optimizer that is updated piece by piece, and this one {reason}"
-        fix = "Use SGD, LARC, LARS, Adam, AdamW or Lion, or write device: cpu."
+        must = f"can be {what} only with an optimizer that is updated piece by piece, and this one {reason}"
+        fix = f"Use SGD, LARC, LARS, Adam, AdamW or Lion, or write {instead}."
         raise ConfigError([Problem(key, type(optimizer).__name__, must, fix)])
     if any(group.get("dampening") for group in optimizer.param_groups):
-        must = "with nvme needs SGD without dampening: its first step differs from the others"
-        fix = "Write dampening=0, or device: cpu."
-        raise ConfigError([Problem(key, "nvme", must, fix)])
+        must = f"with {what} needs SGD without dampening: its first step differs from the others"
+        fix = f"Write dampening=0, or {instead}."
+        raise ConfigError([Problem(key, what, must, fix)])
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
@@ -182,8 +196,8 @@ class StatePlace(ABC):
         return self._params[tensor] in self.mapping
 
     @abstractmethod
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
-        """State of each element of ``segment`` by key; ``data`` begins with the bytes of the chunk's record, if any."""
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
+        """State of each element of ``segment`` by key; a file's record of the chunk is the first column of ``tray``."""
 
     @abstractmethod
     def scalars(self, tensor: int) -> dict[str, Any]:
@@ -204,7 +218,7 @@ class StateInMemory(StatePlace):
             for tensor in range(len(params)):
                 self._state(tensor)
 
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
         """See ``StatePlace``."""
         state = self._state(segment.tensor)
         return {key: state[key].view(-1)[segment.start : segment.stop] for key in self._kernel.keys}
@@ -212,7 +226,7 @@ class StateInMemory(StatePlace):
     def scalars(self, tensor: int) -> dict[str, Any]:
         """See ``StatePlace``."""
         state = self._state(tensor)
-        return {key: copied(state[key]) for key in self._kernel.scalars}
+        return {key: copied(state.get(key, first)) for key, first in self._kernel.scalars.items()}
 
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
         """See ``StatePlace``."""
@@ -223,7 +237,8 @@ class StateInMemory(StatePlace):
         state = self.mapping[param]
         if not state:
             device = "cpu" if param.is_meta else param.device
-            state |= {key: torch.zeros(param.shape, dtype=param.dtype, device=device) for key in self._kernel.keys}
+            formats = {key: self._kernel.format_of(key, param.dtype) for key in self._kernel.keys}
+            state |= {key: torch.zeros(param.shape, dtype=dtype, device=device) for key, dtype in formats.items()}
             state |= {key: copied(value) for key, value in self._kernel.scalars.items()}
         return state
 
@@ -262,8 +277,9 @@ class StateOnDisk(StatePlace):
             self._scalars = {tensor: {} for tensor in range(len(params))}
         self.mapping = _FileMapping(self)
 
-    def views(self, chunk: int, segment: ChunkSegment, data: Tensor) -> dict[str, Tensor]:
+    def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
         """See ``StatePlace``."""
+        data = tray[0].bytes
         num_elements, itemsize = self._chunks[chunk].num_elements, self._chunks[chunk].itemsize
         whole = data[: len(self._kernel.keys) * num_elements * itemsize].view(self._params[segment.tensor].dtype)
         firsts = (position * num_elements + segment.offset for position in range(len(self._kernel.keys)))
@@ -336,7 +352,7 @@ class StateOnDisk(StatePlace):
 
     def _views_of(self, tensor: int, record: int, tray: Tray) -> Iterator[tuple[ChunkSegment, dict[str, Tensor]]]:
         for segment in _of(self._chunks[record], tensor):
-            yield segment, self.views(record, segment, tray[0].bytes)
+            yield segment, self.views(record, segment, tray)
 
 
 class _FileMapping(MutableMapping[Any, dict[str, Any]]):

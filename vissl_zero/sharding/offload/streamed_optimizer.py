@@ -1,4 +1,4 @@
-"""Optimizers whose state, and parameters that are on disk, pass through memory once a step.
+"""Optimizers that update a few elements at a time: state and parameters on a disk pass through memory once a step.
 
 ``StreamedOptimizer`` does so chunk by chunk. ``WholeStates`` is the state of an optimizer that looks at full tensors:
 read from its file before a tensor is updated, written after it.
@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.sharding.offload.block_file import BlockFile, Cell, Item, OffloadError, RecordPipeline, RunFolder, Tray
+from vissl_zero.sharding.offload.block_file import (
+    BlockFile,
+    Cell,
+    Item,
+    NoRecords,
+    OffloadError,
+    RecordPipeline,
+    RunFolder,
+    Tray,
+)
 from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.state_place import (
@@ -29,6 +38,7 @@ from vissl_zero.sharding.offload.state_place import (
 )
 
 RECORD_BYTES = 2**20  # of a chunk's state; larger ones stream slower (docs/offload.md)
+_DEVICE_BYTES = 2**25  # of a chunk on a GPU, where starting a kernel takes as long as a MiB
 _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 
 
@@ -40,7 +50,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     Args:
         kernel: the base optimizer.
-        groups: parameters of each of its groups: shards on the CPU, or without memory where they are in ``store``.
+        groups: parameters of each of its groups: shards, or without memory where they are in ``store``.
         folder: where the file of state goes, removed with this object or at the end of the process; None: the state
             stays in memory.
         is_fast_init: leave the file's blocks untouched until they are first written.
@@ -73,7 +83,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if folder is not None:
             place = StateOnDisk(self._params, kernel, self._chunks, folder, is_fast_init)
         stored_bytes = 0 if store is None else store.record_bytes
-        self._pipeline = RecordPipeline([place.record_bytes, stored_bytes, stored_bytes])
+        columns = [place.record_bytes, stored_bytes, stored_bytes]
+        self._pipeline = RecordPipeline(columns) if any(columns) else NoRecords()
         if isinstance(place, StateOnDisk):
             place.pipeline = self._pipeline
         self._place = place
@@ -116,6 +127,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def scalars_of(self, param: nn.Parameter) -> dict[str, Any]:
         """State of one shard that is one number each."""
         return self._place.scalars(self._place.position_of(param))
+
+    def format_of(self, key: str, param: nn.Parameter) -> torch.dtype:
+        """Number format of the state ``key`` of a parameter."""
+        return self._kernel.format_of(key, param.dtype)
 
     def read_state(self, param: nn.Parameter) -> dict[str, Any]:
         """State of one shard, as the base optimizer would hold it."""
@@ -185,10 +200,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
     ) -> tuple[int, ...]:
         pieces = {}
         for segment in filter(self._has_grad, self._chunks[index].segments):
-            state = self._place.views(index, segment, tray[_STATE].bytes) | self._place.scalars(segment.tensor)
+            state = self._place.views(index, segment, tray) | self._place.scalars(segment.tensor)
             values, grad = self._values_and_grad(segment, tray)
             group, is_first = self._group_of[segment.tensor], segment.tensor in firsts
-            pieces[segment.tensor] = UpdatePiece(group, values, grad, state, is_first)
+            pieces[segment.tensor] = UpdatePiece(
+                group, values, grad, state, is_first, tensor=segment.tensor, start=segment.start
+            )
         self._kernel.update(list(pieces.values()))
         updated |= pieces
         # The gradient's column is never among them: the update has consumed it.
@@ -225,7 +242,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # Empty tensors belong to no chunk, so nothing in the store is cut.
         rest = [param.new_empty(0) if i in self._stored else param for i, param in enumerate(self._params)]
         itemsize = max((param.element_size() for param in self._params), default=8)
-        elements = max(RECORD_BYTES // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN
+        num_bytes = _DEVICE_BYTES if any(param.is_cuda for param in self._params) else RECORD_BYTES
+        elements = max(num_bytes // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN
         own = cut(rest, elements)
         return chunks + own, records + [None] * len(own)
 

@@ -73,7 +73,8 @@ class FullySharded(ShardedModel):
             is_recording = self.comm is None or group.size() < dist.get_world_size()
             self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording)
             if self.comm is not None:
-                tell, keeps_buffers = self._guard.tell, store is None
+                # A teacher on disk would hold one more unit while the student has three.
+                tell, keeps_buffers = self._guard.tell, store is None or build_optimizer is not None
                 self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers=keeps_buffers)
             elif plan.deterministic:  # the comm adds up in the order of ranks as it is
                 for unit in self._units:
@@ -268,6 +269,8 @@ def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
     # Batch norm in a unit of half parameters fails ("expected scalar type BFloat16 but found Float"), so it has a unit
     # of its own, which hands on the format of its input.
+    if unit.is_float32 and precision.rounding:
+        return MixedPrecisionPolicy()  # it takes bfloat16 as it is, at level 0 too, and sums in its own format
     if unit.is_float32:
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if compute == master:

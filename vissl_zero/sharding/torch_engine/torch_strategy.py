@@ -103,7 +103,7 @@ def _check(plan: ShardingPlan) -> None:
         key, value = "config.ZERO.offload_optimizer_config.device", repr(plan.offload_optimizer.device)
         must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
         raise ConfigError([Problem(key, value, must, "Write level 1, 2 or 3, or device: none.")])
-    if plan.level == 0 and {precision.compute, precision.reduce} != {precision.master}:
+    if plan.level == 0 and not precision.rounding and {precision.compute, precision.reduce} != {precision.master}:
         problem = Problem(
             "config.MODEL.FSDP_CONFIG.compute_dtype",
             precision.compute,

@@ -38,6 +38,7 @@ from vissl_zero.sharding.torch_private import (
     num_writes,
     own_parameters,
     owner_of,
+    put_before_moves,
     unit_state,
 )
 
@@ -361,7 +362,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         save: Any = getattr(module, "save_pretrained", None)
         if save is not None:
             module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
-        module.__dict__["_apply"] = partial(_apply_or_refuse, module, module._apply)
+        put_before_moves(module, _apply_or_refuse)
         group = group_of(unit_state(module))
         module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
 

@@ -23,6 +23,7 @@ from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.torch_private import (
+    gather_of,
     group_of,
     is_being_gathered,
     local_tensor,
@@ -75,12 +76,12 @@ class _Buffer:
     """
 
     def __init__(self, is_kept: bool):
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self.by_dtype: dict[torch.dtype, Tensor] = {}
 
     def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first elements of the buffer; whatever it held is lost."""
-        if not self._is_kept:
+        if not self.is_kept:
             return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
         buffer = self.by_dtype.get(dtype)
@@ -95,6 +96,20 @@ class _AllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
+
+    def unused(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
+
+        It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
+
+        Args:
+            numel: of all that this rank sends in the next gather.
+            dtype: of it.
+        """
+        num_ranks = self._comm.num_ranks
+        if not self._buffer.is_kept or num_ranks == 1:
+            return None
+        return self._buffer.get((num_ranks, numel), dtype)[(self._comm.rank + 1) % num_ranks]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -205,13 +220,27 @@ class UnitOnDisk:
 
     def _fetch(self) -> None:
         outs = {}
+        room, first = self._unused_memory(), 0
         for index, param in self._params.items():
-            data = torch.empty(param.padded_sharded_param_size, dtype=param.orig_dtype).view(-1)
+            numel = param.padded_sharded_param_size.numel()
+            data = torch.empty(numel, dtype=param.orig_dtype) if room is None else room[first : first + numel]
+            first += numel
             # torch gathers parts of equal length; beyond this rank's rows lies padding.
             data[self._store.layout.params[index].num_elements :].zero_()
             set_shard_data(param, data)
             outs[index] = data
         self._store.fetch(self._position, outs)
+
+    def _unused_memory(self) -> Tensor | None:
+        """Room for all shards that saves the clearing of fresh pages, or None."""
+        gather, params = gather_of(self._group), self._group.fsdp_params
+        dtype = params[0].orig_dtype
+        # Elsewhere the message has another format, or is not made of these shards alone.
+        if not isinstance(gather, _AllGather) or any(
+            (p.param_dtype or dtype, p.orig_dtype) != (dtype,) * 2 for p in params
+        ):
+            return None
+        return gather.unused(sum(param.padded_sharded_param_size.numel() for param in params), dtype)
 
     def _drop(self) -> None:
         for param in self._params.values():
