@@ -25,6 +25,7 @@ from vissl_zero.config.fit_plans import (
     with_settings,
 )
 from vissl_zero.config.resolve import resolve, save_resolved
+from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
@@ -274,3 +275,16 @@ def test_a_planner_that_is_killed_or_refuses_is_a_sentence(monkeypatch):
         apart(signal.raise_signal, signal.SIGKILL)
     with pytest.raises(ConfigError, match=r"^config.A: must be 1 \(got 2\)\. Write 1\.$"):
         apart(refuse)
+
+
+def test_a_teacher_on_a_disk_rests_there_and_has_buffers_of_its_own(tmp_path):
+    tier = f"{{device: nvme, nvme_path: {tmp_path}}}"
+    words = [f"config.ZERO.offload_{what}_config={tier}" for what in ("optimizer", "param")]
+
+    def kinds(recipe, *overrides):
+        run = compose(recipe, [DRY, "config.ZERO.LEVEL=3", *overrides]).run
+        return dry_run(resolve(run, str(tmp_path), recipe=recipe)).forecast.step.by_kind
+
+    taught, alone, kept = kinds("digits/dino", *words), kinds("digits/swav", *words), kinds("digits/dino")
+    assert taught["offload_buffers"] > alone["offload_buffers"] + 2**22
+    assert taught["teacher"] < kept["teacher"]

@@ -135,9 +135,10 @@ class _Synchronised(torch.autograd.Function):
         grad_weight, grad_bias = mean.new_zeros(2, len(mean))
         if x.numel():  # the kernel divides by the number of rows
             # torch's own kernel sums grad * normalised x, and grad, per channel: the part that needs no other rank.
-            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            # Not even a name for the first: in a forecast it is whole, whatever the mask says.
+            grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, None, None, mean, inv_std, True, ctx.eps, [False, True, True]
-            )
+            )[1:]
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)

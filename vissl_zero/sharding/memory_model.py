@@ -342,22 +342,21 @@ class _Step:
 
     def offload_buffers(self) -> Iterator[int]:
         """What passes through memory on its way from and to a disk."""
-        value = _paged(self.value_record()) if self.plan.offload_params.is_on_disk else 0
-        if value:
-            yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
-            if self.facts.teacher:  # it has files of its own; a record holds shards of one unit
-                largest = max((self.whole_unit(unit) // self.num_ranks for unit in self.units), default=0)
-                taught = min(CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize, largest)
-                yield from (_mapped(number * taught) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+        value = 0
+        if self.plan.offload_params.is_on_disk:
+            # The teacher is a sharded model of its own, with buffers of its own.
+            for params in filter(None, (self.facts.teacher, self.facts.params)):
+                value = _paged(self.value_record(params))
+                yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
         state = _paged(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
         is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
         if self.is_streamed:
             yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
 
-    def value_record(self) -> int:
+    def value_record(self, params: Mapping[str, ParamFacts]) -> int:
         """Bytes of the largest record of parameters on a disk: at most a chunk, trained and frozen apart."""
         groups: dict[tuple[str, bool], int] = {}
-        for param in self.facts.params.values():
+        for param in params.values():
             if param.shape:
                 group = param.unit, param.is_trained
                 groups[group] = groups.get(group, 0) + self.part(param)
@@ -371,7 +370,7 @@ class _Step:
         if update.whole_bytes:
             return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
         if self.plan.offload_params.is_on_disk:  # beside each record of parameters
-            return keys * self.value_record()
+            return keys * self.value_record(self.facts.params)
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.sharding.step_trace import Kernel, WorkCounter, kernel_of
+from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.step_trace import Kernel, Recorder, WorkCounter, kernel_of
+from vissl_zero.sharding.torch_private import pretended_ranks
 
 
 def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
@@ -34,3 +40,18 @@ def test_convolutions_are_told_from_products_and_from_what_computes_nothing() ->
     assert kernel_of("aten::convolution_backward", 9) == Kernel.CONVOLUTION
     assert kernel_of("aten::addmm", 9) == Kernel.PRODUCT
     assert kernel_of("aten::convolution", 0) == kernel_of("aten::add", 0) == Kernel.PLAIN
+
+
+def test_synchronised_batch_norm_makes_no_gradient_that_its_mask_excludes() -> None:
+    """torch's kernel for fake tensors gives the input's gradient all the same; nothing may keep it."""
+    with FakeTensorMode(), pretended_ranks(2):
+        group = batch_norm_group(2, 60.0)
+        norm = nn.Sequential(nn.BatchNorm2d(32))
+        convert_batch_norms(norm, group)
+        images = torch.zeros(8, 32, 12, 12, dtype=torch.bfloat16, requires_grad=True)
+        with Recorder(Storages([images, *norm.parameters(), *norm.buffers()])) as recorder:
+            outputs = norm(images)
+            gradient = torch.zeros_like(outputs)
+            outputs.backward(gradient)
+    # Outputs, their gradient, and in twice the format a copy of the images and the gradient that is computed from it.
+    assert recorder.peak_bytes() < 6.5 * images.nbytes
