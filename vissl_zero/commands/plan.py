@@ -31,7 +31,8 @@ Lists every combination of level, recomputation, tier and number of micro-batche
 forecast, cheapest first, and marks the cheapest that fits. Needs no data, GPU or processes. Plans use a disk only if
 an nvme_path is given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null,
 never 0.
-vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers it.
+vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers
+it; micro-batches that earlier plans have timed are timed again.
 vissl-zero plan --history <folder> shows forecast against measured memory of all plans of all runs under it.
 Exit codes: 0 every recipe has a plan that fits, 1 some recipe has none, 2 an error in your input.
 """

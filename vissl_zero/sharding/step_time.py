@@ -63,7 +63,9 @@ def measured_machine(device_type: str) -> MachineProfile | None:
 
 
 def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
-    """Measure this machine with one thread and remember it. Other load makes it look slower than it is.
+    """Measure this machine with one thread and remember it; rehearsals made so far are forgotten.
+
+    Other load makes the machine look slower than it is.
 
     Args:
         folder: on the disk to be measured; 64 MiB are written there and removed.
@@ -99,6 +101,7 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as temporary:
         temporary.write_text(json.dumps(asdict(machine), indent=1))
+    _times_file().unlink(missing_ok=True)
     return machine
 
 

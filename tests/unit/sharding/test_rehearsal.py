@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.planning import plan_run
 from vissl_zero.lifetime import forked
-from vissl_zero.sharding.step_time import Rehearsal, real_copies
+from vissl_zero.sharding.step_time import Rehearsal, calibrate, real_copies
 
 RECIPE = "quickstart/swav_digits"
 
@@ -37,6 +37,13 @@ def test_a_second_rehearsal_of_the_same_runs_nothing(tmp_path):
     number = len(runs.read_text())
     assert found > 0 and 2 <= number <= 6
     assert Rehearsal(1).seconds("update", "others", 1e-6, 0, lambda: run) > 0 and len(runs.read_text()) > number
+
+
+def test_calibrating_forgets_what_was_rehearsed_under_another_load(tmp_path):
+    first, second = (Rehearsal(1).seconds("update", 1, 1e-6, 0, lambda: lambda: None) for _ in range(2))
+    assert first == second
+    calibrate(tmp_path, seconds=0.2)
+    assert Rehearsal(1).seconds("update", 1, 1e-6, 0, lambda: lambda: torch.ones(10**6).sum()) > 2 * first
 
 
 def test_addresses_of_functions_do_not_count():
