@@ -231,6 +231,7 @@ def set_stage(
             run_forward=lambda: run_with(model, teacher, method, fakes),
             inputs=fakes.images,
             is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
+            is_uniform=True,
             teacher=teacher,
             loss=method,
             machine=described_machine(plan),

@@ -107,6 +107,7 @@ class Subject:
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
+        is_uniform: parameter groups differ in their rates and their weight decay alone.
         teacher: the teacher that ``Sharded.adopt_teacher`` will get.
         loss: buffers of it are counted.
         machine: whose rates estimate the time; None: what is assumed of the device.
@@ -123,6 +124,7 @@ class Subject:
     run_forward: Callable[[], tuple[Tensor, Any]]
     inputs: Sequence[Tensor] = ()
     is_averaged: bool = False
+    is_uniform: bool = False
     teacher: nn.Module | None = None
     loss: nn.Module | None = None
     num_nodes: int = 1
@@ -449,16 +451,13 @@ class _Trained:
         group: its parameter group.
         name: full.
         part: its rows, or all of it where the update looks at full tensors.
+        kind: equal for parameters that the optimizer treats in the same way.
     """
 
     group: ParamGroup
     name: str
     part: Tensor
-
-    @property
-    def kind(self) -> tuple[str, torch.Size, torch.dtype]:
-        """Equal for parameters that the optimizer treats in the same way."""
-        return self.group.name, self.part.shape, self.part.dtype
+    kind: tuple[Any, ...]
 
 
 def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRule) -> list[_Trained]:
@@ -466,10 +465,13 @@ def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRul
     params = dict(model.named_parameters())
     trained = [(group, name) for group in subject.groups for name in group.params]
     owners = deal([params[name].numel() for _, name in trained], num_ranks)
+    is_whole = rule is UpdateRule.PER_TENSOR
+    parts = [params[name] if is_whole else _shard(params[name], num_ranks) for _, name in trained]
+    treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}
     return [
-        _Trained(group, name, params[name] if rule is UpdateRule.PER_TENSOR else _shard(params[name], num_ranks))
-        for (group, name), owner in zip(trained, owners, strict=True)
-        if rule is not UpdateRule.PER_TENSOR or owner == 0
+        _Trained(group, name, part, (treatment[group.name], part.shape, part.dtype))
+        for (group, name), part, owner in zip(trained, parts, owners, strict=True)
+        if not is_whole or owner == 0
     ]
 
 
@@ -510,6 +512,7 @@ def _stepper(
             "weight_decay": group.weight_decay,
         }
         for group in subject.groups
+        if any(row.group is group for row in rows)
     ]
     own = [*shards.values()]
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
