@@ -270,7 +270,7 @@ def load_resolved(path: Path) -> ResolvedRun:
     for tier in ("offload_optimizer", "offload_params"):
         sharding[tier] = OffloadPlan(**sharding[tier])
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
-    sharding["checkpoint_blocks"] = tuple(sharding["checkpoint_blocks"])
+    sharding["checkpoint_blocks"] = tuple(sharding.get("checkpoint_blocks", ()))
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
     for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
         optimizer[key] = tuple(optimizer.get(key, ()))

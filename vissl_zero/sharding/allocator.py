@@ -33,9 +33,7 @@ def give_back_large_blocks() -> None:
     in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Without glibc this does nothing. It
     affects the whole process and costs the clearing of fresh pages.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def keep_freed_blocks() -> None:
@@ -43,10 +41,16 @@ def keep_freed_blocks() -> None:
 
     It affects the whole process, for good. Elsewhere than on glibc, and where the user has chosen, it does nothing.
     """
+    if not any(name in os.environ for name in (*_NAMES, *_OTHER_CHOICES)):
+        _set(_M_MMAP_THRESHOLD, 2**25)
+        _set(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _set(parameter: int, value: int) -> None:
+    """Set a parameter of glibc's malloc; elsewhere nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(name in os.environ for name in (*_NAMES, *_OTHER_CHOICES)):
-        mallopt(_M_MMAP_THRESHOLD, 2**25)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    if mallopt is not None:
+        mallopt(parameter, value)
 
 
 # By ZeRO level: blocks of at least so many bytes are mapped singly. The smaller, the less stays behind and the slower

@@ -41,6 +41,7 @@ from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.step_time import (
     Rehearsal,
     Rehearsed,
+    cause_of,
     machine_for,
     real_copies,
     real_tensor,
@@ -355,8 +356,7 @@ class Forecaster:
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
-            cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-            return f"a test step on tensors without values failed; the run may fail too: {cause}"
+            return f"a test step on tensors without values failed; the run may fail too: {cause_of(error)}"
 
     def _facts(self, plan: ShardingPlan, units: WrapPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
         subject = self._subject

@@ -18,7 +18,7 @@ from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, sha
 from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
-from vissl_zero.sharding.offload.block_file import PAGE
+from vissl_zero.sharding.offload.block_file import pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
@@ -346,9 +346,9 @@ class _Step:
         if self.plan.offload_params.is_on_disk:
             # The teacher is a sharded model of its own, with buffers of its own.
             for params in filter(None, (self.facts.teacher, self.facts.params)):
-                value = _paged(self.value_record(params))
+                value = pages(self.value_record(params))
                 yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
-        state = _paged(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
+        state = pages(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
         is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
         if self.is_streamed:
             yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
@@ -676,10 +676,6 @@ class _Queue:
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]
             self._next += 1
-
-
-def _paged(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
 
 
 def _mapped(num_bytes: int) -> int:

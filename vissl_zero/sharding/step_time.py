@@ -73,10 +73,8 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
     Raises:
         OSError: the folder, or the cache, cannot be written.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     share = seconds / 8
-    try:
+    with one_thread():
         near, reduced, message = _pair(share)  # forks: before anything else
         flops = _matmul(torch.float32, share)
         machine = MachineProfile(
@@ -95,8 +93,6 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             message_s=message,
             source=f"measured on this machine, torch {torch.__version__}; far_link is assumed to be half of near_link",
         )
-    finally:
-        torch.set_num_threads(threads)
     target = cache_file()
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as temporary:
@@ -213,6 +209,7 @@ def _pair(seconds: float) -> tuple[float, float, float]:
             process.start()
         for process in ranks:
             process.join(_PAIR_S)
+            process.kill()  # one whose partner failed may wait for it still
         if any(process.exitcode for process in ranks) or found.empty():
             raise OSError(0, "two processes could not exchange messages", folder)
         return found.get()
@@ -333,7 +330,7 @@ class Rehearsal:
             try:
                 found, taken = forked(self._run, prepare, timeout_s=_DEAD_S)
             except Exception as error:  # noqa: BLE001 - a model may do anything with values that were made up
-                self.failures.append(f"the time of the {kind}, as running it failed ({_cause(error)})")
+                self.failures.append(f"the time of the {kind}, as running it failed ({cause_of(error)})")
                 self._refused.add(kind)
                 return (slower or 1.0) * expected_s
             self._left_s -= taken
@@ -372,7 +369,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
+    """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
 
 
