@@ -9,8 +9,9 @@ has imported everything and has the allocator's settings that ``vissl-zero`` sta
 cgroup of its own, in which it starts from nothing: so the cgroup holds what the run takes beyond the imports. It
 needs the right to make such groups.
 
-Budgets lie between the smallest plan's forecast and the largest one's. For each, the chosen plan is run in cgroups of
-exactly that size, and so is the next cheaper one, which is forecast not to fit.
+Three budgets each: so that the cheapest plan of all is chosen, one of the middle, and the smallest. Each lies half-way
+between the chosen plan's forecast and the least of those that are cheaper. The chosen plan is run in cgroups of exactly
+that size, and so is the next cheaper one, which is forecast not to fit.
 
 Times are of the processor: other load on the machine then counts little, waiting for a disk not at all. Images are
 loaded before the clock starts, as a run's workers do.
@@ -47,12 +48,13 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
-NUM_STEPS, NUM_WARM = 14, 2
-SHARES = (0.2, 0.5, 0.8)  # of the way from the smallest forecast to the largest
+NUM_STEPS, NUM_WARM = 11, 2
+APART = 0.03  # a share of memory: forecasts closer than this say nothing about which plan needs less
+BATCH = {"regnet": 64, "resnet": 48, "vit": 32}  # images per rank: activations take about as much as state
 TRUNKS = {
     "regnet": [
-        "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 64, w_a: 48.0, "
-        "w_m: 2.0, group_width: 32, stem_width: 32}}"
+        "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 48, w_a: 36.0, "
+        "w_m: 2.0, group_width: 24, stem_width: 32}}"
     ],
     "resnet": ["config.MODEL.TRUNK={NAME: resnet, RESNETS: {DEPTH: 18, WIDTH_PER_GROUP: 64}}"],
     "vit": [
@@ -83,39 +85,37 @@ METHODS = {
     "simclr": [_HEAD + "[[mlp, {dims: [-1, 256, 64], use_bn: true, use_relu: true}]]"],
 }
 DISK = "config.ZERO.offload_optimizer_config.nvme_path="
-WITH_DISK = ("regnet supervised",)
 OPTIMIZERS = {"resnet": ["config.OPTIMIZER.name=sgd"]}
 
 
 def recipes() -> list[str]:
-    """Names, in an order whose beginning is a fair sample; those with the most candidates come last."""
+    """Names, in an order whose beginning is a fair sample."""
     pairs = [f"{trunk} {method}" for method in METHODS for trunk in TRUNKS]
-    mixed = [pair for start in range(5) for pair in pairs[start::5]]
-    return sorted(mixed, key=lambda pair: "supervised" in pair and not pair.startswith("resnet"))
+    return [pair for start in range(5) for pair in pairs[start::5]]
 
 
-def overrides(name: str, batch: int) -> tuple[str, list[str]]:
+def overrides(name: str) -> tuple[str, list[str]]:
     """The recipe that ships, and what is changed of it."""
     trunk, method = name.split()
     return f"digits/{method}", [
         *TRUNKS[trunk],
         *METHODS[method],
         *OPTIMIZERS.get(trunk, []),
-        *([f"{DISK}{tempfile.gettempdir()}"] if name in WITH_DISK else []),
+        f"{DISK}{tempfile.gettempdir()}",
         f"config.DISTRIBUTED.NUM_PROC_PER_NODE={NUM_RANKS}",
         "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]",
         "config.TRAINER.THREADS_PER_RANK=1",
         f"config.TRAINER.MAX_STEPS={NUM_STEPS}",
-        f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}",
+        f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={BATCH[trunk]}",
     ]
 
 
-def candidates_of(name: str, batch: int) -> list[dict[str, Any]]:
+def candidates_of(name: str) -> list[dict[str, Any]]:
     """Forecasts of all candidates, cheapest first, and the runs they stand for."""
     from vissl_zero.config.fit_plans import with_settings
     from vissl_zero.engine.planning import plan_run
 
-    recipe, words = overrides(name, batch)
+    recipe, words = overrides(name)
     cfg = compose(recipe, words).run
     found = []
     for candidate in plan_run(compose(recipe, [*words, "config.DRY_RUN=true"]).run, recipe).candidates:
@@ -322,9 +322,14 @@ def measure(rows: list[dict[str, Any]], servers: Servers, rounds: int) -> None:
 
 
 def budgets_of(rows: list[dict[str, Any]]) -> list[int]:
-    """What a rank may use: shares of the way from the smallest forecast to the largest."""
-    peaks = [row["peak"] for row in rows]
-    return [int(min(peaks) + share * (max(peaks) - min(peaks))) for share in SHARES]
+    """What a rank may use, largest first."""
+    # Peaks of the plans that some budget would choose: less than all that are cheaper need, by what can be told apart.
+    front = [rows[0]["peak"]]
+    for row in rows:
+        if row["peak"] < (1 - APART) * front[-1]:
+            front.append(row["peak"])
+    above = [2 * front[0] - front[1], *front]  # as far above the cheapest plan as the next one is below
+    return [(above[place] + front[place]) // 2 for place in sorted({0, len(front) // 2, len(front) - 1})]
 
 
 def choose(rows: list[dict[str, Any]], budget: int) -> int:
@@ -413,7 +418,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where results are kept")
     parser.add_argument("--recipes", type=int, default=None, help="only the first N")
     parser.add_argument("--match", default="", help="only those whose name holds this text")
-    parser.add_argument("--batch", type=int, default=32, help="images per rank")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each candidate")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--again", action="store_true", help="forecast again; run only under the new choices' limits")
@@ -425,7 +429,7 @@ def main() -> None:
     for name in names:
         if (name in done) != given.again:
             continue
-        rows = candidates_of(name, given.batch)
+        rows = candidates_of(name)
         if given.again:
             before = {row["plan"]: row for row in done[name]["candidates"]}
             rows = [{**before[row["plan"]], **row} for row in rows]

@@ -292,8 +292,10 @@ class MachineProfile:
         operation_s: seconds that one operation costs beside what it computes.
         convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
         fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
+        block_s: seconds that a large block of fresh memory costs beside its bytes.
         reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.
         message_s: seconds of a collective of a few numbers.
+        transfer_s: seconds that level 3 takes to gather or reduce a unit beside sending it, on a CPU.
         memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
         source: where the figures are from.
     """
@@ -309,13 +311,15 @@ class MachineProfile:
     operation_s: float
     convolution_share: float = 1.0
     fresh: float | None = None
+    block_s: float = 0.0
     reduce_link: float | None = None
     message_s: float = 0.0
+    transfer_s: float = 0.0
     memory_gb: float | None = None
     source: str = ""
 
 
-_OPTIONAL = ("memory_gb", "convolution_share", "fresh", "reduce_link", "message_s")
+_OPTIONAL = ("memory_gb", "convolution_share", "fresh", "block_s", "reduce_link", "message_s", "transfer_s")
 
 
 def profile_names() -> list[str]:

@@ -103,6 +103,7 @@ class Heap:
         resident_bytes: of all blocks, and of the holes between them.
         peak_bytes: the most of it so far.
         cleared_bytes: that the system has handed out so far. It clears each page before.
+        num_mapped: blocks that were mapped singly so far.
     """
 
     def __init__(self, mapped_bytes: int, kept_bytes: int):
@@ -115,7 +116,7 @@ class Heap:
         self._by_end: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, int]] = {}  # number -> start (-1: mapped) and size
         self._number = 0
-        self.peak_bytes = self.cleared_bytes = 0
+        self.peak_bytes = self.cleared_bytes = self.num_mapped = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -129,6 +130,7 @@ class Heap:
             size = -(-num_bytes // _PAGE) * _PAGE
             self._mapped += size
             self.cleared_bytes += size
+            self.num_mapped += 1
             self._blocks[self._number] = -1, size
         else:
             size = -(-(num_bytes + _HEADER) // _ALIGNMENT) * _ALIGNMENT

@@ -203,7 +203,7 @@ class Forecaster:
                 micro_batches,
                 subject.machine or machine_for(subject.device_type),
                 subject.device_type,
-                0 if step is None else step.cleared_bytes,
+                step,
                 subject.num_threads,
                 self._rehearsed(plan, trace, facts, num_ranks, rule),
             )

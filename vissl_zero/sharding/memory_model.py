@@ -122,6 +122,7 @@ class StepMemory:
         resident_bytes: most that the process holds for them on a CPU, beyond itself before the model is built: with
             what lies free between blocks, and what kernels and libraries add. On a GPU ``peak_bytes``.
         cleared_bytes: that the system hands out anew in a step, and clears before; 0 on a GPU, where torch keeps them.
+        num_mapped: blocks of these that are mapped singly.
         by_kind: bytes at that moment; see ``KINDS``.
         phase: "teacher", "forward", "backward" or "update": in which the peak falls.
         unit: the module entered last before it; empty for the model itself.
@@ -134,6 +135,7 @@ class StepMemory:
     peak_bytes: int
     resident_bytes: int
     cleared_bytes: int
+    num_mapped: int
     by_kind: dict[str, int]
     phase: str
     unit: str
@@ -570,11 +572,12 @@ class _Step:
         drawn = _drawn(total)
         (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
         host, disk = self.elsewhere()
-        resident, cleared = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0)
+        resident, cleared, mapped = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0, 0)
         return StepMemory(
             peak_bytes=int(total[peak]),
             resident_bytes=resident,
             cleared_bytes=cleared,
+            num_mapped=mapped,
             by_kind={kind: int(values[peak]) for kind, values in series.items()},
             phase=phase,
             unit=unit,
@@ -584,8 +587,11 @@ class _Step:
             phases=[name for name, _ in phases],
         )
 
-    def resident(self) -> tuple[int, int]:
-        """What a CPU rank holds at most, and what is cleared in a step: blocks are replayed on the allocator's heap."""
+    def resident(self) -> tuple[int, int, int]:
+        """What a CPU rank holds at most; bytes that are cleared in a step, and large blocks of them.
+
+        Blocks are replayed on the allocator's heap.
+        """
         facts, update = self.facts, self.facts.updates[self.num_ranks]
         constants: dict[str, int] = {}
         for kind, num_bytes in self.constants():
@@ -605,7 +611,7 @@ class _Step:
         states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
-        return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes
+        return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
         """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""

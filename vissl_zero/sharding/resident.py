@@ -22,6 +22,7 @@ class BlockReplay:
 
     Attributes:
         cleared_bytes: fresh memory from the system, which must be cleared, per step.
+        num_mapped: blocks of it that are mapped singly, per step.
     """
 
     def __init__(self, heap: Heap):
@@ -29,7 +30,7 @@ class BlockReplay:
         self._live: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # kind -> number and bytes, oldest first
         self._activations: dict[int, list[int]] = defaultdict(list)  # bytes -> numbers
         self._handed: tuple[int, int] | None = None
-        self.cleared_bytes = 0
+        self.cleared_bytes = self.num_mapped = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -74,7 +75,7 @@ class BlockReplay:
         }
         last = len(trace.deltas) + len(trace.marks)
         for step in range(_NUM_STEPS):
-            cleared = self._heap.cleared_bytes
+            cleared, mapped = self._heap.cleared_bytes, self._heap.num_mapped
             loaded = self._heap.allocate(images) if images else None
             index, next_mark = 0, 0
             for place in range(last):
@@ -92,6 +93,7 @@ class BlockReplay:
                 self._heap.free(number)
             self._end(loaded)
             self.cleared_bytes = self._heap.cleared_bytes - cleared
+            self.num_mapped = self._heap.num_mapped - mapped
 
     def _delta(self, num_bytes: int, is_handed: bool) -> None:
         if num_bytes > 0:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,15 +40,20 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.lifetime import forked
 from vissl_zero.sharding.allocator import keep_freed_blocks
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
-from vissl_zero.sharding.memory_model import ModelFacts
+from vissl_zero.sharding.memory_model import ModelFacts, StepMemory
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
+_BLOCK = 4 * _MIB  # the smallest that a rank maps singly
 _EXCHANGED = 16 * _MIB  # more than a message
+# What gathering or reducing a unit takes beside its bytes, in small operations: from the steps of three networks at
+# levels 1 and 3 on two ranks (docs/plan.md).
+_TRANSFER_OPERATIONS = 400
 _PAIR_S = 60.0  # that two processes may wait for each other
 _CHAIN = 200
+_NUM_MESSAGES = 10
 _LAYERS = ((64, 28), (256, 7))  # channels, pixels a side
 
 
@@ -76,7 +82,8 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
     share = seconds / 8
     with one_thread():
         near, reduced, message = _pair(share)  # forks: before anything else
-        flops = _matmul(torch.float32, share)
+        flops, operation = _matmul(torch.float32, share), _operation(share)
+        fresh, block = _fresh(share)
         machine = MachineProfile(
             name=f"a core of {platform.node()}, measured",
             flops=flops,
@@ -86,11 +93,13 @@ def calibrate(folder: Path, seconds: float = 8.0) -> MachineProfile:
             far_link=near / 2,
             host=_stream(0.0),
             disk=_disk(folder, share),
-            operation_s=_operation(share),
+            operation_s=operation,
             convolution_share=_convolution(share) / flops,
-            fresh=_fresh(share),
+            fresh=fresh,
+            block_s=block,
             reduce_link=reduced,
             message_s=message,
+            transfer_s=_TRANSFER_OPERATIONS * operation,
             source=f"measured on this machine, torch {torch.__version__}; far_link is assumed to be half of near_link",
         )
     target = cache_file()
@@ -152,17 +161,24 @@ def _stream(seconds: float) -> float:
     return 3 * _STREAMED / _best(lambda: a.add_(b), seconds)
 
 
-def _fresh(seconds: float) -> float:
-    """Bytes a second that are mapped, written to and returned."""
+def _fresh(seconds: float) -> tuple[float, float]:
+    """Bytes a second that are mapped, written to and returned; and seconds that a block costs beside its bytes.
 
-    def run() -> None:
-        with mmap.mmap(-1, _STREAMED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                fresh.madvise(mmap.MADV_HUGEPAGE)  # as ranks are started (allocator.py)
-            for start in range(0, _STREAMED, mmap.PAGESIZE):
-                fresh[start] = 1
+    A block of many huge pages and a small one differ: what lies before the first huge page and behind the last is
+    mapped in small ones.
+    """
+    large, small = (_best(partial(_touch, size), seconds / 2) for size in (_STREAMED, _BLOCK))
+    rate = (_STREAMED - _BLOCK) / max(large - small, 1e-9)
+    return rate, max(0.0, small - _BLOCK / rate)
 
-    return _STREAMED / _best(run, seconds)
+
+def _touch(size: int) -> None:
+    """Map a block, write to each of its pages, and return it."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            fresh.madvise(mmap.MADV_HUGEPAGE)  # as ranks are started (allocator.py)
+        for start in range(0, size, mmap.PAGESIZE):
+            fresh[start] = 1
 
 
 def _operation(seconds: float) -> float:
@@ -232,17 +248,31 @@ def _as_rank(rank: int, memories: list[mmap.mmap], folder: str, seconds: float, 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     reduced = _EXCHANGED / _least(lambda: dist.all_reduce(whole), number, time.process_time)
-    small = torch.ones(64)
-
-    def talk() -> None:
-        for _ in range(_CHAIN):
-            dist.all_reduce(small)
-
-    message = _least(talk, number, time.process_time) / _CHAIN
+    message = _message(number)
     if rank == 0:
         found.put((near, reduced, message))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _message(number: int) -> float:
+    """Seconds of a processor that an all-reduce of a few numbers takes between operations of some milliseconds.
+
+    Threads sleep then, as they do in training, and must be woken: one all-reduce right after the other takes half.
+    """
+    small, matrix = torch.ones(64), torch.ones(512, 512)
+
+    def spent(has_messages: bool) -> float:
+        dist.barrier()
+        start = time.process_time()
+        for _ in range(_NUM_MESSAGES):
+            torch.mm(matrix, matrix)
+            if has_messages:
+                dist.all_reduce(small)
+        return time.process_time() - start
+
+    found = [spent(True) - spent(False) for _ in range(number)]
+    return max(0.0, statistics.median(found)) / _NUM_MESSAGES
 
 
 def _least(run: Callable[[], Any], number: int, clock: Callable[[], float]) -> float:
@@ -427,6 +457,11 @@ def real_tensor(fake: Tensor, random: torch.Generator) -> Tensor:
     return nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
 
 
+# Of a unit: gathered for the forward and for the backward pass, and its gradients reduced.
+_TRANSFERS = 3
+# A parameter that comes from a disk and returns to it, for each micro-batch, costs about as much as so many transfers.
+# Measured with three small networks on two ranks (docs/plan.md).
+_STREAMED_TRANSFERS = 1.5
 _HALF = ("float16", "bfloat16")
 _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}
 
@@ -454,7 +489,7 @@ def step_seconds(
     micro_batches: int,
     machine: MachineProfile,
     device_type: str,
-    cleared_bytes: int = 0,
+    memory: StepMemory | None = None,
     num_threads: int = 1,
     rehearsed: Rehearsed = Rehearsed(),
 ) -> float:
@@ -467,7 +502,7 @@ def step_seconds(
         micro_batches: per step.
         machine: its rates.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
-        cleared_bytes: of ``StepMemory``.
+        memory: of the same step; None where it is not known.
         num_threads: of a rank, on the CPU: they share the arithmetic.
         rehearsed: what was measured, in the place of the roofline.
     """
@@ -517,8 +552,31 @@ def step_seconds(
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
         update += micro_batches * taught / num_ranks / machine.host
-    if machine.fresh is not None:
-        compute += cleared_bytes / machine.fresh
+    per_micro_batch = compute + _overhead_seconds(
+        trace, facts, plan, world_size, machine, memory, params_place == "disk"
+    )
+    return micro_batches * per_micro_batch + sent + update
+
+
+def _overhead_seconds(
+    trace: StepTrace,
+    facts: ModelFacts,
+    plan: ShardingPlan,
+    world_size: int,
+    machine: MachineProfile,
+    memory: StepMemory | None,
+    is_streamed: bool,
+) -> float:
+    """Of a micro-batch, what neither computes nor depends on how much is sent: fresh memory, messages, bookkeeping."""
+    seconds = 0.0
+    if memory is not None and machine.fresh is not None:
+        seconds += memory.cleared_bytes / machine.fresh + memory.num_mapped * machine.block_s
     if world_size > 1:
-        sent += micro_batches * trace.work.num_messages * machine.message_s
-    return micro_batches * compute + sent + update
+        seconds += trace.work.num_messages * machine.message_s
+    if plan.level == 3:
+        units, taught = ({param.unit for param in params.values()} for params in (facts.params, facts.teacher))
+        transfers: float = _TRANSFERS * len(units) + len(taught)
+        if is_streamed:
+            transfers += _STREAMED_TRANSFERS * (len(facts.params) + len(facts.teacher))
+        seconds += transfers * machine.transfer_s
+    return seconds
