@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.own_loop.fit import forecaster_of
 from vissl_zero.sharding import float8
 from vissl_zero.sharding.float8 import Rows
+from vissl_zero.sharding.torch_engine import fully_sharded, unit_transfers
+from vissl_zero.sharding.torch_engine.unit_transfers import gather_packed
 
 TOLERANCE = 1e-10
 ROWS, MX = (Float8Plan(Float8.LAYERS, scales) for scales in ("rows", "mx"))
@@ -77,6 +80,30 @@ def test_weights_are_sent_in_float8_from_other_tiers_and_in_shard_groups(
         changes = {"offload_params": OffloadPlan(changes["offload_params"], str(tmp_path), pin_memory=False)}
     world_size = 4 if "shard_group_size" in changes else 3
     assert _largest(replace(VIT, float8=SENT, num_steps=2), world_size, (3,), **changes) < TOLERANCE
+
+
+def _with_collectives(case: Case) -> tuple[Outcome, int]:
+    """Level 3 with torch's own collectives, as on GPUs; and how many gathers were packed."""
+    gathers = []
+
+    def use(units: Any, comm: Any, tell: Any, keeps_buffers: bool, sent: Any) -> Any:
+        fully_sharded._use_collectives(units, comm.num_ranks, False, sent)
+        return list
+
+    def gather(*args: Any) -> None:
+        gathers.append(args)
+        gather_packed(*args)
+
+    with patch.object(fully_sharded, "use_communicator", use), patch.object(unit_transfers, "gather_packed", gather):
+        return train_sharded(case, 3), len(gathers)
+
+
+@pytest.mark.timeout(60)
+def test_weights_are_sent_in_float8_as_gpus_send_them() -> None:
+    case = replace(VIT, float8=SENT, num_steps=2)
+    outcome, num_gathers = run_on_ranks(3, _with_collectives, case)[0]
+    assert max(outcome.distance(train_plainly(case)).values()) < TOLERANCE
+    assert num_gathers == 2 * 2 * 2, "of two blocks, in two passes of two steps"
 
 
 @pytest.mark.timeout(200)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from vissl_zero.collectives import all_gather_into
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.float8 import Rows, packed, unpacked
@@ -190,9 +192,7 @@ class PackedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        def gather(output: Tensor, message: Tensor) -> None:
-            dist.all_gather_into_tensor(output, message, group=group)
-
+        gather = partial(all_gather_into, group=group)
         if output_tensor.dtype == torch.uint8:
             gather(output_tensor, input_tensor)
             return
