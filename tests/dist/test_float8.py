@@ -21,7 +21,7 @@ from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
 from vissl_zero.config.blocks.model_and_loss import Float8
-from vissl_zero.config.resolved import Float8Plan, OffloadPlan, ShardingPlan
+from vissl_zero.config.resolved import Float8Plan, OffloadPlan, Precision, ShardingPlan
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.own_loop.fit import forecaster_of
@@ -205,14 +205,30 @@ def _in_half(case: Case) -> list[Outcome]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", [ROWS, SENT])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_under_autocast(dtype: str) -> None:
+def test_under_autocast(dtype: str, plan: Float8Plan) -> None:
     """Half precision rounds by the order of sums, and a float8 may then fall to the other side."""
-    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=ROWS)
+    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", autocast=dtype, float8=plan)
     reference = train_plainly(case)
     for outcome in run_on_ranks(2, _in_half, case)[0]:
         print(outcome.distance(reference))
         assert outcome.losses == pytest.approx(reference.losses, abs=0.02)
+
+
+def _computed_in(case: Case, dtype: str) -> list[Outcome]:
+    changes = {"precision": Precision(case.dtype, None, dtype, "float32"), "deterministic": True}
+    return [train_sharded(case, level, changes) for level in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_same_bits_where_parameters_are_cast_to_half_before_they_are_sent(dtype: str) -> None:
+    """Rounding what was cast is the same at every level."""
+    case = Case(trunk="vit", norm="none", num_steps=3, lr=0.01, dtype="float32", float8=SENT)
+    first, *others = run_on_ranks(2, _computed_in, case, dtype)[0]
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(other.state[name], tensor) for name, tensor in first.state.items())
 
 
 def _deterministic(case: Case) -> list[Outcome]:

@@ -1,4 +1,6 @@
-"""How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives; weights in float8.
+"""How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives.
+
+Weights of float8 layers can travel in float8, on GPUs too: then a message is packed, see ``Packing``.
 
 If a unit's shards are on disk, they are read before the all-gather, and gradients are spilled after the backward pass.
 ``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
