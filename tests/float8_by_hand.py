@@ -46,7 +46,7 @@ def rounded_in_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def as_sent_by_hand(weight: Tensor) -> Tensor:
     """Each row over the least power of two that leaves no element above 448, in e4m3, and scaled back; in float64."""
-    powers = 2.0 ** torch.arange(-127, 128, dtype=torch.float64)
+    powers = 2.0 ** torch.arange(-126, 128, dtype=torch.float64)
     largest = weight.double().abs().amax(dim=1, keepdim=True)
     scales = powers[torch.searchsorted(448 * powers, largest)]
     return _nearest(weight.double() / scales, representable(4, 3)) * scales

@@ -48,7 +48,8 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 2.0**-9  # of e4m3, above 0
 _SIDE = 16  # which a kernel wants to divide the layer's two widths
 _BLOCK = 32  # elements that share a scale in MX
-_EXPONENT_BIAS, _NO_NUMBER = 127, 255  # of float8_e8m0fnu, which holds powers of two and NaN
+_EXPONENT_BIAS, _NO_NUMBER = 127, 255  # of float8_e8m0fnu, which holds powers of two and NaN, and of float32
+_MANTISSA_BITS = 23  # of float32
 
 
 class Rows(NamedTuple):
@@ -148,15 +149,18 @@ class Blocks(NamedTuple):
 def packed(weight: Tensor) -> Rows:
     """Round a weight (n, k) as it is sent: each row over the least power of two that leaves no element above 448.
 
-    Scales are (n, 1) float8_e8m0fnu. The error of an element is at most 2**-4 of it, or 2**-10 times the scale.
-    ``unpacked`` in the weight's own format is exact, and packed again gives the same numbers. A row with an inf, a NaN
-    or a magnitude above 2**135 becomes NaN.
+    The error of an element is at most 2**-4 of it, or 2**-10 times the scale; scales are in float32, and no less than
+    2**-126. ``unpacked`` in the weight's own format is exact, and packed again gives the same numbers. A row with an
+    inf, a NaN or a magnitude above 2**135 becomes NaN.
     """
     largest = torch.linalg.vector_norm(weight, math.inf, dim=1, keepdim=True)
     limits = torch.finfo(weight.dtype)
     # Below it, steps of e4m3 would be finer than the weight's own, and the scale might be too small for its format.
     least = math.frexp(limits.smallest_normal * limits.eps)[1] - math.frexp(_SMALLEST)[1]
-    scales = _powers(largest.to(torch.promote_types(weight.dtype, torch.float32)), least)
+    exponents = _exponents(largest.to(torch.promote_types(weight.dtype, torch.float32)))
+    # A power of two by its bits: exact everywhere, and torch.compile has no float8_e8m0fnu.
+    codes = exponents.clamp(min=max(least, 1 - _EXPONENT_BIAS)) + _EXPONENT_BIAS
+    scales = (codes.clamp(max=_NO_NUMBER) << _MANTISSA_BITS).view(torch.float32)
     return Rows((weight / scales.to(weight.dtype)).to(_E4M3), scales)
 
 
@@ -170,16 +174,18 @@ def as_sent(weight: Tensor) -> Tensor:
     return unpacked(packed(weight), torch.empty_like(weight))
 
 
-def _powers(largest: Tensor, least: int = -_EXPONENT_BIAS) -> Tensor:
-    """For the largest magnitude of each block, its scale in e8m0: the least power of two, or NaN where none will do.
+def _powers(largest: Tensor) -> Tensor:
+    """For the largest magnitude of each block, its scale in e8m0: the least power of two, or NaN where none will do."""
+    codes = (_exponents(largest) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
+    return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
 
-    ``least`` is the smallest exponent to give.
-    """
+
+def _exponents(largest: Tensor) -> Tensor:
+    """Of the least powers of two that leave no magnitude above 448, int32; where none will do, that of no number."""
     most, exponent_of_most = math.frexp(torch.finfo(_E4M3).max)
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - exponent_of_most + (mantissa > most)
-    codes = (exponent.clamp(min=least) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
-    return torch.where(largest.isfinite(), codes, _NO_NUMBER).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return torch.where(largest.isfinite(), exponent, _NO_NUMBER - _EXPONENT_BIAS)
 
 
 def _widened(scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -126,7 +126,7 @@ class Packing:
         wide, float8 = self._sorted(part)
         rows = [packed(weight) for weight in float8]
         *places, rest = message.split(self._sizes(part.element_size()))
-        pieces = [*wide, *(values for values, _ in rows), *(scales for _, scales in rows)]
+        pieces = [*wide, *(values for values, _ in rows), *(scales.to(torch.float8_e8m0fnu) for _, scales in rows)]
         for place, piece in zip(places, pieces, strict=True):
             place.copy_(piece.flatten().view(torch.uint8))
         rest.zero_()
