@@ -44,6 +44,14 @@ def rounded_in_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return _nearest(matrix.double() / torch.cat(scales, dim=1), representable(4, 3)), torch.cat(scales, dim=1)
 
 
+def as_sent_by_hand(weight: Tensor) -> Tensor:
+    """Each row over the least power of two that leaves no element above 448, in e4m3, and scaled back; in float64."""
+    powers = 2.0 ** torch.arange(-126, 128, dtype=torch.float64)
+    largest = weight.double().abs().amax(dim=1, keepdim=True)
+    scales = powers[torch.searchsorted(448 * powers, largest)]
+    return _nearest(weight.double() / scales, representable(4, 3)) * scales
+
+
 def _nearest(matrix: Tensor, table: Tensor) -> Tensor:
     """The representable number nearest to each element; ties to even."""
     sizes = matrix.abs()
@@ -69,22 +77,24 @@ class _ByHand(torch.autograd.Function):
     """``x @ weight.T``, all of it in float64 whatever comes in and goes out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str, is_sent: bool) -> Tensor:
+        ctx.dtype = weight.dtype
+        weight = as_sent_by_hand(weight) if is_sent else weight
         ctx.save_for_backward(x, weight)
         ctx.scales = scales
         out = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         return (scaled_back(x, scales) @ scaled_back(weight, scales).t()).to(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         grad = scaled_back(grad, ctx.scales, is_gradient=True)
         grad_x, grad_weight = grad @ scaled_back(weight.t(), ctx.scales).t(), grad.t() @ scaled_back(x, ctx.scales)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight.to(ctx.dtype), None, None
 
 
-def _forward(self: nn.Linear, x: Tensor, scales: str) -> Tensor:
-    rows = _ByHand.apply(x.flatten(0, -2), self.weight, scales)
+def _forward(self: nn.Linear, x: Tensor, plan: Float8Plan) -> Tensor:
+    rows = _ByHand.apply(x.flatten(0, -2), self.weight, plan.scales, plan.gather)
     return (rows if self.bias is None else rows + self.bias.to(rows.dtype)).unflatten(0, x.shape[:-1])
 
 
@@ -92,4 +102,4 @@ def multiply_by_hand(model: nn.Module, plan: Float8Plan) -> None:
     """Have the linear layers whose names match multiply so; in place."""
     for name, layer in model.named_modules():
         if plan.layers and isinstance(layer, nn.Linear) and re.search(plan.layers, name):
-            layer.forward = partial(_forward, layer, scales=plan.scales)  # type: ignore[method-assign]
+            layer.forward = partial(_forward, layer, plan=plan)  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ class Case:
         frozen_steps: steps for which the prototypes stay frozen.
         frozen_trunk: no gradient for the stem and first block from the start.
         unused: the model has a parameter that the loss does not use.
-        tied: two blocks share a weight.
+        tied: two blocks share a weight; of trunks, the convolutions' and the plain transformer's.
         giant: one layer holds nearly all parameters.
         is_shallow: the trunk has a block less.
         thin: the head has a layer of one row.
@@ -192,7 +192,11 @@ def _vision_transformer(case: Case, width: int = 6, mlp_width: int = 10) -> nn.M
     widths = {"HIDDEN_DIM": width, "MLP_DIM": mlp_width}
     more = {"NUM_REGISTERS": 1, "LAYER_SCALE_INIT": 0.5, "QKV_BIAS": True, "PATCH_DROP_RATE": case.dropout}
     rates = dict.fromkeys(("DROPOUT_RATE", "ATTENTION_DROPOUT_RATE", "DROP_PATH_RATE"), case.dropout)
-    return VisionTransformer(**sizes, **widths, **more, **rates)
+    trunk = VisionTransformer(**sizes, **widths, **more, **rates)
+    if case.tied:
+        first, second = (block.get_submodule("unit.mlp.fc1") for block in trunk.blocks)
+        second.weight = first.weight
+    return trunk
 
 
 def _timm(name: str, **model_args: Any) -> Callable[[Case], nn.Module]:

@@ -62,6 +62,15 @@ def test_bytes_of_parameters_in_bfloat16_are_those_of_a_run(level, rounding, tmp
     _compare(replace(plan, run_dir=str(tmp_path)), spare_activations=2**16)
 
 
+@pytest.mark.parametrize("scales", ["rows", "mx"])
+def test_bytes_where_level_3_gathers_in_float8_are_those_of_a_run(scales, tmp_path):
+    overrides = [f"config.MODEL.FLOAT8.{key}" for key in ("USE_FLOAT8=true", "GATHER=true", f"SCALES={scales}")]
+    overrides += ["config.ZERO.LEVEL=3", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8"]
+    plan = planned(*overrides, recipe="digits/dinov2")
+    assert plan.sharding.level == 3 and plan.sharding.float8.gather
+    _compare(replace(plan, run_dir=str(tmp_path)))
+
+
 def _compare(plan: ResolvedRun, spare_activations: int = 0) -> None:
     planned_run = dry_run(plan)
     per_rank = run_on_ranks(2, measured, plan)

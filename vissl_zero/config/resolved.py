@@ -135,10 +135,12 @@ class Float8Plan:
     Attributes:
         layers: regular expression of their full names, found anywhere in them; empty: none does.
         scales: rows (one for each row) or mx (one for each 32 elements of a row).
+        gather: their weights are rounded to a byte an element, in which level 3 sends them.
     """
 
     layers: str = ""
     scales: str = "rows"
+    gather: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
 from vissl_zero.config.constraints import choice, pattern_problems
 from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
-from vissl_zero.config.derive.sharding_plan import IMPLIED, TYPES, implied_level, narrow_problems, typed_level
+from vissl_zero.config.derive.sharding_plan import (
+    IMPLIED,
+    NEEDS_FLOAT8,
+    SENDS_NOTHING,
+    TYPES,
+    implied_level,
+    narrow_problems,
+    typed_level,
+)
 from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError, Problem
 
@@ -57,6 +65,7 @@ class _Keys:
     compile: bool = False
     float8: bool | str = False
     float8_scales: str = choice("rows", "rows", "mx")
+    float8_gather: bool = False
     memory_gb: float | None = None
     host_memory_gb: float | None = None
     disk_gb: float | None = None
@@ -270,6 +279,8 @@ def _range_problems(keys: _Keys) -> list[Problem]:
             )
     if isinstance(keys.float8, str):
         found += pattern_problems("zero.float8", keys.float8)
+    if keys.float8_gather and keys.float8 is False:
+        found.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
     if keys.wrap_threshold < 0:
         found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
     return found
@@ -324,6 +335,8 @@ def _no_effect(keys: _Keys, level: int) -> list[str]:
     found = []
     if keys.float8_scales != "rows" and keys.float8 is False:
         found.append("zero.float8_scales has no effect without zero.float8.")
+    if keys.float8_gather and level < 3:
+        found.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
     if level:
         return found
     in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
@@ -334,7 +347,8 @@ def _no_effect(keys: _Keys, level: int) -> list[str]:
 def _float8_plan(keys: _Keys) -> Float8Plan:
     if keys.float8 is False:
         return Float8Plan()
-    return Float8Plan(_BLOCK_LAYERS if keys.float8 is True else keys.float8, keys.float8_scales)
+    layers = _BLOCK_LAYERS if keys.float8 is True else keys.float8
+    return Float8Plan(layers, keys.float8_scales, keys.float8_gather)
 
 
 _MARK = "zero_optimization"

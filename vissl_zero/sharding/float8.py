@@ -14,7 +14,8 @@ in the backward pass. There are two ways to scale, each found anew from what is 
   process, which powers of two would round otherwise.
 
 Products accumulate in float32. Weights, and what the optimizer does to them, stay as they are: a gathered weight is
-rounded where it is used.
+rounded where it is used. With ``Float8Plan.gather`` it is rounded before that, in the way in which level 3 sends it
+(``packed``). To round so twice is to round once, so a layer rounds at every level, whether its weight was sent or not.
 
 So no scale depends on which other tokens a rank holds or on how weights are cut. A gradient of a weight is a sum over
 tokens. Their scales stand inside the sum, where no product of scaled rows applies them; MX would have 32 tokens share
@@ -44,9 +45,11 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.sharding.torch_private import reshaped, scaled_product
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SMALLEST = 2.0**-9  # of e4m3, above 0
 _SIDE = 16  # which a kernel wants to divide the layer's two widths
 _BLOCK = 32  # elements that share a scale in MX
-_EXPONENT_BIAS, _NO_NUMBER = 127, 255  # of float8_e8m0fnu, which holds powers of two and NaN
+_EXPONENT_BIAS, _NO_NUMBER = 127, 255  # of float8_e8m0fnu, which holds powers of two and NaN, and of float32
+_MANTISSA_BITS = 23  # of float32
 
 
 class Rows(NamedTuple):
@@ -143,13 +146,46 @@ class Blocks(NamedTuple):
         return (found if self.factors is None else found * self.factors).to(dtype)
 
 
+def packed(weight: Tensor) -> Rows:
+    """Round a weight (n, k) as it is sent: each row over the least power of two that leaves no element above 448.
+
+    The error of an element is at most 2**-4 of it, or 2**-10 times the scale; scales are in float32, and no less than
+    2**-126. ``unpacked`` in the weight's own format is exact, and packed again gives the same numbers. A row with an
+    inf, a NaN or a magnitude above 2**135 becomes NaN.
+    """
+    largest = torch.linalg.vector_norm(weight, math.inf, dim=1, keepdim=True)
+    limits = torch.finfo(weight.dtype)
+    # Below it, steps of e4m3 would be finer than the weight's own, and the scale might be too small for its format.
+    least = math.frexp(limits.smallest_normal * limits.eps)[1] - math.frexp(_SMALLEST)[1]
+    exponents = _exponents(largest.to(torch.promote_types(weight.dtype, torch.float32)))
+    # A power of two by its bits: exact everywhere, and torch.compile has no float8_e8m0fnu.
+    codes = exponents.clamp(min=max(least, 1 - _EXPONENT_BIAS)) + _EXPONENT_BIAS
+    scales = (codes.clamp(max=_NO_NUMBER) << _MANTISSA_BITS).view(torch.float32)
+    return Rows((weight / scales.to(weight.dtype)).to(_E4M3), scales)
+
+
+def unpacked(rows: Rows, out: Tensor) -> Tensor:
+    """Scale what ``packed`` gave back, into ``out`` of its shape; leading dimensions are allowed in all. Exact."""
+    return out.copy_(rows.values).mul_(rows.scales.to(out.dtype))
+
+
+def as_sent(weight: Tensor) -> Tensor:
+    """A weight (n, k) in its own format, rounded as it is sent. Bit for bit the same of one that has been sent."""
+    return unpacked(packed(weight), torch.empty_like(weight))
+
+
 def _powers(largest: Tensor) -> Tensor:
     """For the largest magnitude of each block, its scale in e8m0: the least power of two, or NaN where none will do."""
+    codes = (_exponents(largest) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
+    return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """Of the least powers of two that leave no magnitude above 448, int32; where none will do, that of no number."""
     most, exponent_of_most = math.frexp(torch.finfo(_E4M3).max)
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - exponent_of_most + (mantissa > most)
-    codes = (exponent + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
-    return torch.where(largest.isfinite(), codes, _NO_NUMBER).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return torch.where(largest.isfinite(), exponent, _NO_NUMBER - _EXPONENT_BIAS)
 
 
 def _widened(scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -188,27 +224,31 @@ class _Product(torch.autograd.Function):
     """``x @ weight.T`` of x (n, k) and weight (m, k), in ``dtype``. Keeps x in float8 and the weight as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, kind: type[Rows | Blocks]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, kind: type[Rows | Blocks], is_sent: bool
+    ) -> Tensor:
         scaled: Any = kind.of(x, is_gradient=False)
         ctx.save_for_backward(*(scaled[:2] if weight.requires_grad else (None, None)), weight)
-        ctx.formats, ctx.kind = (x.dtype, dtype), kind
-        found: Tensor = scaled.times(kind.of(weight, is_gradient=False), dtype)
+        ctx.formats, ctx.kind, ctx.is_sent = (x.dtype, dtype), kind, is_sent
+        used = as_sent(weight) if is_sent else weight
+        found: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         values, scales, weight = ctx.saved_tensors
         (of_input, of_output), kind = ctx.formats, ctx.kind
         grad_x = grad_weight = None
         with torch.autocast(grad.device.type, enabled=False):
             scaled = kind.of(grad, is_gradient=True)
             if ctx.needs_input_grad[0]:
-                grad_x = scaled.times(kind.of(weight.t().contiguous(), is_gradient=False), of_input)
+                used = as_sent(weight) if ctx.is_sent else weight
+                grad_x = scaled.times(kind.of(used.t().contiguous(), is_gradient=False), of_input)
             if ctx.needs_input_grad[1]:
                 x = kind(values, scales)
                 grad_weight = (scaled.wide(of_output).t() @ x.wide(of_output)).to(weight.dtype)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -217,10 +257,12 @@ class Float8Linear(nn.Linear):
     Attributes:
         kind: of matrix that it multiplies.
         least_capability: of a GPU that multiplies such matrices.
+        is_sent: the weight is rounded first, as ranks send it; its gradient is that of the rounded one.
     """
 
     kind: ClassVar[type[Rows | Blocks]] = Rows
     least_capability: ClassVar[tuple[int, int]] = (8, 9)  # Ada; Hopper is 9.0
+    is_sent: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in autocast's format where that is on."""
@@ -228,7 +270,7 @@ class Float8Linear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
         with torch.autocast(device, enabled=False):
-            output: Tensor = _Product.apply(flat, self.weight, dtype, self.kind)
+            output: Tensor = _Product.apply(flat, self.weight, dtype, self.kind, self.is_sent)
         output = reshaped(output, (*input.shape[:-1], self.out_features))
         return output if self.bias is None else output + self.bias.to(dtype)
 
@@ -251,6 +293,22 @@ def quantize_layers(model: nn.Module, plan: Float8Plan) -> None:
     for name, layer in _linear_layers(model).items():
         if plan.layers and re.search(plan.layers, name):
             layer.__class__ = _LAYERS[plan.scales]
+            assert isinstance(layer, Float8Linear)
+            layer.is_sent = plan.gather
+
+
+def sent_weights(model: nn.Module) -> set[nn.Parameter]:
+    """The weights to send in float8: each belongs to one layer that rounds it, and to no other module."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    layers = {param: own[0] for param, own in owners.items() if len(own) == 1}
+    return {
+        param
+        for param, layer in layers.items()
+        if isinstance(layer, Float8Linear) and layer.is_sent and param is layer.weight
+    }
 
 
 def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key: str = "config.MODEL.FLOAT8") -> None:

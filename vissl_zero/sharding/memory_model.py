@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
+from vissl_zero.sharding.float8 import sent_weights
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.block_file import pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
@@ -53,12 +54,14 @@ class ParamFacts:
         itemsize: bytes of an element.
         unit: first module of the unit that holds it at level 3.
         is_trained: an optimizer updates it.
+        is_float8: level 3 sends it in float8.
     """
 
     shape: tuple[int, ...]
     itemsize: int
     unit: str
     is_trained: bool
+    is_float8: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +73,13 @@ class ParamFacts:
         if not self.shape:
             return self.itemsize
         return -(-self.shape[0] // num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
+
+    def sent(self, num_ranks: int, share: float) -> float:
+        """Bytes of that part in a message of level 3, which has ``share`` of the bytes in the master format."""
+        if not self.is_float8:
+            return self.padded(num_ranks) * share
+        num_rows = -(-self.shape[0] // num_ranks)
+        return num_rows * (torch.Size(self.shape[1:]).numel() + 1)  # a scale for each row
 
 
 @dataclass(frozen=True)
@@ -154,14 +164,18 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
         trained: full names.
     """
     owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
-    updated = set(trained)
+    updated, sent = set(trained), sent_weights(model)
     found = {}
     for name, param in model.named_parameters():
         module = name.rpartition(".")[0]
         while module not in owners:
             module = module.rpartition(".")[0]
         found[name] = ParamFacts(
-            tuple(param.shape), param.element_size(), owners[module], name in updated and param.requires_grad
+            tuple(param.shape),
+            param.element_size(),
+            owners[module],
+            name in updated and param.requires_grad,
+            param in sent,
         )
     return found
 
@@ -322,9 +336,21 @@ class _Step:
             largest = max((self.whole_unit(unit) for unit in self.units), default=0)
             # A set: there is one buffer for each number format, used for gathering and for reducing.
             shares = {self.compute_share, self.reduce_share}
-            yield "communication", int(sum(largest * share for share in shares))
+            yield "communication", int(sum(largest * share for share in shares)) + self.packed()
             if self.facts.teacher and not self.plan.offload_params.is_on_disk:
-                yield "communication", int(largest * self.compute_share)
+                yield "communication", int(largest * self.compute_share) + self.packed()
+
+    def packed(self) -> int:
+        """Bytes of the largest messages of a unit, of all ranks, that have weights in float8."""
+        if self.plan.level < 3:
+            return 0
+        units = [[self.facts.params[name] for name in names] for names in self.units.values()]
+        sizes = (
+            sum(param.sent(self.num_ranks, self.compute_share) for param in unit)
+            for unit in units
+            if any(param.is_float8 for param in unit)
+        )
+        return int(max(sizes, default=0)) * self.num_ranks
 
     @property
     def keeps_buffer(self) -> bool:

@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
@@ -40,7 +40,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.lifetime import forked
 from vissl_zero.sharding.allocator import keep_freed_blocks
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
-from vissl_zero.sharding.memory_model import ModelFacts, StepMemory
+from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
@@ -480,6 +480,11 @@ def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_th
     return seconds + work.num_operations * machine.operation_s
 
 
+def _messages(params: Mapping[str, ParamFacts], share: float) -> float:
+    """Bytes of all parameters as level 3 sends them; ``share``: of those in the master format."""
+    return sum(param.sent(1, share) for param in params.values())
+
+
 def step_seconds(
     trace: StepTrace,
     facts: ModelFacts,
@@ -527,9 +532,10 @@ def step_seconds(
         rounds = micro_batches if plan.level >= 2 else 1
         # Level 3 gathers before each forward and each backward pass; levels 1 and 2 once a step.
         gathers = 2 * micro_batches if plan.level == 3 else 1
-        sent = cut * (rounds * grads + gathers * params * share) / group_link
+        messages = _messages(facts.params, share) if plan.level == 3 else params * share
+        sent = cut * (rounds * grads + gathers * messages) / group_link
         if plan.level == 3:
-            sent += cut * micro_batches * taught * share / group_link
+            sent += cut * micro_batches * _messages(facts.teacher, share) / group_link
             # Between parameters and messages all is copied once more: read and written.
             sent += 2 * (rounds * grads + (gathers * params + micro_batches * taught) * share) / machine.memory
         replicas = world_size // num_ranks

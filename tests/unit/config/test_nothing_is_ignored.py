@@ -54,6 +54,7 @@ KEYS: dict[str, Any] = {
     f"{PARAM}max_in_cpu": 7.0,
     "TRAINER__COMPILE": True,
     "MODEL__FLOAT8__USE_FLOAT8": True,
+    "MODEL__FLOAT8__GATHER": True,
 }
 
 
@@ -101,6 +102,14 @@ def test_the_level_as_colossalai_writes_it(level: int) -> None:
     plan, notes = _answer(CPU_HOST, {"ZERO__LEVEL": "auto", "ZERO__type": f"ZeroRedundancyOptimizer_Level_{level}"})
     assert plan is not None and plan.level == level and not notes
     assert plan.precision.autocast is None, "a recipe's precision is what it states"
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_weights_are_sent_in_float8_at_level_3_alone_and_others_say_so(level: int) -> None:
+    keys = {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__GATHER": True}
+    plan, notes = _answer(CPU_HOST, {"ZERO__LEVEL": level, **keys})
+    assert plan is not None and plan.float8.gather
+    assert any("MODEL.FLOAT8.GATHER" in note and "sends none in float8" in note for note in notes) == (level < 3)
 
 
 def test_a_block_without_level_whose_parameters_are_offloaded_is_level_3() -> None:

@@ -47,6 +47,10 @@ REFUSALS = {
         {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": ""},
         "config.MODEL.FLOAT8.LAYERS: must be a regular expression, and not empty",
     ),
+    "gathers in float8 without float8": (
+        {"MODEL__FLOAT8__GATHER": True},
+        "config.MODEL.FLOAT8.GATHER: needs layers that multiply in float8",
+    ),
     "fairscale unsharded": ({"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 0}, "fairscale has no level 0"),
     "unknown engine": ({"ZERO__ENGINE": "torhc"}, "Did you mean 'torch'?"),
     "accumulation": (

@@ -25,7 +25,7 @@ def planned(*overrides: str) -> ResolvedRun:
     "overrides",
     [
         [],
-        ["config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.SCALES=mx"],
+        ["config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.SCALES=mx", "config.MODEL.FLOAT8.GATHER=true"],
         ["config.OPTIMIZER.name=sgd", "config.OPTIMIZER.use_larc=true", "config.ZERO.clip_grad=1e-3"],
         [
             "config.MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING=true",

@@ -65,6 +65,13 @@ def test_float8_is_a_switch_or_a_pattern():
     scales = {"level": 1, "float8_scales": "mx"}
     assert read_settings({**scales, "float8": "dense"}).float8 == Float8Plan("dense", "mx")
     assert read_settings(scales).notes == ("zero.float8_scales has no effect without zero.float8.",)
+    sent = {"float8": "dense", "float8_gather": True}
+    assert read_settings({"level": 3, **sent}).float8 == Float8Plan("dense", gather=True)
+    assert read_settings({"level": 3, **sent}).notes == ()
+    (note,) = read_settings({"level": 2, **sent}).notes
+    assert note.startswith("zero.float8_gather: ") and note.endswith("level 2 sends none in float8.")
+    with pytest.raises(ConfigError, match=r"zero\.float8_gather: needs layers that multiply in float8"):
+        read_settings({"level": 3, "float8_gather": True})
     with pytest.raises(ConfigError, match=r"zero\.float8_scales: must be rows or mx \(got 'blocks'\)"):
         read_settings({"level": 1, "float8": True, "float8_scales": "blocks"})
     for pattern in ("(", ""):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.float8_by_hand import multiply_by_hand, representable, rounded, rounded_in_blocks
+from tests.float8_by_hand import as_sent_by_hand, multiply_by_hand, representable, rounded, rounded_in_blocks
 from vissl_zero.config.resolved import Float8Plan, ShardingPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.sharding import float8
@@ -17,12 +17,16 @@ from vissl_zero.sharding.float8 import (
     Blocks,
     Float8Linear,
     MxLinear,
+    as_sent,
+    packed,
     product,
     quantize,
     quantize_layers,
     require_float8,
+    sent_weights,
 )
 from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.torch_engine.unit_transfers import Packing, gather_packed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [(E4M3, 4, 3), (E5M2, 5, 2)]
@@ -104,6 +108,83 @@ def test_blocks_are_rounded_as_written_out(wide: torch.dtype, width: int) -> Non
     assert (error <= torch.maximum(bound, scales * 2.0**-10)).all()
 
 
+WIDE = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# Above 224 and up to 232, which is a tie, the largest is rounded to 224: then the scale is half of what it was.
+LARGEST = [223.0, 224.0, 225.0, 231.0, 232.0, 233.0, 447.0, 448.0, 449.0, 463.0, 464.0, 465.0]
+
+
+def _weights(dtype: torch.dtype) -> Tensor:
+    """Rows of all sizes, of zeros, of numbers that only just exist, and around the scales' steps."""
+    torch.manual_seed(0)
+    limits = torch.finfo(dtype)
+    random = torch.randn(2000, 37).double() * 2.0 ** torch.randint(-30, 11, (2000, 1))
+    zeros = torch.tensor([0.0, -0.0]).double()[:, None].expand(2, 37)
+    tiny = torch.randint(-300, 300, (300, 37)).double() * limits.smallest_normal * limits.eps
+    steps = torch.rand(len(LARGEST), 37).double() * 200
+    steps[:, 5] = torch.tensor(LARGEST)
+    return torch.cat([random, zeros, tiny, steps, -steps / 2**9]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_a_weight_that_was_sent_is_rounded_to_itself(dtype: torch.dtype) -> None:
+    weight = _weights(dtype)
+    once = as_sent(weight)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(as_sent(once).view(bits), once.view(bits)), "bit for bit, the sign of zeros too"
+    assert torch.equal(as_sent(once[7:60]), once[7:60]) and torch.equal(as_sent(weight[7:60]), once[7:60])
+    assert once.isfinite().all() and (once != weight).double().mean() > 0.5
+    # Scales end at 2**-126: the rows of numbers that only just exist in float64 become zeros, also by hand.
+    assert torch.equal(once.double(), as_sent_by_hand(weight))
+    rows = packed(weight)
+    assert torch.equal(rows.scales.to(torch.float8_e8m0fnu).float(), rows.scales), "a byte is enough"
+    assert (rows.values.shape, rows.scales.shape) == (weight.shape, (len(weight), 1))
+    error, bound = (once - weight).double().abs(), weight.double().abs() * 2.0**-4
+    assert (error <= torch.maximum(bound, rows.scales.double() * 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_of_a_weight_that_is_not_finite_is_sent_as_nan_and_no_other_is(bad: float) -> None:
+    weight = torch.ones(3, 4)
+    weight[1, 2] = bad
+    assert as_sent(weight).isnan().sum(dim=1).tolist() == [0, 4, 0]
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_message_brings_weights_rounded_and_the_rest_as_it_is(rank: int, dtype: torch.dtype) -> None:
+    shapes = [torch.Size(shape) for shape in ((5, 7), (3,), (2, 3, 2), (4, 33), (1,))]
+    is_float8, sizes = [True, False, False, True, False], [shape.numel() for shape in shapes]
+    packing, num_elements = Packing(shapes, is_float8), sum(sizes)
+    torch.manual_seed(0)
+    parts = torch.randn(3, num_elements).to(dtype)
+    num_bytes = packing.num_bytes(dtype.itemsize)
+    least = (5 * 7 + 5) + (4 * 33 + 4) + (3 + 12 + 1) * dtype.itemsize
+    assert num_bytes % 16 == 0 and least <= num_bytes < least + 16
+    output = torch.full_like(parts, math.nan)
+    output[rank] = parts[rank]
+
+    def gather(everything: Tensor, mine: Tensor) -> None:
+        assert everything[rank * num_bytes :].data_ptr() == mine.data_ptr()
+        for other in {0, 1, 2} - {rank}:
+            packing.pack(parts[other], everything.view(3, -1)[other])
+
+    gather_packed(packing, output.flatten(), torch.empty(3, num_bytes, dtype=torch.uint8), rank, gather)
+    for other, (found, part) in enumerate(zip(output, parts, strict=True)):
+        for got, sent, shape, is_sent in zip(found.split(sizes), part.split(sizes), shapes, is_float8, strict=True):
+            is_rounded = is_sent and other != rank
+            assert torch.equal(got, as_sent(sent.view(shape)).flatten() if is_rounded else sent)
+
+
+def test_weights_of_one_float8_layer_alone_are_sent_so() -> None:
+    model = _model()
+    model.tied, model.again = nn.Linear(2, 2), model.blocks[0]["fc1"]
+    model.tied.weight = model.blocks[1]["fc1"].weight
+    quantize_layers(model, Float8Plan("fc1|tied|head"))
+    assert sent_weights(model) == set()
+    quantize_layers(model, Float8Plan("fc1|tied|head", gather=True))
+    assert sent_weights(model) == {model.blocks[0]["fc1"].weight, model.head.weight}
+
+
 def test_three_times_a_gradient_is_rounded_to_three_times_the_numbers() -> None:
     """Or 3 ranks, each with a mean over a third of the samples, would train otherwise than one process."""
     torch.manual_seed(0)
@@ -145,13 +226,14 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [output, *(tensor.grad for tensor in (x, *model.parameters()) if tensor.grad is not None)]
 
 
-@pytest.mark.parametrize("scales", ["rows", "mx"])
+@pytest.mark.parametrize(
+    "plan", [Float8Plan(".", scales, gather) for scales in ("rows", "mx") for gather in (False, True)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(41,), (4, 41), (2, 3, 41), (0, 41)])
-def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool, scales: str) -> None:
+def test_a_layer_is_the_one_written_out(shape: tuple[int, ...], bias: bool, plan: Float8Plan) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(41, 64, bias=bias), nn.Tanh(), nn.Linear(64, 2, bias=bias)).double()
-    plan = Float8Plan(".", scales)
     by_hand, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
     quantize_layers(model, plan)
     if len(shape) > 1:

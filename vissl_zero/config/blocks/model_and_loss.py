@@ -83,6 +83,9 @@ class Float8:
     LAYERS: str = "^trunk[.](.*[.])?(qkv|proj|fc1|fc2)$"
     """Regular expression of the layers' full names, found anywhere in them; the default: the trunk's qkv, proj, fc1 and
     fc2, which are those of a transformer's blocks."""
+    GATHER: bool = False
+    """Level 3 sends the weights of these layers in float8: a byte an element and one a row, in place of two to eight an
+    element. All levels round them so first, so that all train the same; 0 to 2 send what they send without it."""
 
 
 @dataclass

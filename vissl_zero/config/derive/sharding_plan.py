@@ -202,10 +202,18 @@ def narrow_problems(
     return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
 
 
+NEEDS_FLOAT8 = "needs layers that multiply in float8: their weights alone are sent so"
+SENDS_NOTHING = (
+    "{key}: weights are rounded as level 3 sends them, so that all levels train the same; "
+    "level {level} sends none in float8."
+)
+
+
 def float8(cfg: RunConfig, host: Host) -> list[Problem]:
     """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
-        return []
+        key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
+        return [Problem(key, "True", NEEDS_FLOAT8, fix)] if cfg.MODEL.FLOAT8.GATHER else []
     found = pattern_problems("config.MODEL.FLOAT8.LAYERS", cfg.MODEL.FLOAT8.LAYERS)
     if cfg.ZERO.ENGINE == "fairscale":
         must = "is not available on fairscale, where its parity has not been shown"
@@ -302,7 +310,7 @@ def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple
 
 
 def _float8_plan(block: Float8) -> Float8Plan:
-    return Float8Plan(block.LAYERS, block.SCALES) if block.USE_FLOAT8 else Float8Plan()
+    return Float8Plan(block.LAYERS, block.SCALES, block.GATHER) if block.USE_FLOAT8 else Float8Plan()
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
@@ -364,6 +372,8 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str
             "config.TRAINER.DETERMINISTIC: every run gives the same bits; levels may differ in the last ones, because "
             "norms (clip_grad, LARC, LARS) are summed shard by shard."
         )
+    if plan.float8.gather and plan.level < 3:
+        notes.append(SENDS_NOTHING.format(key="config.MODEL.FLOAT8.GATHER", level=plan.level))
     if plan.wrap_threshold and plan.level == 0:
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
     elif plan.wrap_threshold and plan.engine == "fairscale" and plan.level < 3:

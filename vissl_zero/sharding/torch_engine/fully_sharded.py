@@ -7,7 +7,7 @@ pass; level 1 keeps them whole, without communication, until the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator, open_communicator
+from vissl_zero.sharding.float8 import sent_weights
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
 from vissl_zero.sharding.offload.parameter_store import ParameterStore, disk_shard, host_shard, needs_host_shards
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
@@ -31,7 +32,13 @@ from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import hide_gradient, shards_of
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
-from vissl_zero.sharding.torch_engine.unit_transfers import UnitOnDisk, stored_params, use_communicator
+from vissl_zero.sharding.torch_engine.unit_transfers import (
+    PackedAllGather,
+    UnitOnDisk,
+    packing_of,
+    stored_params,
+    use_communicator,
+)
 from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
 from vissl_zero.sharding.wrap_plan import PlannedUnit, WrapPlan
 
@@ -71,14 +78,15 @@ class FullySharded(ShardedModel):
             titles = [" + ".join(names[part] for part in modules_of(unit_state(unit))) for unit in self._units]
             # The communicator compares the order of units at once, but only among the ranks of a shard group.
             is_recording = self.comm is None or group.size() < dist.get_world_size()
-            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording)
+            # Levels 1 and 2 gather once a step, and level 3 in every pass.
+            sent = sent_weights(module) if plan.level == 3 else set()
+            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording, sent=sent)
             if self.comm is not None:
                 # A teacher on disk would hold one more unit while the student has three.
                 tell, keeps_buffers = self._guard.tell, store is None or build_optimizer is not None
-                self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers=keeps_buffers)
-            elif plan.deterministic:  # the comm adds up in the order of ranks as it is
-                for unit in self._units:
-                    unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
+                self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers, sent)
+            else:
+                _use_collectives(self._units, group.size(), plan.deterministic, sent)
             shards = [disk_shard(shard, store) for shard in shards_of(module, group)]
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
@@ -247,6 +255,17 @@ def _wrap(
     for scalar in scalars:
         # fully_shard moves what it cuts and leaves ignored parameters where they are.
         scalar.data = scalar.data.to(mesh.device_type)
+
+
+def _use_collectives(
+    units: Sequence[FSDPModule], num_ranks: int, is_ordered: bool, sent: Collection[nn.Parameter]
+) -> None:
+    """Where there is no communicator, which sums in the order of ranks as it is: torch's own, or those of GPUs."""
+    for unit in units:
+        if is_ordered:
+            unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
+        if num_ranks > 1 and (packing := packing_of(unit, sent)):
+            unit.set_custom_all_gather(PackedAllGather(packing))  # type: ignore[arg-type]
 
 
 def _value_and_presence(scalar: nn.Parameter) -> Tensor:

@@ -10,7 +10,7 @@ each other which unit it is for, and an absent gradient counts as zero.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from types import GeneratorType
 from typing import Any, NoReturn
@@ -61,6 +61,13 @@ TAKEN_APART = (
 )
 
 
+NOT_MULTIPLIED = (
+    "{} is read by another module than its layer, which did not run. Ranks send it in float8, and that layer alone "
+    "rounds it so: ZeRO level 3 would train otherwise than levels 0 to 2. Leave the layer out of "
+    "config.MODEL.FLOAT8.LAYERS (zero.float8), or do without GATHER (float8_gather). No update was made."
+)
+
+
 OF_PARAMETERS = (
     "The loss is made of parameters themselves (a penalty on weights?), and each rank holds only a part of them. Use "
     "the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or use "
@@ -77,12 +84,20 @@ class UnitGuard:
         comm: over which all messages of the units go; None where torch's own collectives carry them.
         is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
             all ranks.
+        sent: parameters that travel in float8.
     """
 
     def __init__(
-        self, names: Sequence[str], units: Sequence[FSDPModule], comm: CpuCommunicator | None, *, is_recording: bool
+        self,
+        names: Sequence[str],
+        units: Sequence[FSDPModule],
+        comm: CpuCommunicator | None,
+        *,
+        is_recording: bool,
+        sent: Collection[nn.Parameter] = (),
     ):
         self._names = list(names)
+        self._sent = sent
         self._comm = comm
         self._is_recording = is_recording
         self._present: set[int] = set()
@@ -159,6 +174,9 @@ class _GuardedUnit:
         self._is_running = False  # between the unit's entry and its exit in a forward pass
         infos = [owner_of(param) for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
+        # Until these layers have run, nobody may have used their weights.
+        sent = (param for param in group.fsdp_params if param.sharded_param in guard._sent)
+        self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
         # Not on the unit's own modules: calling them is what gathers the unit.
         self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
         self._num_runs = 0
@@ -186,6 +204,7 @@ class _GuardedUnit:
             # A hook on every layer costs time. A loop that uses layers from outside does so from the start.
             while self._probes:
                 self._probes.pop().remove()
+            self._to_run.clear()
         self._is_running = True
         return self._pre_forward(module, args, kwargs)
 
@@ -197,6 +216,9 @@ class _GuardedUnit:
                 "Return a list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
             )
         self._require_unwritten()
+        for param in self._to_run.values():
+            if not param.sharded_param.requires_grad:  # of others, a gradient will tell
+                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
@@ -226,6 +248,9 @@ class _GuardedUnit:
         # The parameter was freed before its gradient arrived, so the gradient would never be reduced.
         if not self._group.is_unsharded:
             raise VisslZeroError(FREED)
+        for unused in self._to_run.values():
+            if unused.unsharded_param is param:
+                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(unused) or self._name))
         finish_unit_after_backward(self._state)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
@@ -275,6 +300,7 @@ class _GuardedUnit:
                 )
 
     def _require_whole(self, module: nn.Module, inputs: Any) -> None:
+        self._to_run.pop(module, None)
         if self._group.is_sharded:
             raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
 

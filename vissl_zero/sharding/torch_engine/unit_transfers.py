@@ -1,5 +1,7 @@
 """How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives.
 
+Weights of float8 layers can travel in float8, on GPUs too: then a message is packed, see ``Packing``.
+
 If a unit's shards are on disk, they are read before the all-gather, and gradients are spilled after the backward pass.
 ``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
 extended on the object: ``unshard`` and ``wait_for_unshard``, between which shards are read, and ``post_backward``,
@@ -9,7 +11,8 @@ after which they have gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from vissl_zero.collectives import all_gather_into
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.float8 import Rows, packed, unpacked
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.torch_private import (
@@ -44,7 +49,11 @@ class Tell(Protocol):
 
 
 def use_communicator(
-    units: Sequence[FSDPModule], comm: CpuCommunicator, tell: Tell, keeps_buffers: bool = True
+    units: Sequence[FSDPModule],
+    comm: CpuCommunicator,
+    tell: Tell,
+    keeps_buffers: bool = True,
+    sent: Collection[nn.Parameter] = (),
 ) -> Callable[[], list[Tensor]]:
     """Make ``units`` communicate through ``comm``, and gather each only when it is needed.
 
@@ -56,12 +65,14 @@ def use_communicator(
         comm: among the ranks that share it.
         tell: called before each message with the number of its unit.
         keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
+        sent: parameters that travel in float8.
     Returns:
         A function that lists the buffers they have taken so far.
     """
     buffer = _Buffer(keeps_buffers)
     for number, unit in enumerate(units):
-        gather, reduce = _AllGather(comm, buffer, number, tell), _ReduceScatter(comm, buffer, number, tell)
+        packing = packing_of(unit, sent)
+        gather, reduce = _AllGather(comm, buffer, number, tell, packing), _ReduceScatter(comm, buffer, number, tell)
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -90,9 +101,111 @@ class _Buffer:
         return buffer[:numel].view(*size)
 
 
+class Packing:
+    """How what a rank sends of a unit is packed: weights of float8 layers in float8, the rest as it is.
+
+    A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
+
+    Args:
+        shapes: of this rank's part of each parameter, in order, padded; equal on every rank.
+        is_float8: of each parameter, whether it is sent so.
+    """
+
+    _WORD = 16  # bytes, which the size of an element of any format divides
+
+    def __init__(self, shapes: Sequence[torch.Size], is_float8: Sequence[bool]):
+        self._shapes, self._is_float8 = shapes, is_float8
+        self._matrices = [shape for shape, is_sent in zip(shapes, is_float8, strict=True) if is_sent]
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Of a rank's message, whose other parameters have elements of ``itemsize`` bytes."""
+        return sum(self._sizes(itemsize))
+
+    def pack(self, part: Tensor, message: Tensor) -> None:
+        """Write a message (num_bytes,) of the rank's ``part`` (m,) of all parameters."""
+        wide, float8 = self._sorted(part)
+        rows = [packed(weight) for weight in float8]
+        *places, rest = message.split(self._sizes(part.element_size()))
+        pieces = [*wide, *(values for values, _ in rows), *(scales.to(torch.float8_e8m0fnu) for _, scales in rows)]
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece.flatten().view(torch.uint8))
+        rest.zero_()
+
+    def unpack(self, messages: Tensor, parts: Tensor) -> None:
+        """Write the ``parts`` (n, m) of n ranks that their ``messages`` (n, num_bytes) hold."""
+        wide, float8 = self._sorted(parts)
+        pieces = iter(messages.split(self._sizes(parts.element_size()), dim=1))
+        for out in wide:
+            out.copy_(next(pieces).view(parts.dtype))
+        values = [next(pieces).view(torch.float8_e4m3fn).unflatten(1, out.shape[1:]) for out in float8]
+        for out, of_weight in zip(float8, values, strict=True):
+            unpacked(Rows(of_weight, next(pieces).view(torch.float8_e8m0fnu)[..., None]), out)
+
+    def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of parameters in (..., m): those sent as they are (..., k), and weights (..., rows, k)."""
+        found = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
+        weights = [piece for piece, is_sent in found if is_sent]
+        return (
+            [piece for piece, is_sent in found if not is_sent],
+            [weight.unflatten(-1, shape) for weight, shape in zip(weights, self._matrices, strict=True)],
+        )
+
+    def _sizes(self, itemsize: int) -> list[int]:
+        """Bytes of a message's pieces."""
+        wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
+        found = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
+        return [*found, -sum(found) % self._WORD]
+
+
+def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
+    """How to pack the messages of a unit; None: it has none of the parameters ``sent``."""
+    group = group_of(unit_state(unit))
+    params = [] if group is None else group.fsdp_params
+    is_float8 = [param.sharded_param in sent for param in params]
+    return Packing([param.padded_sharded_param_size for param in params], is_float8) if any(is_float8) else None
+
+
+def gather_packed(
+    packing: Packing, output: Tensor, messages: Tensor, rank: int, gather: Callable[[Tensor, Tensor], Any]
+) -> None:
+    """``output`` (N * m,), which holds this rank's part, gets those of the others; ``messages`` (N, num_bytes) is room.
+
+    This rank's own stays unrounded, as ``UnitGuard`` expects: its layers round what all others have got rounded.
+
+    Collective, through ``gather``, which is given where to write all messages, flat, and this rank's among them.
+    """
+    parts = output.view(len(messages), -1)
+    packing.pack(parts[rank], messages[rank])
+    gather(messages.flatten(), messages[rank])
+    for others in (slice(0, rank), slice(rank + 1, None)):
+        packing.unpack(messages[others], parts[others])
+
+
+class PackedAllGather:
+    """The all-gather of a unit on GPUs, with its message packed; on the stream that it is called on."""
+
+    def __init__(self, packing: Packing):
+        self._packing = packing
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        gather = partial(all_gather_into, group=group)
+        if output_tensor.dtype == torch.uint8:
+            gather(output_tensor, input_tensor)
+            return
+        num_bytes = self._packing.num_bytes(output_tensor.element_size())
+        messages = output_tensor.new_empty(group.size(), num_bytes, dtype=torch.uint8)
+        gather_packed(self._packing, output_tensor, messages, group.rank(), gather)
+
+
 class _AllGather:
-    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
-        self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell, packing: Packing | None = None):
+        self._comm, self._buffer, self._number, self._tell, self._packing = comm, buffer, number, tell, packing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
@@ -115,7 +228,13 @@ class _AllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self._tell(self._number, is_reduce=False)
-        self._comm.all_gather(output_tensor, input_tensor)
+        # torch sends a unit of several number formats as bytes, in which we cannot tell its parameters apart.
+        if self._packing is None or output_tensor.dtype == torch.uint8:
+            self._comm.all_gather(output_tensor, input_tensor)
+            return
+        size = self._comm.num_ranks, self._packing.num_bytes(output_tensor.element_size())
+        messages = self._buffer.get(size, torch.uint8)
+        gather_packed(self._packing, output_tensor, messages, self._comm.rank, self._comm.all_gather)
 
 
 class _ReduceScatter:
