@@ -3,6 +3,7 @@
     python benchmarks/plan_choice.py --json out.json            # forecast, run, choose; goes on where it was stopped
     python benchmarks/plan_choice.py --json out.json --table    # the tables of what is there
     python benchmarks/plan_choice.py --json out.json --again    # forecast again, with the measurements that are there
+    python benchmarks/plan_choice.py --json out.json --memory   # measure memory again; times stay
 
 Per recipe, all candidates take turns: each is run for a few steps, then all again. A rank is forked from a process that
 has imported everything and has the allocator's settings that ``vissl-zero`` starts ranks with. It then enters a memory
@@ -49,6 +50,7 @@ from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
 NUM_STEPS, NUM_WARM = 11, 2
+NUM_STEPS_AGAIN = 5  # where times are known: memory grows no more
 APART = 0.03  # a share of memory: forecasts closer than this say nothing about which plan needs less
 BATCH = {"regnet": 64, "resnet": 48, "vit": 32}  # images per rank: activations take about as much as state
 TRUNKS = {
@@ -94,7 +96,7 @@ def recipes() -> list[str]:
     return [pair for start in range(5) for pair in pairs[start::5]]
 
 
-def overrides(name: str) -> tuple[str, list[str]]:
+def overrides(name: str, num_steps: int) -> tuple[str, list[str]]:
     """The recipe that ships, and what is changed of it."""
     trunk, method = name.split()
     return f"digits/{method}", [
@@ -105,17 +107,17 @@ def overrides(name: str) -> tuple[str, list[str]]:
         f"config.DISTRIBUTED.NUM_PROC_PER_NODE={NUM_RANKS}",
         "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]",
         "config.TRAINER.THREADS_PER_RANK=1",
-        f"config.TRAINER.MAX_STEPS={NUM_STEPS}",
+        f"config.TRAINER.MAX_STEPS={num_steps}",
         f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={BATCH[trunk]}",
     ]
 
 
-def candidates_of(name: str) -> list[dict[str, Any]]:
+def candidates_of(name: str, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
     """Forecasts of all candidates, cheapest first, and the runs they stand for."""
     from vissl_zero.config.fit_plans import with_settings
     from vissl_zero.engine.planning import plan_run
 
-    recipe, words = overrides(name)
+    recipe, words = overrides(name, num_steps)
     cfg = compose(recipe, words).run
     found = []
     for candidate in plan_run(compose(recipe, [*words, "config.DRY_RUN=true"]).run, recipe).candidates:
@@ -215,21 +217,20 @@ def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -
 
 
 def serve() -> None:
-    """Import everything; then, for every line (a file with a plan, a limit and a folder), fork ranks and await them."""
+    """Import everything, read a line (a file with a plan, a limit and a folder), fork ranks and await them."""
     for module in IMPORTED:
         import_module(module)
-    for number, line in enumerate(sys.stdin):
-        file, limit, folder = json.loads(line)
-        plan: ResolvedRun = pickle.loads(Path(file).read_bytes())
-        groups = [MemoryGroup(f"{number}_{rank}", limit) for rank in range(NUM_RANKS)]
-        ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
-        codes = _await(ranks)
-        taken = [group.most() for group in groups]
-        for group in groups:
-            group.close()
-        found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
-        reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
-        print(json.dumps({"codes": codes, "taken": taken, "ranks": reports}), flush=True)
+    file, limit, folder = json.loads(sys.stdin.readline())
+    plan: ResolvedRun = pickle.loads(Path(file).read_bytes())
+    groups = [MemoryGroup(str(rank), limit) for rank in range(NUM_RANKS)]
+    ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
+    codes = _await(ranks)
+    taken = [group.most() for group in groups]
+    for group in groups:
+        group.close()
+    found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
+    reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
+    print(json.dumps({"codes": codes, "taken": taken, "ranks": reports}), flush=True)
 
 
 def _fork(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -> int:
@@ -269,56 +270,48 @@ def _await(ranks: list[int], timeout_s: float = 300.0) -> list[int]:
     return [codes[process] for process in ranks]
 
 
-class Servers:
-    """One process to fork from for each setting of the allocator, which is read when a process starts."""
+def run_limited(plan: ResolvedRun, limit: int = NO_LIMIT) -> dict[str, Any]:
+    """Run a plan; exit codes of its ranks, most bytes of their cgroups, and what they report.
 
-    def __init__(self) -> None:
-        self._servers: dict[str, subprocess.Popen[str]] = {}
-
-    def run(self, plan: ResolvedRun, limit: int = NO_LIMIT) -> dict[str, Any]:
-        """Run a plan; exit codes of its ranks, most bytes of their cgroups, and what they report."""
-        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        settings = allocator_environment(plan.sharding, os.environ)
-        key = json.dumps(settings)
-        if key not in self._servers:
-            command = [sys.executable, __file__, "serve"]
-            self._servers[key] = subprocess.Popen(
-                command, env=os.environ | own | settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        server = self._servers[key]
-        assert server.stdin is not None and server.stdout is not None
-        with tempfile.TemporaryDirectory(prefix="plan_choice_") as folder:
-            file = Path(folder) / "plan"
-            file.write_bytes(pickle.dumps(replace(plan, run_dir=folder)))
-            server.stdin.write(json.dumps([str(file), limit, folder]) + "\n")
-            server.stdin.flush()
-            found: dict[str, Any] = json.loads(server.stdout.readline())
-            found["errors"] = [path.read_text()[-600:] for path in Path(folder).glob("*.error")]
-        return found
-
-    def close(self) -> None:
-        """End them."""
-        for server in self._servers.values():
-            assert server.stdin is not None
-            server.stdin.close()
-            server.wait()
+    Each time from a new process, with the plan's settings of the allocator. Of ranks that were forked from one that had
+    forked others before, the kernel counted up to 80 MiB of huge pages that they did not hold any more.
+    """
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | allocator_environment(plan.sharding, os.environ)
+    with tempfile.TemporaryDirectory(prefix="plan_choice_") as folder:
+        file = Path(folder) / "plan"
+        file.write_bytes(pickle.dumps(replace(plan, run_dir=folder)))
+        command = [sys.executable, __file__, "serve"]
+        text = json.dumps([str(file), limit, folder])
+        answer = subprocess.run(
+            command, env=os.environ | own, input=text, stdout=subprocess.PIPE, text=True, check=True
+        )
+        found: dict[str, Any] = json.loads(answer.stdout)
+        found["errors"] = [path.read_text()[-600:] for path in Path(folder).glob("*.error")]
+    return found
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def measure(rows: list[dict[str, Any]], servers: Servers, rounds: int) -> None:
+def measure(rows: list[dict[str, Any]], rounds: int) -> None:
     """Run every candidate, in turns; ``wall``, ``cpu`` and ``taken`` are added."""
     for row in rows:
         row |= {"wall": [], "cpu": [], "taken": 0}
     for _ in range(rounds):
         for row in rows:
-            found = servers.run(row["run"])
-            if any(found["codes"]):
-                raise RuntimeError(f"{row['plan']}: {found}")
+            ranks = measure_memory(row)
             for key in ("wall", "cpu"):  # a step is over when the slower rank is
-                row[key] += [max(pair) for pair in zip(*(rank[key] for rank in found["ranks"]), strict=True)]
-            row["taken"] = max(row["taken"], *found["taken"])
+                row[key] += [max(pair) for pair in zip(*(rank[key] for rank in ranks), strict=True)]
+
+
+def measure_memory(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a candidate once; ``taken`` is at least what the rank that took most did. Gives what ranks report."""
+    found = run_limited(row["run"])
+    if any(found["codes"]):
+        raise RuntimeError(f"{row['plan']}: {found}")
+    row["taken"] = max(row["taken"], *found["taken"])
+    ranks: list[dict[str, Any]] = found["ranks"]
+    return ranks
 
 
 def budgets_of(rows: list[dict[str, Any]]) -> list[int]:
@@ -337,13 +330,13 @@ def choose(rows: list[dict[str, Any]], budget: int) -> int:
     return next(index for index, row in enumerate(rows) if row["peak"] <= budget)
 
 
-def limited(rows: list[dict[str, Any]], servers: Servers) -> list[dict[str, Any]]:
+def limited(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each budget: what is chosen, whether that runs in it, and whether the next cheaper plan does."""
     found = []
     for budget in budgets_of(rows):
         chosen = choose(rows, budget)
-        ran = not any(servers.run(rows[chosen]["run"], budget)["codes"])
-        cheaper = None if chosen == 0 else not any(servers.run(rows[chosen - 1]["run"], budget)["codes"])
+        ran = not any(run_limited(rows[chosen]["run"], budget)["codes"])
+        cheaper = None if chosen == 0 else not any(run_limited(rows[chosen - 1]["run"], budget)["codes"])
         found.append({"bytes": budget, "chosen": rows[chosen]["plan"], "runs": ran, "cheaper_runs": cheaper})
     return found
 
@@ -421,25 +414,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each candidate")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--again", action="store_true", help="forecast again; run only under the new choices' limits")
+    parser.add_argument("--memory", action="store_true", help="measure memory again, in few steps; times stay")
     parser.add_argument("--verbose", action="store_true", help="print every candidate")
     given = parser.parse_args()
     done: dict[str, Any] = json.loads(given.json.read_text()) if given.json.exists() else {}
-    servers = Servers()
     names = [] if given.table else [name for name in recipes() if given.match in name][: given.recipes]
     for name in names:
-        if (name in done) != given.again:
+        is_repeated = given.again or given.memory
+        if (name in done) != is_repeated:
             continue
-        rows = candidates_of(name)
-        if given.again:
+        rows = candidates_of(name, NUM_STEPS_AGAIN if is_repeated else NUM_STEPS)
+        if is_repeated:
             before = {row["plan"]: row for row in done[name]["candidates"]}
             rows = [{**before[row["plan"]], **row} for row in rows]
         else:
-            measure(rows, servers, given.rounds)
-        budgets = limited(rows, servers)
+            measure(rows, given.rounds)
+        for row in rows if given.memory else ():
+            row["taken"] = 0
+            measure_memory(row)
+        budgets = limited(rows) if not given.memory else done[name]["budgets"]
         done[name] = {"candidates": [{k: v for k, v in row.items() if k != "run"} for row in rows], "budgets": budgets}
         given.json.write_text(json.dumps(done, indent=1))
         print(f"{name}: {len(rows)} candidates", flush=True)
-    servers.close()
     if given.verbose:
         for name, recipe in done.items():
             for row in recipe["candidates"]:

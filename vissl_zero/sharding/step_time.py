@@ -46,7 +46,9 @@ from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
-_BLOCK = 4 * _MIB  # the smallest that a rank maps singly
+# The smallest that a rank maps singly, and the allocator's header in a page of its own. Without it Linux would put the
+# block where huge pages fit.
+_BLOCK = 4 * _MIB + mmap.PAGESIZE
 _EXCHANGED = 16 * _MIB  # more than a message
 # What gathering or reducing a unit takes beside its bytes, in small operations: from the steps of three networks at
 # levels 1 and 3 on two ranks (docs/plan.md).
@@ -167,8 +169,8 @@ def _fresh(seconds: float) -> tuple[float, float]:
     A block of many huge pages and a small one differ: what lies before the first huge page and behind the last is
     mapped in small ones.
     """
-    large, small = (_best(partial(_touch, size), seconds / 2) for size in (_STREAMED, _BLOCK))
-    rate = (_STREAMED - _BLOCK) / max(large - small, 1e-9)
+    large, small = (_best(partial(_touch, size), seconds / 2) for size in (_STREAMED + _BLOCK, _BLOCK))
+    rate = _STREAMED / max(large - small, 1e-9)
     return rate, max(0.0, small - _BLOCK / rate)
 
 
