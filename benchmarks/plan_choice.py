@@ -50,7 +50,7 @@ from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
 NUM_STEPS, NUM_WARM = 11, 2
-NUM_STEPS_AGAIN = 5  # where times are known: memory grows no more
+NUM_STEPS_AGAIN = 4  # where times are known: memory grows no more after the third
 APART = 0.03  # a share of memory: forecasts closer than this say nothing about which plan needs less
 BATCH = {"regnet": 64, "resnet": 48, "vit": 32}  # images per rank: activations take about as much as state
 TRUNKS = {

@@ -23,7 +23,7 @@ from vissl_zero.sharding.offload.block_file import pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.resident import PROCESS_BYTES, BlockReplay
+from vissl_zero.sharding.resident import BlockReplay, process_bytes
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
 from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
 from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
@@ -637,7 +637,8 @@ class _Step:
         states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
-        return replay.peak_bytes + sum(constants.values()) + PROCESS_BYTES, replay.cleared_bytes, replay.num_mapped
+        others = sum(constants.values()) + process_bytes(self.plan, self.world_size)
+        return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
         """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""

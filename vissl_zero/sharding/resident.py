@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
+from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
-# Beside tensors, beyond what is imported: the model's modules, autograd's graph, scratch of kernels, gloo's threads.
-# Unexplained rest in eight measured plans of a ViT and a ResNet-18 on two ranks (torch 2.13, x86): 17 to 27 MiB.
-PROCESS_BYTES = 24 * 2**20
+# Beside tensors and holes, beyond what is imported: measured in the plans of small recipes on two ranks (docs/plan.md).
+_PROCESS_BYTES = 16 * 2**20  # the model's modules, autograd's graph, scratch of kernels
+_SUM_BYTES = 13 * 2**20  # what gloo holds while it sums gradients
+_STREAM_BYTES = 9 * 2**20  # of threads that read and write optimizer state
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
+
+
+def process_bytes(plan: ShardingPlan, world_size: int) -> int:
+    """What a CPU rank holds beside its tensors and the holes between them."""
+    # With parameters on the disk too, the forecast buffers are not all in use at once, which makes up for the threads.
+    is_streamed = plan.offload_optimizer.is_on_disk and not plan.offload_params.is_on_disk
+    has_sums = plan.level == 0 and world_size > 1
+    return _PROCESS_BYTES + _SUM_BYTES * has_sums + _STREAM_BYTES * is_streamed
 
 
 class BlockReplay:
