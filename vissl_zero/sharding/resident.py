@@ -10,18 +10,23 @@ from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 # Beside tensors and holes, beyond what is imported: measured in the plans of small recipes on two ranks (docs/plan.md).
-_PROCESS_BYTES = 16 * 2**20  # the model's modules, autograd's graph, scratch of kernels
-_SUM_BYTES = 13 * 2**20  # what gloo holds while it sums gradients
-_STREAM_BYTES = 9 * 2**20  # of threads that read and write optimizer state
+_MIB = 2**20
+_PROCESS_BYTES = 6 * _MIB  # the model's modules, threads
+_SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
+_SUM_BYTES = 13 * _MIB  # what gloo holds while it sums gradients
+_STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # by level, of threads that read and write optimizer state
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
-def process_bytes(plan: ShardingPlan, world_size: int) -> int:
+def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int) -> int:
     """What a CPU rank holds beside its tensors and the holes between them."""
+    found = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
+    if plan.level == 0 and world_size > 1:
+        found += _SUM_BYTES
     # With parameters on the disk too, the forecast buffers are not all in use at once, which makes up for the threads.
-    is_streamed = plan.offload_optimizer.is_on_disk and not plan.offload_params.is_on_disk
-    has_sums = plan.level == 0 and world_size > 1
-    return _PROCESS_BYTES + _SUM_BYTES * has_sums + _STREAM_BYTES * is_streamed
+    if plan.offload_optimizer.is_on_disk and not plan.offload_params.is_on_disk:
+        found += _STREAM_BYTES.get(plan.level, 0)
+    return found
 
 
 class BlockReplay:
