@@ -13,16 +13,16 @@ from vissl_zero.sharding.step_trace import Moment, StepTrace
 _MIB = 2**20
 _PROCESS_BYTES = 6 * _MIB  # the model's modules, threads
 _SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
-_SUM_BYTES = 13 * _MIB  # what gloo holds while it sums gradients
+_SUM_BYTES = 13 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
 _STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # by level, of threads that read and write optimizer state
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
-def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int) -> int:
-    """What a CPU rank holds beside its tensors and the holes between them."""
+def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int, gradients: int) -> int:
+    """What a CPU rank holds beside its tensors and the holes between them. ``gradients``: bytes of all."""
     found = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
     if plan.level == 0 and world_size > 1:
-        found += _SUM_BYTES
+        found += min(_SUM_BYTES, gradients)
     # With parameters on the disk too, the forecast buffers are not all in use at once, which makes up for the threads.
     if plan.offload_optimizer.is_on_disk and not plan.offload_params.is_on_disk:
         found += _STREAM_BYTES.get(plan.level, 0)

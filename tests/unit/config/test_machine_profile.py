@@ -43,16 +43,18 @@ def test_what_is_no_file_of_text_is_refused(tmp_path):
             read_profile(profile)
 
 
+RATES = (
+    "name: mine\nflops: 1.0e+12\nhalf_flops: 1.0e+12\nmemory: 1.0e+10\nfar_link: 1.0e+9\nhost: 1.0e+10\n"
+    "disk: 1.0e+9\noperation_s: 1.0e-6\nmemory_gb: 2\n"
+)
+
+
 def test_a_slow_disk_and_a_fast_link_change_what_is_cheapest(tmp_path, capsys):
     """The profile is read by a plan: times change with it, memory does not."""
-    text = (
-        "name: mine\nflops: 1.0e+12\nhalf_flops: 1.0e+12\nmemory: 1.0e+10\nfar_link: 1.0e+9\nhost: 1.0e+10\n"
-        "disk: 1.0e+9\noperation_s: 1.0e-6\nmemory_gb: 2\n"
-    )
     found = {}
     for link in ("1.0e+4", "1.0e+12"):
         file = tmp_path / f"{link}.yaml"
-        file.write_text(f"{text}near_link: {link}\n")
+        file.write_text(f"{RATES}near_link: {link}\n")
         words = ["config.DRY_RUN=true", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2", f"config.ZERO.MACHINE_PROFILE={file}"]
         planned = plan_run(compose(RECIPE, words).run, RECIPE)
         assert planned.machine.name == "mine"
@@ -61,6 +63,29 @@ def test_a_slow_disk_and_a_fast_link_change_what_is_cheapest(tmp_path, capsys):
     assert slow[0] > 1.2 > fast[0] and slow[1] == fast[1]
     assert cli.main(["plan", RECIPE, "--machine", "h300"]) == 2
     assert "config.ZERO.MACHINE_PROFILE" in capsys.readouterr().err
+
+
+def test_messages_transfers_and_fresh_blocks_are_charged_whatever_their_bytes(tmp_path):
+    def seconds(rates: str) -> dict[str, float]:
+        (tmp_path / "mine.yaml").write_text(f"{RATES}near_link: 1.0e+9\n{rates}")
+        words = [
+            "config.DRY_RUN=true",
+            "config.DISTRIBUTED.NUM_PROC_PER_NODE=2",
+            "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=640",  # activations of 4 MiB and more
+            f"config.ZERO.MACHINE_PROFILE={tmp_path / 'mine.yaml'}",
+        ]
+        return {str(c): c.forecast.seconds for c in plan_run(compose(RECIPE, words).run, RECIPE).candidates}
+
+    free = seconds("")
+    transfers, messages, blocks = (
+        seconds(rate) for rate in ("transfer_s: 1", "message_s: 1", "fresh: 1.0e+30\nblock_s: 1")
+    )
+    num_transfers = transfers["level 3"] - free["level 3"]
+    assert num_transfers == pytest.approx(3 * round(num_transfers / 3)) and num_transfers > 3  # two passes, gradients
+    assert transfers["level 1"] == free["level 1"] and transfers["level 3, recomputed"] > transfers["level 1"]
+    kept, again = (messages[plan] - free[plan] for plan in ("level 1", "level 1, recomputed"))
+    assert again > kept > 1 and kept == pytest.approx(round(kept))  # batch norm runs once more
+    assert blocks["level 0"] - free["level 0"] > 1
 
 
 def test_a_profile_says_what_memory_its_gpus_have():
@@ -76,6 +101,7 @@ def test_what_was_measured_here_is_remembered_and_used(tmp_path, monkeypatch):
     assert step_time.measured_machine("cpu") == machine
     assert 1e8 < machine.flops < 1e14 and 1e8 < machine.memory < 1e13 and 1e6 < machine.near_link < 1e12
     assert 1e-8 < machine.operation_s < 1e-2
+    assert 1e-6 < machine.message_s < 1 and 0 <= machine.block_s < 0.1 and machine.transfer_s > machine.operation_s
     planned = plan_run(compose(RECIPE, ["config.DRY_RUN=true", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]).run, RECIPE)
     assert planned.machine == machine
     step_time.cache_file().write_text("{")
