@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import vissl_zero
 from vissl_zero.errors import ConfigError
 
-WIDTH, NUM_BLOCKS, BATCH = 512, 6, 8
+WIDTH, NUM_BLOCKS, BATCH = 512, 12, 8
 
 
 def mlp() -> nn.Module:
-    """Units large enough for what ranks exchange not to count."""
+    """Units large enough for what ranks exchange, and threads of a disk hold, not to count."""
     torch.manual_seed(1)
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS)]
     return nn.Sequential(nn.Sequential(*blocks), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)).double().eval()
