@@ -101,7 +101,7 @@ def test_what_was_measured_here_is_remembered_and_used(tmp_path, monkeypatch):
     assert step_time.measured_machine("cpu") == machine
     assert 1e8 < machine.flops < 1e14 and 1e8 < machine.memory < 1e13 and 1e6 < machine.near_link < 1e12
     assert 1e-8 < machine.operation_s < 1e-2
-    assert 1e-6 < machine.message_s < 1 and 0 <= machine.block_s < 0.1 and machine.transfer_s > machine.operation_s
+    assert 0 <= machine.message_s < 1 and 0 <= machine.block_s < 0.1 and machine.transfer_s > machine.operation_s
     planned = plan_run(compose(RECIPE, ["config.DRY_RUN=true", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]).run, RECIPE)
     assert planned.machine == machine
     step_time.cache_file().write_text("{")
