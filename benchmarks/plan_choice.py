@@ -321,7 +321,10 @@ def budgets_of(rows: list[dict[str, Any]]) -> list[int]:
     for row in rows:
         if row["peak"] < (1 - APART) * front[-1]:
             front.append(row["peak"])
-    above = [2 * front[0] - front[1], *front]  # as far above the cheapest plan as the next one is below
+    above = [
+        2 * front[0] - front[min(1, len(front) - 1)],
+        *front,
+    ]  # as far above the cheapest plan as the next one is below
     return [(above[place] + front[place]) // 2 for place in sorted({0, len(front) // 2, len(front) - 1})]
 
 

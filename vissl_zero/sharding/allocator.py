@@ -56,7 +56,7 @@ def _set(parameter: int, value: int) -> None:
 # By ZeRO level: blocks of at least so many bytes are mapped singly. The smaller, the less stays behind and the slower
 # the step: at 256 KiB small activations were mapped and cleared again each time, 30 % of a small model's step. Without
 # a value glibc's own rises to 32 MiB: a ResNet-18 at level 0 then took 218 MiB instead of 186, its step as long.
-_MAPPED_BYTES = {0: 2**22, 1: 2**22, 2: 2**22, 3: 2**21}
+MAPPED_BYTES = {0: 2**22, 1: 2**22, 2: 2**22, 3: 2**21}
 _KEPT_BYTES = 2**24  # free bytes at the end of the heap that stay with the process: it need not grow again every step
 _NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 _OTHER_CHOICES = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TOP_PAD_")
@@ -69,12 +69,12 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
     """
     if any(name in environment for name in (*_NAMES, *_OTHER_CHOICES)):
         return {}
-    return dict(zip(_NAMES, (str(_MAPPED_BYTES[plan.level]), str(_KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
+    return dict(zip(_NAMES, (str(MAPPED_BYTES[plan.level]), str(_KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
 
 
 def heap_of(plan: ShardingPlan) -> Heap:
     """An empty heap of a rank that vissl-zero starts, with the settings above."""
-    return Heap(_MAPPED_BYTES[plan.level], _KEPT_BYTES)
+    return Heap(MAPPED_BYTES[plan.level], _KEPT_BYTES)
 
 
 def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:

@@ -72,14 +72,16 @@ class ParamFacts:
         """Bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
         if not self.shape:
             return self.itemsize
-        return -(-self.shape[0] // num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
+        return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
 
     def sent(self, num_ranks: int, share: float) -> float:
         """Bytes of that part in a message of level 3, which has ``share`` of the bytes in the master format."""
         if not self.is_float8:
             return self.padded(num_ranks) * share
-        num_rows = -(-self.shape[0] // num_ranks)
-        return num_rows * (torch.Size(self.shape[1:]).numel() + 1)  # a scale for each row
+        return self.padded(num_ranks) // self.itemsize + self._rows(num_ranks)  # a scale for each row
+
+    def _rows(self, num_ranks: int) -> int:
+        return -(-self.shape[0] // num_ranks)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
-# Beside tensors and holes, beyond what is imported: measured in the plans of small recipes on two ranks (docs/plan.md).
 _MIB = 2**20
+# Beside tensors and holes, beyond what is imported: measured in the plans of small recipes on two ranks (docs/plan.md).
 _PROCESS_BYTES = 6 * _MIB  # the model's modules, threads
 _SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
 _SUM_BYTES = 13 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these

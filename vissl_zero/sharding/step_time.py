@@ -38,7 +38,7 @@ from vissl_zero.atomic import replacing
 from vissl_zero.config.host import MachineProfile, free_memory, read_profile
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.lifetime import forked
-from vissl_zero.sharding.allocator import keep_freed_blocks
+from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory
 from vissl_zero.sharding.precision import dtype_of
@@ -46,9 +46,9 @@ from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
-# The smallest that a rank maps singly, and the allocator's header in a page of its own. Without it Linux would put the
+# What a rank maps singly at any level, and the allocator's header in a page of its own. Without it Linux would put the
 # block where huge pages fit.
-_BLOCK = 4 * _MIB + mmap.PAGESIZE
+_BLOCK = max(MAPPED_BYTES.values()) + mmap.PAGESIZE
 _EXCHANGED = 16 * _MIB  # more than a message
 # What gathering or reducing a unit takes beside its bytes, in small operations: from the steps of three networks at
 # levels 1 and 3 on two ranks (docs/plan.md).
