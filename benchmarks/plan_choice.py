@@ -6,13 +6,14 @@
     python benchmarks/plan_choice.py --json out.json --memory   # measure memory again; times stay
 
 Per recipe, all candidates take turns: each is run for a few steps, then all again. A rank is forked from a process that
-has imported everything and has the allocator's settings that ``vissl-zero`` starts ranks with. It then enters a memory
-cgroup of its own, in which it starts from nothing: so the cgroup holds what the run takes beyond the imports. It
-needs the right to make such groups.
+has imported everything and has the allocator's settings that ``vissl-zero`` starts ranks with. What it took is its
+largest resident memory in steps, less what it held at the fork and the code that is mapped from files.
 
 Three budgets each: so that the cheapest plan of all is chosen, one of the middle, and the smallest. Each lies half-way
-between the chosen plan's forecast and the least of those that are cheaper. The chosen plan is run in cgroups of exactly
-that size, and so is the next cheaper one, which is forecast not to fit.
+between the chosen plan's forecast and the least of those that are cheaper, which are at least 8 % apart: closer than a
+forecast of resident memory is to be exact, no plan can be told to be the right one. The chosen plan is run with each
+rank in a memory cgroup of exactly that size, in which a rank starts from nothing, so that it holds what the run takes
+beyond the imports. So is the next cheaper plan, which is forecast not to fit. It needs the right to make such groups.
 
 Times are of the processor: other load on the machine then counts little, waiting for a disk not at all. Images are
 loaded before the clock starts, as a run's workers do.
@@ -49,19 +50,19 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
-NUM_STEPS, NUM_WARM = 11, 2
+NUM_STEPS, NUM_WARM = 6, 2
 NUM_STEPS_AGAIN = 4  # where times are known: memory grows no more after the third
-APART = 0.03  # a share of memory: forecasts closer than this say nothing about which plan needs less
-BATCH = {"regnet": 64, "resnet": 48, "vit": 32}  # images per rank: activations take about as much as state
+APART = 0.08  # a share of memory: forecasts closer than this say nothing about which plan needs less
+BATCH = {"regnet": 24, "resnet": 16, "vit": 16}  # images per rank: activations take no more than state
 TRUNKS = {
     "regnet": [
-        "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 48, w_a: 36.0, "
-        "w_m: 2.0, group_width: 24, stem_width: 32}}"
+        "config.MODEL.TRUNK={NAME: regnet, REGNET: {block_type: RES_BASIC_BLOCK, depth: 10, w_0: 64, w_a: 56.0, "
+        "w_m: 2.0, group_width: 32, stem_width: 32}}"
     ],
-    "resnet": ["config.MODEL.TRUNK={NAME: resnet, RESNETS: {DEPTH: 18, WIDTH_PER_GROUP: 64}}"],
+    "resnet": ["config.MODEL.TRUNK={NAME: resnet, RESNETS: {DEPTH: 34, WIDTH_PER_GROUP: 64}}"],
     "vit": [
         "config.MODEL.TRUNK={NAME: vision_transformer, VISION_TRANSFORMERS: {IMAGE_SIZE: 16, PATCH_SIZE: 4, "
-        "NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 256, MLP_DIM: 1024}}"
+        "NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 512, MLP_DIM: 2048}}"
     ],
 }
 IMPORTED = (  # by the runs, sooner or later
@@ -181,6 +182,12 @@ def own_pages() -> None:
                     library.madvise(first, ctypes.c_size_t(len(pages) * page), _POPULATE_WRITE)
 
 
+def resident(kind: str) -> int:
+    """Bytes of this process: ``VmHWM`` (the most so far, all kinds), ``RssAnon`` or ``RssFile``."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[kind].split()[0]) * 1024
+
+
 def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -> None:
     """In a forked process: train, and write down seconds of steps and bytes."""
     import torch
@@ -197,6 +204,8 @@ def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -
         def on_step(self, run: Run, step: Step) -> None:
             wall.append(time.perf_counter())
             cpu.append(time.process_time())
+            if len(cpu) == NUM_WARM:  # code is mapped by now, and the state is there
+                Path("/proc/self/clear_refs").write_text("5")  # forget the largest resident memory so far
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
@@ -204,14 +213,17 @@ def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -
     gc.collect()
     own_pages()
     group.enter()
+    held = resident("RssAnon")
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     run.loader = Repeated(run.loader)  # type: ignore[assignment]
     train(run, schedules, frozen, [Clock()])
+    most = resident("VmHWM") - resident("RssFile")
     run.sharded.close()
     steps = slice(NUM_WARM, None)
     found = {
         "wall": [b - a for a, b in pairwise(wall)][steps],
         "cpu": [b - a for a, b in pairwise(cpu)][steps],
+        "taken": most - held,
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -225,12 +237,11 @@ def serve() -> None:
     groups = [MemoryGroup(str(rank), limit) for rank in range(NUM_RANKS)]
     ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
     codes = _await(ranks)
-    taken = [group.most() for group in groups]
     for group in groups:
         group.close()
     found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
     reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
-    print(json.dumps({"codes": codes, "taken": taken, "ranks": reports}), flush=True)
+    print(json.dumps({"codes": codes, "ranks": reports}), flush=True)
 
 
 def _fork(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -> int:
@@ -271,7 +282,7 @@ def _await(ranks: list[int], timeout_s: float = 300.0) -> list[int]:
 
 
 def run_limited(plan: ResolvedRun, limit: int = NO_LIMIT) -> dict[str, Any]:
-    """Run a plan; exit codes of its ranks, most bytes of their cgroups, and what they report.
+    """Run a plan; exit codes of its ranks, and what they report.
 
     Each time from a new process, with the plan's settings of the allocator. Of ranks that were forked from one that had
     forked others before, the kernel counted up to 80 MiB of huge pages that they did not hold any more.
@@ -309,8 +320,8 @@ def measure_memory(row: dict[str, Any]) -> list[dict[str, Any]]:
     found = run_limited(row["run"])
     if any(found["codes"]):
         raise RuntimeError(f"{row['plan']}: {found}")
-    row["taken"] = max(row["taken"], *found["taken"])
     ranks: list[dict[str, Any]] = found["ranks"]
+    row["taken"] = max(row["taken"], *(rank["taken"] for rank in ranks))
     return ranks
 
 

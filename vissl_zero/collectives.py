@@ -83,9 +83,8 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor.detach().clone()
     if isinstance(tensor, FakeTensor):  # a fake tensor stands for those of all ranks
-        return torch.cat(_all_gather(tensor.detach()))
-    num_rows = torch.tensor([len(tensor)], device=tensor.device)
-    counts = torch.cat(_all_gather(num_rows)).tolist()
+        return _all_gather(tensor.detach()).flatten(0, 1)
+    counts = _all_gather(torch.tensor(len(tensor), device=tensor.device)).tolist()
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
     return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
@@ -97,18 +96,23 @@ def all_gather_number(number: int, device: torch.device) -> list[int]:
     return [number] * world_size() if isinstance(row, FakeTensor) else all_gather_rows(row).tolist()
 
 
-def all_gather_evenly(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks, by rank; shape and dtype must be the same on every rank. Cost: one all-gather."""
-    return _all_gather(tensor.detach()) if world_size() > 1 else [tensor.detach().clone()]
+def all_gather_evenly(tensor: Tensor) -> Tensor:
+    """The tensors of all ranks; shape and dtype must be the same on every rank.
+
+    Returns:
+        (R, ...), one below the other in the order of the R ranks.
+    Cost: one all-gather, no copies.
+    """
+    return _all_gather(tensor.detach()) if world_size() > 1 else tensor.detach().clone()[None]
 
 
-def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Write the tensors of a group's ranks one after another into ``gathered``. Cost: one all-gather, no copies.
 
     Args:
         gathered: 1-d and contiguous, the group's size times as long as ``tensor``.
         tensor: 1-d and contiguous, of the same length and dtype on every rank.
-        group: whose ranks call this.
+        group: whose ranks call this; None: all.
     """
     # torch 2.13's name for it, and the one before.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -133,10 +137,10 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def _all_gather(tensor: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor)
-    return parts
+def _all_gather(tensor: Tensor) -> Tensor:
+    gathered = tensor.new_empty(world_size(), *tensor.shape)
+    all_gather_into(gathered.view(-1), tensor.contiguous().view(-1))
+    return gathered
 
 
 def _all_reduce(tensor: Tensor, operation: str) -> Tensor:

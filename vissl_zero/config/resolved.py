@@ -211,6 +211,12 @@ class ShardingPlan:
         """Whether any block is run again in the backward pass."""
         return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
 
+    def ranks_per_copy(self, world_size: int) -> int:
+        """How many of ``world_size`` ranks share one copy of the state; 1 at level 0."""
+        if self.level == 0:
+            return 1
+        return self.shard_group_size if self.shard_group_size > 1 else world_size
+
     def keeping_activations(self) -> ShardingPlan:
         """The same plan, with nothing recomputed."""
         return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())

@@ -26,6 +26,7 @@ from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.allocator import return_free_pages
 from vissl_zero.sharding.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
@@ -87,6 +88,7 @@ def build_run(
         cast_to_master(teacher, precision)
         sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
         seen = teacher if plan.config["EVALUATED_MODEL"] == "teacher" else model
+    return_free_pages()
     seen.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: the other one keeps none
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs

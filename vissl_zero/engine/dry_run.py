@@ -33,7 +33,7 @@ from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.sharding.candidates import Budget, Found, forecast_all, recomputed_in_part
+from vissl_zero.sharding.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.sharding.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.step_time import measured_machine
@@ -147,6 +147,11 @@ class Stage:
         """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return recomputed_in_part(found, budget, self.forecaster)
+
+    def forecasts_with_room(self, chosen: Candidate, budget: Budget) -> Found:
+        """Forecasts of ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return kept_in_part(chosen, budget, self.forecaster)
 
 
 def set_stage(

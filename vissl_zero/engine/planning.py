@@ -145,14 +145,19 @@ def plan_run(
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
-    """Of all stages; of the one whose plan would be chosen, ways to recompute less than every block too."""
+    """Of all stages; beside the plan that would be chosen, those that recompute or offload no more than needed."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
     found = [row for stage in stages for row in stage.forecasts()]
-    ranked = rank_candidates(found, budget, stages[0].plan.world_size)
-    chosen = next((candidate for candidate in ranked if candidate.is_chosen), None)
-    if chosen is not None and chosen.is_recomputed:
-        own = [row for row in found if row[1] == chosen.micro_batches]
-        found += by_number[chosen.micro_batches].forecasts_in_part(own, budget)
+
+    def chosen() -> Candidate | None:
+        ranked = rank_candidates(found, budget, stages[0].plan.world_size)
+        return next((candidate for candidate in ranked if candidate.is_chosen), None)
+
+    if (first := chosen()) is not None and first.is_recomputed:
+        own = [row for row in found if row[1] == first.micro_batches]
+        found += by_number[first.micro_batches].forecasts_in_part(own, budget)
+    if (second := chosen()) is not None:
+        found += by_number[second.micro_batches].forecasts_with_room(second, budget)
     return found
 
 

@@ -122,7 +122,7 @@ class _GatherSamples(torch.autograd.Function):
         ctx.counts = counts
         if collectives.world_size() == 1:
             return rows.clone()
-        return torch.cat(_all_gather_padded(rows, counts.per_rank))
+        return _all_gather_padded(rows, counts.per_rank)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -140,12 +140,14 @@ class _SumOverRanks(torch.autograd.Function):
         return collectives.all_reduce_sum(gradients[0])
 
 
-def _all_gather_padded(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def _all_gather_padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
     # Every rank must send as many rows, in gloo and in NCCL.
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     everyone = collectives.all_gather_evenly(padded)
-    return [part[:count] for part, count in zip(everyone, counts, strict=True)]
+    if min(counts) == max(counts):
+        return everyone.flatten(0, 1)
+    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from vissl_zero.sharding.candidates import (
     Budget,
     because,
     forecast_all,
+    kept_in_part,
     nothing_fits,
     rank_candidates,
 )
@@ -62,6 +63,9 @@ def choose_plan(
             with mode:
                 machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
                 plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+                found = rank_candidates(plans, budget, collectives.world_size())
+                for candidate in [candidate for candidate in found if candidate.is_chosen]:
+                    plans += kept_in_part(candidate, budget, forecaster)
             found = rank_candidates(plans, budget, collectives.world_size())
         chosen = next((candidate for candidate in found if candidate.is_chosen), None)
         if chosen is None:

@@ -27,6 +27,7 @@ from vissl_zero.own_loop.settings import ZeroSettings, read_settings
 from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
 from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.sharding.allocator import return_free_pages
 from vissl_zero.sharding.float8 import require_float8
 from vissl_zero.sharding.replica_check import is_marked_sharded, mark_sharded, require_equal
 
@@ -120,6 +121,7 @@ def initialize(
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)
     mark_sharded(model)
+    return_free_pages()
     outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards

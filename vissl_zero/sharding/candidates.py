@@ -10,6 +10,7 @@ from typing import Any
 from vissl_zero.config.resolved import TIERS, ShardingPlan
 from vissl_zero.errors import Problem
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Recomputable
+from vissl_zero.sharding.precision import dtype_of
 
 _GIB = 2**30
 _TRIES = 3  # recordings of a plan
@@ -98,6 +99,7 @@ class Candidate:
             "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
             "ZERO.offload_param_config.device": params.device,
             "ZERO.offload_param_config.nvme_path": params.nvme_path if params.is_on_disk else None,
+            "ZERO.offload_param_config.max_in_cpu": params.max_in_cpu if params.is_on_disk else None,
             "DATA.TRAIN.BATCHSIZE_PER_REPLICA": self.batch_per_rank,
             "ZERO.gradient_accumulation_steps": self.micro_batches,
         }
@@ -117,8 +119,10 @@ class Candidate:
             words.append("recomputed")
         if self.sharding.offload_optimizer.device != "none":
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
-        if self.sharding.offload_params.device != "none":
-            words.append(f"parameters on {self.sharding.offload_params.device}")
+        params = self.sharding.offload_params
+        if params.device != "none":
+            kept = f" ({params.max_in_cpu / 1e6:.3g} million in memory)" if params.max_in_cpu else ""
+            words.append(f"parameters on {params.device}{kept}")
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches of {self.batch_per_rank}")
         return ", ".join(words)
@@ -308,6 +312,36 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
             break
         parts[parts.index(part)] = replace(part, excess=part.freed + excess)
     return more
+
+
+def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> Found:
+    """A plan with as many parameters kept in memory as there is room for; none if its parameters are not on a disk.
+
+    Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` forecasts, and no recording.
+
+    Args:
+        chosen: of ``rank_candidates``.
+        budget: of a rank.
+        forecaster: that made its forecast.
+    """
+    plan, forecast = chosen.sharding, chosen.forecast
+    if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
+        return []
+    room = budget.memory - forecast.step.resident_bytes
+    if forecaster.device_type != "cpu":  # they are in host memory then
+        room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
+    # The parameter, its gradient, and the teacher's parameter.
+    num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize
+    for _ in range(_TRIES):
+        if room < num_bytes:
+            break
+        kept = replace(plan, offload_params=replace(plan.offload_params, max_in_cpu=room // num_bytes))
+        outcome = forecaster.forecast(kept, chosen.micro_batches)
+        excess = budget.excess(outcome)
+        if not excess:
+            return [(kept, chosen.micro_batches, chosen.batch_per_rank, outcome)]
+        room -= excess
+    return []
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ class Forecaster:
     def __init__(self, subject: Subject, plan: ShardingPlan):
         self._subject, self._plan = subject, plan
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
+        self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
+        self._model_facts: dict[int, ModelFacts] = {}
         self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         self._rehearsal = Rehearsal(subject.num_threads)
@@ -168,11 +170,9 @@ class Forecaster:
         """
         subject = self._subject
         rule = self._rule(plan)
-        num_ranks = self._num_ranks(plan)
-        wrap_plan = plan_wrap(subject.model, plan, num_ranks)
-        # Marks carry the names of level 3's units, so that one recording serves all levels.
-        units = wrap_plan if plan.level else plan_wrap(subject.model, replace(plan, level=3), 1)
-        facts = self._facts(plan, units, num_ranks, rule)
+        num_ranks = plan.ranks_per_copy(subject.world_size)
+        wrap_plan = self._wrap_plan(plan, num_ranks)
+        facts = self._facts(plan, num_ranks, rule)
         trace = self.trace(plan)
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         if not is_whole:
@@ -212,6 +212,11 @@ class Forecaster:
         return Forecast(wrap_plan, memory, step, unknown, seconds, taught, facts.teacher_buffer_bytes)
 
     @property
+    def device_type(self) -> str:
+        """Where the model computes."""
+        return self._subject.device_type
+
+    @property
     def can_recompute(self) -> bool:
         """Whether the model is made of units that can be run again in backward."""
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
@@ -227,7 +232,7 @@ class Forecaster:
         before, after = kept.forward_bytes(), again.forward_bytes()
         blocks = [
             Recomputable(name, before[name] - after[name], work_seconds(kept.forward_work[name], plan, machine))
-            for name in plan_wrap(self._subject.model, every, 1).checkpointed
+            for name in self._wrap_plan(every).checkpointed
             if name in before and name in after
         ]
         useful = [block for block in blocks if block.saved_bytes > 0]
@@ -245,7 +250,7 @@ class Forecaster:
 
     def trace(self, plan: ShardingPlan) -> StepTrace | str:
         """A recorded micro-batch as ``plan`` computes it, or why there is none."""
-        checkpointed = plan_wrap(self._subject.model, plan, 1).checkpointed
+        checkpointed = self._wrap_plan(plan).checkpointed
         if checkpointed not in self._traces:
             self._traces[checkpointed] = self._record(plan, checkpointed)
         return self._traces[checkpointed]
@@ -260,7 +265,7 @@ class Forecaster:
             return Rehearsed()
         machine = subject.machine or machine_for(subject.device_type)
         held = sum(param.num_bytes for param in (*facts.params.values(), *facts.teacher.values()))
-        checkpointed = plan_wrap(subject.model, plan, 1).checkpointed
+        checkpointed = self._wrap_plan(plan).checkpointed
         with unset_fake_temporarily():
             if checkpointed not in self._micro_batches:
                 # Parameters and gradients; activations.
@@ -337,17 +342,12 @@ class Forecaster:
                 self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
         return self._rules[key]
 
-    def _num_ranks(self, plan: ShardingPlan) -> int:
-        if not plan.level:
-            return 1
-        return plan.shard_group_size if plan.shard_group_size > 1 else self._subject.world_size
-
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
         subject = self._subject
         if plan.precision.compute != plan.precision.master:
             return f"parameters computed in {plan.precision.compute} are not recorded"
         _recompute(subject.model, checkpointed)
-        units = plan_wrap(subject.model, replace(plan, level=3), 1)
+        units = self._wrap_plan(replace(plan, level=3))
         others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
         try:
@@ -358,11 +358,25 @@ class Forecaster:
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
             return f"a test step on tensors without values failed; the run may fail too: {cause_of(error)}"
 
-    def _facts(self, plan: ShardingPlan, units: WrapPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
-        subject = self._subject
-        trained = [name for group in subject.groups for name in group.params]
+    def _wrap_plan(self, plan: ShardingPlan, num_ranks: int = 1) -> WrapPlan:
+        """As ``plan_wrap`` decides it, once for all plans that differ in other settings."""
+        key = plan.level, plan.wrap_threshold, plan.checkpoint_every, plan.checkpoint_blocks, plan.stage_checkpoints
+        if key not in self._wrap_plans:
+            self._wrap_plans[key] = plan_wrap(self._subject.model, plan, 1)
+        return replace(self._wrap_plans[key], num_ranks=num_ranks)
+
+    def _facts(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
+        if plan.wrap_threshold not in self._model_facts:
+            self._model_facts[plan.wrap_threshold] = self._without_update(plan)
         if (num_ranks, rule) not in self._updates:
-            self._updates[num_ranks, rule] = _update(subject, plan, num_ranks, rule)
+            self._updates[num_ranks, rule] = _update(self._subject, plan, num_ranks, rule)
+        return replace(self._model_facts[plan.wrap_threshold], updates={num_ranks: self._updates[num_ranks, rule]})
+
+    def _without_update(self, plan: ShardingPlan) -> ModelFacts:
+        subject = self._subject
+        # Units are those of level 3, whose names the marks carry too, so that one recording serves all levels.
+        units = self._wrap_plan(replace(plan, level=3))
+        trained = [name for group in subject.groups for name in group.params]
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         if subject.loss is not None:
             buffers += sum(buffer.nbytes for buffer in subject.loss.buffers())
@@ -374,7 +388,6 @@ class Forecaster:
             is_averaged=subject.is_averaged,
             teacher={} if teacher is None else param_facts(teacher, units, ()),
             teacher_buffer_bytes=0 if teacher is None else sum(buffer.nbytes for buffer in teacher.buffers()),
-            updates={num_ranks: self._updates[num_ranks, rule]},
         )
 
     def _rest(

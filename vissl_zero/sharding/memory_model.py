@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,34 @@ class ModelFacts:
     updates: Mapping[int, UpdateFacts] = field(default_factory=dict)
 
 
+class _Pool(NamedTuple):
+    """Buffers that lie together (``offload/block_file.py``).
+
+    Attributes:
+        num_bytes: of one.
+        number: of them.
+        used: that are ever written to: the others take no memory. None: all.
+    """
+
+    num_bytes: int
+    number: int
+    used: int | None = None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Whole huge pages, and one to begin at."""
+        return _huge_pages(self.number * self.num_bytes) + _HUGE_PAGE
+
+    @property
+    def resident_bytes(self) -> int:
+        """What of it the process holds."""
+        return _huge_pages((self.number if self.used is None else self.used) * self.num_bytes)
+
+
+def _huge_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """A forecast step of the rank that holds most.
@@ -192,6 +221,30 @@ def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, i
     return found
 
 
+def stored_params(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
+    """Parameters that rest on a disk: all that are cut, but for the first ones, which ``max_in_cpu`` has room for.
+
+    Args:
+        params: facts of a model's parameters.
+        plan: where they rest.
+        num_ranks: that share one copy of the state.
+    """
+    room = plan.offload_params.max_in_cpu or 0
+    found: dict[str, ParamFacts] = {}
+    if not plan.offload_params.is_on_disk:
+        return found
+    # Units as they are wrapped: the root comes last.
+    for name, param in sorted(params.items(), key=lambda item: item[1].unit == ROOT):
+        num_elements = param.padded(num_ranks) // param.itemsize
+        if not param.shape:
+            continue
+        if num_elements <= room:
+            room -= num_elements
+        else:
+            found[name] = param
+    return found
+
+
 def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
     """Most bytes of full parameters at any moment of a step, beside the shards, in the format they are computed in.
 
@@ -243,8 +296,7 @@ def step_memory(
         num_nodes: machines.
         micro_batches: per step.
     """
-    num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
-    step = _Step(trace, facts, plan, num_ranks, world_size, device_type, num_nodes, micro_batches)
+    step = _Step(trace, facts, plan, world_size, device_type, num_nodes, micro_batches)
     step.run()
     return step.result()
 
@@ -257,18 +309,20 @@ class _Step:
         trace: StepTrace,
         facts: ModelFacts,
         plan: ShardingPlan,
-        num_ranks: int,
         world_size: int,
         device_type: str,
         num_nodes: int,
         micro_batches: int,
     ):
         self.trace, self.facts, self.plan = trace, facts, plan
-        self.num_ranks, self.world_size, self.device_type = num_ranks, world_size, device_type
+        self.num_ranks = num_ranks = plan.ranks_per_copy(world_size)
+        self.world_size, self.device_type = world_size, device_type
         self.num_nodes, self.micro_batches = num_nodes, micro_batches
         self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
         self.is_fully_sharded = shards_parameters(plan, num_ranks, world_size, device_type)
         self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
+        self.stored = stored_params(facts.params, plan, num_ranks)
+        self.stored_teacher = stored_params(facts.teacher, plan, num_ranks)
         self.units: dict[str, list[str]] = {}
         for name, param in facts.params.items():
             if param.shape:  # scalars are not cut
@@ -292,8 +346,8 @@ class _Step:
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
-        yield "params", self.on_device(facts.params)
-        yield "teacher", self.on_device(facts.teacher) + facts.teacher_buffer_bytes
+        yield "params", self.on_device(facts.params, self.stored)
+        yield "teacher", self.on_device(facts.teacher, self.stored_teacher) + facts.teacher_buffer_bytes
         yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
         if facts.is_averaged:
             yield "buffers", sum(self.part(param) for param in facts.params.values())
@@ -303,7 +357,7 @@ class _Step:
         if self.is_whole:
             yield "grads", sum(param.padded(self.num_ranks) for param in self.trained.values())
         yield from self.communication()
-        yield "offload_buffers", sum(self.offload_buffers())
+        yield "offload_buffers", sum(pool.mapped_bytes for pool in self.offload_pools())
 
     def part(self, param: ParamFacts) -> int:
         """Bytes of a parameter that a rank of a shard group holds."""
@@ -313,10 +367,12 @@ class _Step:
         """Bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
 
-    def on_device(self, params: Mapping[str, ParamFacts]) -> int:
+    def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
         """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
         if self.plan.offload_params.place(self.device_type) == "device":
             return self.held(params)
+        if self.device_type == "cpu":
+            return self.held(params) - self.held(stored)
         return sum(param.itemsize for param in params.values() if not param.shape)
 
     def communication(self) -> Iterator[tuple[str, int]]:
@@ -370,28 +426,38 @@ class _Step:
         """The base optimizer updates everything at once, where it computes."""
         return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
 
-    def offload_buffers(self) -> Iterator[int]:
+    def offload_pools(self) -> Iterator[_Pool]:
         """What passes through memory on its way from and to a disk."""
         value = 0
         if self.plan.offload_params.is_on_disk:
             # The teacher is a sharded model of its own, with buffers of its own.
-            for params in filter(None, (self.facts.teacher, self.facts.params)):
+            for params in filter(None, (self.stored_teacher, self.stored)):
                 value = pages(self.value_record(params))
-                yield from (_mapped(number * value) for number in (_NUM_READ_AHEAD, _NUM_SPILLED))
+                yield _Pool(value, _NUM_READ_AHEAD)
+                # No more of these are written at once than a unit has records.
+                most = -(-self.largest_stored(params) // self.chunk_bytes)
+                yield _Pool(value, _NUM_SPILLED, min(_NUM_SPILLED, most))
         state = pages(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
         is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
         if self.is_streamed:
-            yield _mapped(_NUM_STREAMED * (state + 2 * value * (not is_whole)))
+            yield _Pool(state + 2 * value * (not is_whole), _NUM_STREAMED)
 
-    def value_record(self, params: Mapping[str, ParamFacts]) -> int:
-        """Bytes of the largest record of parameters on a disk: at most a chunk, trained and frozen apart."""
+    def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
+        """Most bytes of a unit among parameters on a disk, trained and frozen apart: no record has both."""
         groups: dict[tuple[str, bool], int] = {}
         for param in params.values():
-            if param.shape:
-                group = param.unit, param.is_trained
-                groups[group] = groups.get(group, 0) + self.part(param)
-        chunk = CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
-        return min(chunk, max(groups.values(), default=0))
+            group = param.unit, param.is_trained
+            groups[group] = groups.get(group, 0) + self.part(param)
+        return max(groups.values(), default=0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Most bytes of a record of parameters on a disk."""
+        return CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+
+    def value_record(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of the largest record of parameters on a disk."""
+        return min(self.chunk_bytes, self.largest_stored(params))
 
     def state_record(self) -> int:
         """Bytes of the largest record of optimizer state on a disk."""
@@ -400,7 +466,7 @@ class _Step:
         if update.whole_bytes:
             return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
         if self.plan.offload_params.is_on_disk:  # beside each record of parameters
-            return keys * self.value_record(self.facts.params)
+            return keys * self.value_record(self.stored)
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:
@@ -422,9 +488,9 @@ class _Step:
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
             if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
-                shards = self.whole_unit(unit) // self.num_ranks
+                read = sum(self.part(self.stored[name]) for name in self.units[unit] if name in self.stored)
                 buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
-                self.spikes.append((self.place, shards + int(buffer), kind))
+                self.spikes.append((self.place, read + int(buffer), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
@@ -441,7 +507,7 @@ class _Step:
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
             self.change("grads", *(param.num_bytes for param in self.trained.values()))
         elif self.is_fully_sharded:
-            self.change("grads", *(param.padded(self.num_ranks) for param in self.trained.values()))
+            self.change("grads", *(self.part(param) for name, param in self.trained.items() if name not in self.stored))
 
     def run(self) -> None:
         """Walk over all marks."""
@@ -553,19 +619,19 @@ class _Step:
         if not whole:
             return
         names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
-        parts = [self.facts.params[name].padded(self.num_ranks) for name in names]
-        shards = sum(parts)
+        shards = sum(self.facts.params[name].padded(self.num_ranks) for name in names)
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
         if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
             self.spikes.append((self.place, int(shards * self.reduce_share), "grads"))
-        if self.plan.offload_params.is_on_disk:
+        moved = sum(self.facts.params[name].padded(self.num_ranks) for name in names if name in self.stored)
+        if moved:
             buffer = 0 if self.keeps_buffer else whole  # it is reduced from
-            self.spikes.append((self.place, shards + buffer, "grads"))
-        elif self.micro_batches == 1:
+            self.spikes.append((self.place, moved + buffer, "grads"))
+        if self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
-            self.change("grads", *parts)
+            self.change("grads", *(self.part(self.facts.params[name]) for name in names if name not in self.stored))
 
     # -- sums ----------------------------------------------------------------------------------------------------
 
@@ -625,14 +691,17 @@ class _Step:
         for kind, num_bytes in self.constants():
             constants[kind] = constants.get(kind, 0) + num_bytes
         replay = BlockReplay(heap_of(self.plan))
-        if constants.pop("params", 0) > sum(param.itemsize for param in facts.params.values()):
-            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.params.values())
-        if self.plan.offload_params.place(self.device_type) == "device":
-            replay.keep(self.part(p) if self.is_fully_sharded else p.num_bytes for p in facts.teacher.values())
-            constants["teacher"] -= self.held(facts.teacher)
+        for kind, params, stored in (
+            ("params", facts.params, self.stored),
+            ("teacher", facts.teacher, self.stored_teacher),
+        ):
+            constants[kind] -= self.on_device(params, stored)
+            held = [param for name, param in params.items() if name not in stored]
+            replay.keep(self.part(param) if self.is_fully_sharded else param.num_bytes for param in held)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)
+        constants["offload_buffers"] = sum(pool.resident_bytes for pool in self.offload_pools())
         images, state = constants.pop("inputs", 0), constants.pop("optimizer", 0)
         parts = [self.part(param) for param in self.trained.values()]
         share = state / max(1, sum(parts) * update.num_state_keys)
@@ -677,12 +746,16 @@ class _Step:
             copies += -(-update.state_bytes // update.whole_bytes)
         return copies * at_once
 
+    def shards(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of the parts of a shard group's first rank."""
+        return sum(param.padded(self.num_ranks) for param in params.values())
+
     def elsewhere(self) -> tuple[int, int]:
         """Bytes in host memory beside the device, and on a disk."""
         plan, host, disk = self.plan, 0, 0
-        shards = sum(param.padded(self.num_ranks) for param in self.facts.params.values())
-        taught = sum(param.padded(self.num_ranks) for param in self.facts.teacher.values())
-        grads = sum(param.padded(self.num_ranks) for param in self.trained.values())
+        everything = sum(self.shards(params) for params in (self.facts.params, self.trained, self.facts.teacher))
+        stored_grads = {name: param for name, param in self.stored.items() if param.is_trained}
+        stored = sum(self.shards(params) for params in (self.stored, stored_grads, self.stored_teacher))
         state = self.facts.updates[self.num_ranks].state_bytes
         optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
         if optimizer == "disk":
@@ -690,11 +763,12 @@ class _Step:
         elif optimizer == "host":
             host += state
         if params == "disk":
-            disk += shards + grads + taught
+            disk += stored
+            host += everything - stored if self.device_type == "cuda" else 0
         elif params == "host":
-            host += shards + grads + taught
+            host += everything
         elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
-            host += shards + grads
+            host += everything - self.shards(self.facts.teacher)
         return host, disk
 
 
@@ -712,11 +786,6 @@ class _Queue:
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]
             self._next += 1
-
-
-def _mapped(num_bytes: int) -> int:
-    """Bytes mapped for a pool of buffers: whole huge pages, and one to begin at (``offload/block_file.py``)."""
-    return (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE
 
 
 def _drawn(total: Tensor) -> list[int]:

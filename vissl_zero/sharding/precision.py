@@ -165,7 +165,8 @@ class RoundedKernel(UpdateKernel):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], rounding: str, seed: int):
-        super().__init__(optimizer, "config.TRAINER.DTYPE", "bfloat16", "config.TRAINER.DTYPE=float32")
+        key, instead = "config.TRAINER.DTYPE, zero.rounding", "config.TRAINER.DTYPE=float32 (no zero.rounding)"
+        super().__init__(optimizer, key, "bfloat16", instead)
         self._shards, self._is_stochastic, self._seed = shards, rounding == "stochastic", seed
         if self._is_stochastic:
             self.scalars[_COUNT] = 0

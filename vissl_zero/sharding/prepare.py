@@ -89,7 +89,7 @@ def _ranks_per_copy(plan: ShardingPlan) -> int:
         raise VisslZeroError(
             f"ZeRO level {plan.level} needs a process group. Call torch.distributed.init_process_group."
         )
-    size = plan.shard_group_size if plan.shard_group_size > 1 else world_size
+    size = plan.ranks_per_copy(world_size)
     if world_size % size:
         problem = Problem(
             "config.ZERO.SHARD_GROUP_SIZE",

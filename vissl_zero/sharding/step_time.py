@@ -40,7 +40,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.lifetime import forked
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
-from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory
+from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory, stored_params
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
@@ -513,7 +513,7 @@ def step_seconds(
         num_threads: of a rank, on the CPU: they share the arithmetic.
         rehearsed: what was measured, in the place of the roofline.
     """
-    num_ranks = (plan.shard_group_size if plan.shard_group_size > 1 else world_size) if plan.level else 1
+    num_ranks = plan.ranks_per_copy(world_size)
     compute = rehearsed.micro_batch
     if compute is None:
         compute = work_seconds(trace.work, plan, machine, num_threads)
@@ -551,18 +551,19 @@ def step_seconds(
     elif optimizer_place == "host":
         update += moved / machine.host
     if params_place == "disk":
-        own = params / num_ranks
+        own = stored_params(facts.params, plan, num_ranks).values()
+        values = sum(param.num_bytes for param in own) / num_ranks
+        trained = sum(param.num_bytes for param in own if param.is_trained) / num_ranks
+        follows = sum(param.num_bytes for param in stored_params(facts.teacher, plan, num_ranks).values()) / num_ranks
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
-        update += (2 * micro_batches * own + 2 * own + 2 * micro_batches * part) / machine.disk
+        update += (2 * micro_batches * values + 2 * values + 2 * micro_batches * trained) / machine.disk
         # A teacher's are read for each pass; to follow, they are read and written, and those of the model are read.
-        update += (micro_batches + 3) * taught / num_ranks / machine.disk
+        update += (micro_batches + 3) * follows / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
         update += micro_batches * taught / num_ranks / machine.host
-    per_micro_batch = compute + _overhead_seconds(
-        trace, facts, plan, world_size, machine, memory, params_place == "disk"
-    )
+    per_micro_batch = compute + _overhead_seconds(trace, facts, plan, world_size, machine, memory)
     return micro_batches * per_micro_batch + sent + update
 
 
@@ -573,7 +574,6 @@ def _overhead_seconds(
     world_size: int,
     machine: MachineProfile,
     memory: StepMemory | None,
-    is_streamed: bool,
 ) -> float:
     """Of a micro-batch, what neither computes nor depends on how much is sent: fresh memory, messages, bookkeeping."""
     seconds = 0.0
@@ -584,7 +584,8 @@ def _overhead_seconds(
     if plan.level == 3:
         units, taught = ({param.unit for param in params.values()} for params in (facts.params, facts.teacher))
         transfers: float = _TRANSFERS * len(units) + len(taught)
-        if is_streamed:
-            transfers += _STREAMED_TRANSFERS * (len(facts.params) + len(facts.teacher))
+        num_ranks = plan.ranks_per_copy(world_size)
+        stored = sum(len(stored_params(params, plan, num_ranks)) for params in (facts.params, facts.teacher))
+        transfers += _STREAMED_TRANSFERS * stored
         seconds += transfers * machine.transfer_s
     return seconds

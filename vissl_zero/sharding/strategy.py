@@ -415,7 +415,7 @@ def update_rule_of(
     rule = update_rule(optimizer, shapes, is_flattened=is_flattened or bool(plan.precision.rounding))
     if rule is UpdateRule.PER_TENSOR and plan.precision.rounding:
         must = "updates full tensors, which cannot go with parameters in bfloat16: they are updated piece by piece"
-        fix = "Use an element-wise optimizer such as AdamW, or config.TRAINER.DTYPE=float32."
+        fix = "Use an element-wise optimizer such as AdamW, or config.TRAINER.DTYPE=float32 (no zero.rounding)."
         raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
     if rule is UpdateRule.PER_TENSOR and plan.engine == "fairscale":
         name, must = type(optimizer).__name__, "updates full tensors, which cannot go with the fairscale engine"
