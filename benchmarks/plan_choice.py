@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -50,7 +51,7 @@ from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
-NUM_STEPS, NUM_WARM = 6, 2
+NUM_STEPS, NUM_WARM = 8, 2
 NUM_STEPS_AGAIN = 4  # where times are known: memory grows no more after the third
 APART = 0.08  # a share of memory: forecasts closer than this say nothing about which plan needs less
 BATCH = {"regnet": 24, "resnet": 16, "vit": 16}  # images per rank: activations take no more than state
@@ -229,17 +230,28 @@ def train_rank(plan: ResolvedRun, rank: int, group: MemoryGroup, folder: Path) -
 
 
 def serve() -> None:
-    """Import everything, read a line (a file with a plan, a limit and a folder), fork ranks and await them."""
+    """Import everything; for each line (a file with a plan, a limit and a folder) fork ranks and await them.
+
+    They are forked from a process that was forked for them: one that has forked ranks before holds other memory.
+    """
     for module in IMPORTED:
         import_module(module)
-    file, limit, folder = json.loads(sys.stdin.readline())
-    plan: ResolvedRun = pickle.loads(Path(file).read_bytes())
+    for line in sys.stdin:
+        process = os.fork()
+        if not process:
+            file, limit, folder = json.loads(line)
+            _run_ranks(pickle.loads(Path(file).read_bytes()), limit, Path(folder))
+            os._exit(0)
+        os.waitpid(process, 0)
+
+
+def _run_ranks(plan: ResolvedRun, limit: int, folder: Path) -> None:
+    """Print exit codes, and what ranks report."""
     groups = [MemoryGroup(str(rank), limit) for rank in range(NUM_RANKS)]
-    ranks = [_fork(plan, rank, groups[rank], Path(folder)) for rank in range(NUM_RANKS)]
-    codes = _await(ranks)
+    codes = _await([_fork(plan, rank, groups[rank], folder) for rank in range(NUM_RANKS)])
     for group in groups:
         group.close()
-    found = [Path(folder) / f"{rank}.json" for rank in range(NUM_RANKS)]
+    found = [folder / f"{rank}.json" for rank in range(NUM_RANKS)]
     reports = [json.loads(path.read_text()) if path.exists() else None for path in found]
     print(json.dumps({"codes": codes, "ranks": reports}), flush=True)
 
@@ -281,22 +293,31 @@ def _await(ranks: list[int], timeout_s: float = 300.0) -> list[int]:
     return [codes[process] for process in ranks]
 
 
+@functools.cache
+def server(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """A process that serves, with these settings of the allocator: they are read when a process starts."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environment)
+    command = [sys.executable, __file__, "serve"]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def run_limited(plan: ResolvedRun, limit: int = NO_LIMIT) -> dict[str, Any]:
     """Run a plan; exit codes of its ranks, and what they report.
 
-    Each time from a new process, with the plan's settings of the allocator. Of ranks that were forked from one that had
-    forked others before, the kernel counted up to 80 MiB of huge pages that they did not hold any more.
+    With a limit, from a new process: of ranks that were forked from one that had forked others before, the kernel
+    counted up to 80 MiB of huge pages in their cgroups that they did not hold.
     """
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | allocator_environment(plan.sharding, os.environ)
+    environment = tuple(sorted(allocator_environment(plan.sharding, os.environ).items()))
+    own = server(environment) if limit == NO_LIMIT else server.__wrapped__(environment)
+    assert own.stdin is not None
+    assert own.stdout is not None
     with tempfile.TemporaryDirectory(prefix="plan_choice_") as folder:
         file = Path(folder) / "plan"
         file.write_bytes(pickle.dumps(replace(plan, run_dir=folder)))
-        command = [sys.executable, __file__, "serve"]
-        text = json.dumps([str(file), limit, folder])
-        answer = subprocess.run(
-            command, env=os.environ | own, input=text, stdout=subprocess.PIPE, text=True, check=True
-        )
-        found: dict[str, Any] = json.loads(answer.stdout)
+        print(json.dumps([str(file), limit, folder]), file=own.stdin, flush=True)
+        found: dict[str, Any] = json.loads(own.stdout.readline())
+        if limit < NO_LIMIT:
+            own.communicate()
         found["errors"] = [path.read_text()[-600:] for path in Path(folder).glob("*.error")]
     return found
 

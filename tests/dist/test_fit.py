@@ -100,6 +100,15 @@ def test_a_plan_that_recomputes_some_blocks_trains_what_level_0_trains(plain, ca
     assert_trains(plan, plain)
 
 
+def test_a_plan_that_keeps_some_parameters_in_memory_trains_what_level_0_trains(plain, candidates, tmp_path):
+    on_disk = next(c for c in candidates if str(c) == "level 3, optimizer on nvme, parameters on nvme")
+    tier = replace(on_disk.sharding.offload_params, max_in_cpu=5_000)
+    settings = replace(on_disk, sharding=replace(on_disk.sharding, offload_params=tier)).settings()
+    plan = resolve(with_settings(compose(RECIPE, [*COMMON]).run, settings), tmp_path, recipe=RECIPE, host=HOST)
+    assert plan.sharding.offload_params.max_in_cpu == 5_000
+    assert_trains(plan, plain)
+
+
 def test_a_budget_that_only_a_disk_meets_trains_what_level_0_trains(disk, tmp_path):
     """Of a model wide enough for its state to be larger than the buffers of a disk."""
     words = [*COMMON, *WIDE, f"config.ZERO.offload_optimizer_config.nvme_path={disk}"]

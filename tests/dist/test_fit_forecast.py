@@ -15,6 +15,7 @@ import vissl_zero
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.own_loop.fit import forecaster_of
 from vissl_zero.sharding.memory import ActivationCounter, Storages
+from vissl_zero.sharding.memory_model import StepMemory
 from vissl_zero.sharding.step_trace import StepTrace
 
 CPU = torch.device("cpu")
@@ -77,6 +78,33 @@ def test_buffers_to_a_disk_are_as_large_as_what_passes_through_them(
     _, optimizer = vissl_zero.initialize(model, options, zero)
     held: Any = optimizer._sharded.optimizer
     assert found == Storages(buffer for buffer in held.resident_tensors).num_bytes
+    optimizer.close()
+
+
+@pytest.mark.parametrize("most", [0, 3_100, 20_000, 10**9])
+def test_what_max_in_cpu_keeps_is_in_memory_and_not_on_the_disk(most: int, tmp_path: Path) -> None:
+    tier = {"device": "nvme", "nvme_path": str(tmp_path)}
+    tiers = {"offload_optimizer_config": tier, "offload_param_config": {**tier, "max_in_cpu": most}}
+    model, images = _model(1000), torch.zeros(2, 16)
+
+    def forecast(number: int) -> StepMemory:
+        params = OffloadPlan(**tier, max_in_cpu=number)
+        plan = ShardingPlan(3, offload_optimizer=OffloadPlan(**tier), offload_params=params)
+        forecaster, mode = forecaster_of(model, {"type": "AdamW"}, plan, images, CPU)
+        with mode:
+            step = forecaster.forecast(plan).step
+        assert step is not None
+        return step
+
+    found, without = forecast(most), forecast(0)
+    _, optimizer = vissl_zero.initialize(model, {"type": "AdamW"}, {"level": 3, **tiers})
+    shards = optimizer._sharded._shards.values()
+    kept = sum(shard.local.nbytes for shard in shards if not shard.is_on_disk)
+    held: Any = optimizer._sharded.optimizer
+    assert (kept > 0) == (most > 0)
+    assert min(found.timeline["params"]) == kept
+    assert without.disk_bytes - found.disk_bytes == 2 * kept, "its gradients lie beside it"
+    assert found.by_kind["offload_buffers"] == Storages(held.resident_tensors).num_bytes
     optimizer.close()
 
 

@@ -122,6 +122,28 @@ def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     assert not any(c.fits for c in tight if c.sharding.offload_optimizer.device == "nvme")
 
 
+def test_no_more_parameters_lie_on_a_disk_than_the_budget_asks_for(tmp_path):
+    vit = "IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 512, MLP_DIM: 2048"
+    words = [
+        f"config.MODEL.TRUNK={{NAME: vision_transformer, VISION_TRANSFORMERS: {{{vit}}}}}",
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 10]}]]",
+        "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=2",
+        f"config.ZERO.offload_optimizer_config.nvme_path={tmp_path}",
+    ]
+    name = "level 3, optimizer on nvme, parameters on nvme"
+    none = next(c for c in planned(*words).candidates if str(c) == name)
+    memory = none.forecast.step.resident_bytes + 2**23
+    chosen = planned(*words, f"config.ZERO.MEMORY_GB={memory / 2**30}").chosen
+    kept = chosen.sharding.offload_params.max_in_cpu
+    assert str(chosen) == f"{name} ({kept:,} elements in memory)"
+    assert none.forecast.step.resident_bytes + 2**22 < chosen.forecast.step.resident_bytes <= memory
+    assert chosen.forecast.step.disk_bytes < none.forecast.step.disk_bytes - 2**22
+    assert chosen.relative_time < none.relative_time
+    run = resolve(with_settings(compose(RECIPE, [DRY, *words]).run, chosen.settings()), "/nowhere", recipe=RECIPE)
+    assert run.sharding.offload_params.max_in_cpu == kept
+
+
 def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
     with pytest.raises(ConfigError, match=r"is too little for every plan .* the smallest takes 0\.0\d+ GiB") as error:
         fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=0.0001"]))

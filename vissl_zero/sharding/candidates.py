@@ -121,7 +121,7 @@ class Candidate:
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
         params = self.sharding.offload_params
         if params.device != "none":
-            kept = f" ({params.max_in_cpu / 1e6:.3g} million in memory)" if params.max_in_cpu else ""
+            kept = f" ({params.max_in_cpu:,} elements in memory)" if params.max_in_cpu else ""
             words.append(f"parameters on {params.device}{kept}")
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches of {self.batch_per_rank}")

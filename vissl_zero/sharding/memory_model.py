@@ -431,7 +431,7 @@ class _Step:
         value = 0
         if self.plan.offload_params.is_on_disk:
             # The teacher is a sharded model of its own, with buffers of its own.
-            for params in filter(None, (self.stored_teacher, self.stored)):
+            for params in (*([self.stored_teacher] if self.facts.teacher else []), self.stored):
                 value = pages(self.value_record(params))
                 yield _Pool(value, _NUM_READ_AHEAD)
                 # No more of these are written at once than a unit has records.
