@@ -476,6 +476,7 @@ def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.P
 
 
 SLOT_BYTES = 2**20  # stays in a core's cache; 2 * LAG of them per rank. Twice or half that: as fast
+MAX_BACKLOG_BYTES = 2**23  # of gradients that a rank keeps while others are behind, so that it need not wait for them
 
 
 def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:

@@ -708,8 +708,10 @@ class _Step:
         states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
-        gradients = sum(param.num_bytes for param in self.trained.values())
-        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, self.micro_batches, gradients)
+        gradients = [param.num_bytes for param in self.trained.values()]
+        others = sum(constants.values()) + process_bytes(
+            self.plan, self.world_size, self.micro_batches, gradients, is_whole=self.is_whole
+        )
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:

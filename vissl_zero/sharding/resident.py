@@ -7,24 +7,39 @@ from collections.abc import Iterable, Sequence
 
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import Heap
+from vissl_zero.sharding.cpu_communicator import MAX_BACKLOG_BYTES
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 _MIB = 2**20
 # Beside tensors and holes, beyond what is imported: measured in the plans of small recipes on two ranks (docs/plan.md).
-_PROCESS_BYTES = 6 * _MIB  # the model's modules, threads
+_PROCESS_BYTES = 8 * _MIB  # the model's modules, threads
 _SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
-_SUM_BYTES = 13 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
+_SUM_BYTES = 15 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
 _STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # by level, of threads that read and write optimizer state
+_STORE_BYTES = 7 * _MIB  # of threads that read and write parameters
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
-def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int, gradients: int) -> int:
-    """What a CPU rank holds beside its tensors and the holes between them. ``gradients``: bytes of all."""
+def process_bytes(
+    plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
+) -> int:
+    """What a CPU rank holds beside its tensors and the holes between them.
+
+    Args:
+        plan: level and tiers.
+        world_size: ranks.
+        micro_batches: per step.
+        gradients: bytes of each.
+        is_whole: all ranks keep full parameters between steps, and send a gradient as soon as it is finished.
+    """
     found = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
     if plan.level == 0 and world_size > 1:
-        found += min(_SUM_BYTES, gradients)
-    # With parameters on the disk too, the forecast buffers are not all in use at once, which makes up for the threads.
-    if plan.offload_optimizer.is_on_disk and not plan.offload_params.is_on_disk:
+        found += min(_SUM_BYTES, sum(gradients))
+    if is_whole:  # while another rank is behind, a gradient waits
+        found += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
+    if plan.offload_params.is_on_disk:
+        found += _STORE_BYTES
+    elif plan.offload_optimizer.is_on_disk:
         found += _STREAM_BYTES.get(plan.level, 0)
     return found
 

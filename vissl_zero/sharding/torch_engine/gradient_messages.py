@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator, add_in_order
+from vissl_zero.sharding.cpu_communicator import MAX_BACKLOG_BYTES, CpuCommunicator, add_in_order
 from vissl_zero.sharding.shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
     call_after_backward,
@@ -155,9 +155,6 @@ def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> 
 def _cut(span: tuple[int, int], offset: int, numel: int) -> tuple[int, int]:
     start, stop = span
     return min(start + offset, stop), min(start + offset + numel, stop)
-
-
-MAX_BACKLOG_BYTES = 2**23
 
 
 class GradientMessages:
