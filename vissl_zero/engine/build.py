@@ -67,6 +67,7 @@ def build_run(
     )
     num_classes = len(loader.source.class_names)
     model = build_bare(lambda: build_model(plan.config["MODEL"], num_classes))
+    return_free_pages()  # constructors draw numbers for weights that have no memory yet, and drop them
     weights = first_weights(model, plan, fill)
     cast_to_master(model, precision)
     freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
