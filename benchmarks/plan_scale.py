@@ -192,7 +192,7 @@ def main() -> None:
     lines += [
         "## What planning costs",
         "",
-        f"For {_MEASURED_AT} ranks, on two cores shared with other work:",
+        f"For {_MEASURED_AT} ranks, on two cores:",
         "",
         *costs,
     ]
