@@ -1,4 +1,4 @@
-"""A memory cgroup of one's own, version 1 or 2: what processes in it may take, and what they took."""
+"""A memory cgroup of one's own, version 1 or 2: what processes in it may take, and what they hold."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 NO_LIMIT = 2**40
 _SLACK = 2**24  # bytes: what the kernel counts in batches, and its own records
-_VERSIONS = (  # root, and the files of the limit, of the most held so far, and of what was killed
+_VERSIONS = (  # root, and the files of the limit and of what was killed
     (
         "/sys/fs/cgroup/memory",
-        ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"),
+        ("memory.limit_in_bytes", "memory.oom_control"),
     ),
-    ("/sys/fs/cgroup", ("memory.max", "memory.peak", "memory.events")),
+    ("/sys/fs/cgroup", ("memory.max", "memory.events")),
 )
 
 
@@ -36,7 +36,7 @@ class MemoryGroup:
             with suppress(OSError):
                 path.mkdir()
                 self._path, self.kind = path, files[0]
-                self._limit, self._most, self._events = (path / file for file in files)
+                self._limit, self._events = (path / file for file in files)
                 try:
                     self.limit(num_bytes)
                 except OSError:
@@ -82,10 +82,6 @@ class MemoryGroup:
         lines = dict(line.split() for line in (self._path / "memory.stat").read_text().splitlines())
         names = ("total_rss", "total_shmem") if "total_rss" in lines else ("anon", "shmem")
         return sum(int(lines[name]) for name in names)
-
-    def most(self) -> int:
-        """Most bytes that were counted, files in the kernel's cache included."""
-        return int(self._most.read_text())
 
     def kills(self) -> int:
         """How many processes in it the kernel has killed so far."""

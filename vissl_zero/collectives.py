@@ -6,7 +6,7 @@ collective: all ranks must call it, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -71,39 +71,36 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
     return _all_reduce(tensor, "max")
 
 
-def all_gather_rows(tensor: Tensor) -> Tensor:
+def all_gather_rows(tensor: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """Rows of all ranks, one below the other in the order of ranks.
 
     Args:
         tensor: (n_r, ...) with any n_r per rank, zero included; trailing dimensions and dtype equal on all ranks.
+        counts: n_r by rank; None asks the ranks for them.
     Returns:
         (sum of n_r, ...), identical on every rank.
-    Cost: two all-gathers: the row counts (read on the host, which waits for the device) and ``max n_r`` rows per rank.
+    Cost: an all-gather of ``max n_r`` rows per rank, and one of the counts unless they are given, which are read on the
+    host, which waits for the device. No copies where all ranks have as many rows.
     """
+    tensor = tensor.detach()
     if world_size() == 1:
-        return tensor.detach().clone()
-    if isinstance(tensor, FakeTensor):  # a fake tensor stands for those of all ranks
-        return _all_gather(tensor.detach()).flatten(0, 1)
-    counts = _all_gather(torch.tensor(len(tensor), device=tensor.device)).tolist()
-    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor.detach()
+        return tensor.clone()
+    if counts is None:
+        counts = all_gather_number(len(tensor), tensor.device)
+    most = max(counts)
+    if min(counts) == most:
+        return _all_gather(tensor).flatten(0, 1)
+    # Every rank must send as many rows, in gloo and in NCCL.
+    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
     return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
 
 
 def all_gather_number(number: int, device: torch.device) -> list[int]:
     """The number of every rank, by rank. Cost: one all-gather, read on the host, which waits for the device."""
-    row = torch.tensor([number], device=device)
-    return [number] * world_size() if isinstance(row, FakeTensor) else all_gather_rows(row).tolist()
-
-
-def all_gather_evenly(tensor: Tensor) -> Tensor:
-    """The tensors of all ranks; shape and dtype must be the same on every rank.
-
-    Returns:
-        (R, ...), one below the other in the order of the R ranks.
-    Cost: one all-gather, no copies.
-    """
-    return _all_gather(tensor.detach()) if world_size() > 1 else tensor.detach().clone()[None]
+    own = torch.tensor(number, device=device)
+    # A fake tensor stands for those of all ranks.
+    return [number] * world_size() if isinstance(own, FakeTensor) or world_size() == 1 else _all_gather(own).tolist()
 
 
 def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

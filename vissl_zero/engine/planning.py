@@ -36,7 +36,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, nothing_fits, rank_candidates
+from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
 from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for, one_thread
 
 FIT = "fit"
@@ -69,7 +69,7 @@ class Planned:
     @property
     def chosen(self) -> Candidate | None:
         """The cheapest that fits."""
-        return next((candidate for candidate in self.candidates if candidate.is_chosen), None)
+        return chosen_of(self.candidates)
 
 
 def fitted(composed: Composed) -> Composed:
@@ -150,8 +150,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     found = [row for stage in stages for row in stage.forecasts()]
 
     def chosen() -> Candidate | None:
-        ranked = rank_candidates(found, budget, stages[0].plan.world_size)
-        return next((candidate for candidate in ranked if candidate.is_chosen), None)
+        return chosen_of(rank_candidates(found, budget, stages[0].plan.world_size))
 
     if (first := chosen()) is not None and first.is_recomputed:
         own = [row for row in found if row[1] == first.micro_batches]

@@ -20,7 +20,6 @@ embeddings joins SwAV's assignment when batches are small.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,9 +119,7 @@ class _GatherSamples(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: SampleCounts) -> Tensor:
         ctx.counts = counts
-        if collectives.world_size() == 1:
-            return rows.clone()
-        return _all_gather_padded(rows, counts.per_rank)
+        return collectives.all_gather_rows(rows, counts.per_rank)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -138,16 +135,6 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return collectives.all_reduce_sum(gradients[0])
-
-
-def _all_gather_padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    # Every rank must send as many rows, in gloo and in NCCL.
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    everyone = collectives.all_gather_evenly(padded)
-    if min(counts) == max(counts):
-        return everyone.flatten(0, 1)
-    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from vissl_zero.own_loop.user_optimizer import read_optimizer
 from vissl_zero.sharding.candidates import (
     Budget,
     because,
+    chosen_of,
     forecast_all,
     kept_in_part,
     nothing_fits,
@@ -64,10 +65,10 @@ def choose_plan(
                 machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
                 plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
                 found = rank_candidates(plans, budget, collectives.world_size())
-                for candidate in [candidate for candidate in found if candidate.is_chosen]:
-                    plans += kept_in_part(candidate, budget, forecaster)
+                if (first := chosen_of(found)) is not None:
+                    plans += kept_in_part(first, budget, forecaster)
             found = rank_candidates(plans, budget, collectives.world_size())
-        chosen = next((candidate for candidate in found if candidate.is_chosen), None)
+        chosen = chosen_of(found)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
             disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"

@@ -113,7 +113,7 @@ def initialize(
     # Ranks that differ would meet in different collectives and wait there until the timeout.
     require_equal("the settings of zero", _facts(plan, k))
     require_equal("the optimizer", optimizer_facts(optimizer))
-    num_ranks = plan.shard_group_size if plan.shard_group_size > 1 else collectives.world_size()
+    num_ranks = plan.ranks_per_copy(collectives.world_size())
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
     _say((*settings.notes, *tier_notes, *notes))

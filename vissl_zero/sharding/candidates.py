@@ -209,6 +209,11 @@ def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candi
     return candidates
 
 
+def chosen_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The one of ``rank_candidates`` that is chosen; None: nothing fits."""
+    return next((candidate for candidate in candidates if candidate.is_chosen), None)
+
+
 def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     """Why the chosen one of ``rank_candidates`` was chosen, as one clause."""
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)

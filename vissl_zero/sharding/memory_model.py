@@ -21,7 +21,7 @@ from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.float8 import sent_weights
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.block_file import pages
-from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
+from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS, kept_in_memory
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.resident import BlockReplay, process_bytes
@@ -229,20 +229,13 @@ def stored_params(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_rank
         plan: where they rest.
         num_ranks: that share one copy of the state.
     """
-    room = plan.offload_params.max_in_cpu or 0
-    found: dict[str, ParamFacts] = {}
     if not plan.offload_params.is_on_disk:
-        return found
+        return {}
     # Units as they are wrapped: the root comes last.
-    for name, param in sorted(params.items(), key=lambda item: item[1].unit == ROOT):
-        num_elements = param.padded(num_ranks) // param.itemsize
-        if not param.shape:
-            continue
-        if num_elements <= room:
-            room -= num_elements
-        else:
-            found[name] = param
-    return found
+    cut = sorted((item for item in params.items() if item[1].shape), key=lambda item: item[1].unit == ROOT)
+    sizes = (param.padded(num_ranks) // param.itemsize for _, param in cut)
+    keeps = kept_in_memory(sizes, plan.offload_params.max_in_cpu or 0)
+    return {name: param for (name, param), is_kept in zip(cut, keeps, strict=True) if not is_kept}
 
 
 def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
@@ -369,9 +362,7 @@ class _Step:
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
         """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
-        if self.plan.offload_params.place(self.device_type) == "device":
-            return self.held(params)
-        if self.device_type == "cpu":
+        if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
             return self.held(params) - self.held(stored)
         return sum(param.itemsize for param in params.values() if not param.shape)
 
@@ -618,20 +609,19 @@ class _Step:
         whole = self.pending.pop(unit, 0)
         if not whole:
             return
-        names = [name for name in self.units.get(unit, ()) if self.facts.params[name].is_trained]
-        shards = sum(self.facts.params[name].padded(self.num_ranks) for name in names)
+        params = {name: self.facts.params[name] for name in self.units.get(unit, ()) if name in self.trained}
+        moved = self.shards({name: param for name, param in params.items() if name in self.stored})
         self.change("grads", -whole)
         # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
         self.spikes.append((self.place, whole, "grads"))
         if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
-            self.spikes.append((self.place, int(shards * self.reduce_share), "grads"))
-        moved = sum(self.facts.params[name].padded(self.num_ranks) for name in names if name in self.stored)
+            self.spikes.append((self.place, int(self.shards(params) * self.reduce_share), "grads"))
         if moved:
             buffer = 0 if self.keeps_buffer else whole  # it is reduced from
             self.spikes.append((self.place, moved + buffer, "grads"))
         if self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
-            self.change("grads", *(self.part(self.facts.params[name]) for name in names if name not in self.stored))
+            self.change("grads", *(self.part(param) for name, param in params.items() if name not in self.stored))
 
     # -- sums ----------------------------------------------------------------------------------------------------
 

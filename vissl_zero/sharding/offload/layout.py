@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,6 +86,18 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
             start = stop
     close()
     return chunks
+
+
+def kept_in_memory(sizes: Iterable[int], most: int) -> Iterator[bool]:
+    """Of each shard, whether it stays in memory where ``max_in_cpu`` allows ``most`` elements: the first that fit do.
+
+    Args:
+        sizes: elements of each, in the order of the units.
+    """
+    for size in sizes:
+        keeps = size <= most
+        most -= size * keeps
+        yield keeps
 
 
 CHUNK_ELEMENTS = 128 * 1024  # 512 KiB of float32, beside which Adam's state is 1 MiB

@@ -15,7 +15,7 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.update_rule import trial_state
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.block_file import OffloadError, RunFolder, new_run_name, stale_runs
-from vissl_zero.sharding.offload.layout import StoredParam
+from vissl_zero.sharding.offload.layout import StoredParam, kept_in_memory
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates, padded_bytes
@@ -39,15 +39,8 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
     if not plan.is_on_disk:
         return None
     give_back_large_blocks()
-    room = plan.max_in_cpu or 0
-    away: list[list[StoredParam]] = []
-    for unit in units:
-        away.append([])
-        for param in unit:
-            if param.num_elements <= room:
-                room -= param.num_elements
-            else:
-                away[-1].append(param)
+    keeps = kept_in_memory((param.num_elements for unit in units for param in unit), plan.max_in_cpu or 0)
+    away = [[param for param in unit if not next(keeps)] for unit in units]
     return _on_every_rank(plan, lambda folder: ParameterStore(away, folder, plan.fast_init))
 
 
