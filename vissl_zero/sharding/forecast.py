@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.host import MachineProfile
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
+from vissl_zero.resolve.host import MachineProfile
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
 from vissl_zero.sharding.equal_units import recorded
 from vissl_zero.sharding.float8 import quantize_layers, require_float8
