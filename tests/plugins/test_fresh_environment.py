@@ -39,7 +39,7 @@ py-modules = ["broken_plugin"]
 """
 CLASSY = """
 import torch.distributed as dist
-import vissl_zero.own_loop.classy  # the one import
+import vissl_zero.integration.classy  # the one import
 from classy_vision.tasks import build_task
 from classy_vision.trainer import ClassyTrainer
 transform = {"name": "apply_transform_to_key", "key": "input", "transforms": [{"name": "ToTensor"}]}
