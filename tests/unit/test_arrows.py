@@ -23,7 +23,7 @@ ALLOWED = {
     "data": _BASE,
     "optim": _BASE | {"vissl"},
     "sharding": _BASE | {"models", "methods", "data", "optim"},
-    "own_loop": _BASE | {"optim", "sharding", "checkpoint"},
+    "integration": _BASE | {"optim", "sharding", "checkpoint"},
     "engine": _BASE | {"models", "methods", "data", "optim", "sharding"},
     "checkpoint": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
     "evaluation": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},

@@ -20,10 +20,10 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.own_loop.fit import choose_plan
-from vissl_zero.own_loop.settings import ZeroSettings, read_settings
-from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
-from vissl_zero.own_loop.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
+from vissl_zero.integration.fit import choose_plan
+from vissl_zero.integration.settings import ZeroSettings, read_settings
+from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
+from vissl_zero.integration.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.own_loop.initialize import choose_precision
-from vissl_zero.own_loop.settings import read_settings
+from vissl_zero.integration.initialize import choose_precision
+from vissl_zero.integration.settings import read_settings
 from vissl_zero.resolve.resolved import Precision
 
 TYPED = {"type": "ZeroRedundancyOptimizer_Level_3"}

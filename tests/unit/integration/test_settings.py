@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.own_loop.settings import read_settings
+from vissl_zero.integration.settings import read_settings
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import Float8Plan
 
