@@ -34,6 +34,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.compose import compose
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.source import SourceRequest, build_eval_sources
 from vissl_zero.data.sources.disk import DiskFolder
 from vissl_zero.evaluation.features import Features, thumbnails
@@ -141,19 +142,19 @@ class _Bench:
         began = time.process_time()
         config, found = self._trained(method)
         minutes = (time.process_time() - began) / 60
-        trained, kind = load_trunk(found), str(config["MODEL"]["TRUNK"])
+        trained, kind = load_trunk(found), str(config.MODEL.TRUNK)
         if kind not in self._before:
-            sources = build_eval_sources(config["DATA"], self.seed)
+            sources = build_eval_sources(config.DATA, self.seed)
             self._splits[kind] = splits = [_images(source, trained) for source in sources if source is not None]
-            model = build_model(config["MODEL"], num_classes=10)
+            model = build_model(config.MODEL, num_classes=10)
             initialize_(model, self.seed)
             untrained = LoadedTrunk(model.trunk, trained._pipeline, found)
             self._before[kind] = _top1("untrained", untrained, trained, splits)
             self._before[kind] |= _top1("raw_pixels", None, trained, splits)
         after = _top1("trained", trained, trained, self._splits[kind])
-        return {"epochs": config["OPTIMIZER"]["num_epochs"], "minutes": round(minutes, 1)} | self._before[kind] | after
+        return {"epochs": config.OPTIMIZER.num_epochs, "minutes": round(minutes, 1)} | self._before[kind] | after
 
-    def _trained(self, method: str) -> tuple[dict[str, Any], Path]:
+    def _trained(self, method: str) -> tuple[RunConfig, Path]:
         """The configuration and the folder of a run, which is trained unless it has been."""
         own, recipe = _OWN.get(method, _Own()), METHODS.get(method).build().recipe
         if method == "distillation":
@@ -164,7 +165,7 @@ class _Bench:
         plan = resolve(composed.run, self.folder / method, recipe=recipe)
         if not (self.folder / method / "summary.json").exists():
             train_here(plan)
-        return dict(plan.config), self.folder / method
+        return plan.config, self.folder / method
 
     def _changes(self, trunk: str, own: _Own) -> dict[str, Any]:
         is_patches = trunk == "vision_transformer"

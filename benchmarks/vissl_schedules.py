@@ -103,7 +103,7 @@ def compared(recipe: RecipeFile, checkout: Path, steps: int) -> dict[str, Any]:
     if not account.is_accepted or not plans:
         return {**row, "refused": " | ".join(map(str, account.refused))[:300]}
     (plan,) = plans
-    if not plan.num_epochs or plan.config["TEST_ONLY"]:
+    if not plan.num_epochs or plan.config.TEST_ONLY:
         return {**row, "refused": "trains nothing"}
     try:
         _vissl(checkout)

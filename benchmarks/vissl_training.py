@@ -31,7 +31,6 @@ from tests.ranks import close_pool, run_on_ranks
 from tests.unit.evaluation.example_retrieval import make_revisited
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
 from vissl_zero.config.components.heads import are_tapped
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
 from vissl_zero.config.programs import PREDICTIONS, PROGRAMS, RETRIEVAL
 from vissl_zero.config.recipes import RecipeFile, recipe_files
@@ -45,7 +44,7 @@ from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.spec import are_cut
 from vissl_zero.models.model import Taps, build_trunk
 from vissl_zero.registry import HOOKS
-from vissl_zero.resolve.components import as_teacher, takes_other_model, trunk_options
+from vissl_zero.resolve.components import as_teacher, takes_other_model
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -92,7 +91,7 @@ def losses(plan: ResolvedRun) -> list[float]:
 
 def figures(plan: ResolvedRun) -> list[float]:
     """Every number that a run that trains nothing measures. Every rank calls it."""
-    program = PROGRAMS.get(plan.config["PROGRAM"])
+    program = PROGRAMS.get(plan.config.PROGRAM)
     hooks: list[Hook] = [KnnHook(plan), AccuracyHook(), *([HOOKS.get(program).build()] if program else [])]
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     try:
@@ -199,8 +198,7 @@ def _shrink_trunk(run: RunConfig, side: int) -> None:
 
 def _fit_heads(run: RunConfig, side: int) -> None:
     """First widths as the small trunk has them, the others a 64th."""
-    name = run.MODEL.TRUNK.NAME
-    trunk = build_trunk({"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(run)})
+    trunk = build_trunk(run.MODEL.TRUNK)
     shapes: list[tuple[int, ...]] = [(int(trunk.feature_dim),)] * len(run.MODEL.HEAD.PARAMS)
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
     settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = [
@@ -297,7 +295,7 @@ def trained(recipe: RecipeFile, images: Path, levels: list[int]) -> dict[str, An
     row: dict[str, Any] = {"recipe": str(recipe), "losses": {}, "difference": None, "refused": "", "error": ""}
     try:
         plans = [plan_of(recipe, images, level) for level in levels]
-        only_measures = bool(plans[0].config["TEST_ONLY"])
+        only_measures = bool(plans[0].config.TEST_ONLY)
         for level, plan in zip(levels, plans, strict=True):
             of = figures if only_measures else losses
             row["losses"][level] = run_on_ranks(RANKS, of, plan, timeout_s=TIMEOUT_S)[0]

@@ -51,7 +51,7 @@ def test_recipe_resolves(recipe, images):
         overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name
-    assert plan.config["MODEL"]["TRUNK"]["NAME"] in ("regnet", "resnet", "vision_transformer")
+    assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer")
     assert plan.notes == ()
 
 
@@ -65,9 +65,9 @@ def test_quickstart_keeps_its_promises():
     plan = resolved("quickstart/swav_digits")
     written = compose("quickstart/swav_digits").run
     assert (plan.sharding.level, plan.world_size, plan.global_batch) == (3, 2, 64)
-    assert plan.config["LOSS"]["swav_loss"]["queue"]["queue_length"] >= 64
+    assert plan.config.LOSS["swav_loss"]["queue"]["queue_length"] >= 64
     assert plan.sharding.precision == Precision()
-    assert plan.config["DATA"]["TRAIN"]["DROP_LAST"] is True
+    assert plan.config.DATA.TRAIN.DROP_LAST is True
     assert written.OPTIMIZER.use_zero is None
     assert written.OPTIMIZER.name != "zero"
     assert not written.MODEL.SHARDED_DDP_SETUP.USE_SDP

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.blocks import model_block
 from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import state_of, write_checkpoint
 from tests.unit.evaluation.example_retrieval import make_revisited, retrieval_config
@@ -50,7 +51,7 @@ def _probe(
     feature_files._ROWS_PER_SHARD = 16
     run, schedules, frozen = build_run(plan, torch.device("cpu"), lambda model: load_first_weights(model, plan))
     train(run, schedules, frozen, [AccuracyHook(), ExtractFeatures()])
-    images, _ = build_eval_images(plan.config["DATA"], plan.seed)
+    images, _ = build_eval_images(plan.config.DATA, plan.seed)
     rows = extract_features(run, images).rows
     return run.sharded.full_state(), run.results, rows
 
@@ -60,7 +61,7 @@ def pretrained(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint of three ranks, with a SwAV head and running statistics that are not as new."""
     config = make_config()
     config["MODEL"]["HEAD"]["PARAMS"] = [["swav_head", {"dims": [32, 8], "num_clusters": [5]}]]
-    model = build_model(config["MODEL"])
+    model = build_model(model_block(config["MODEL"]))
     initialize_(model, seed=11)
     for index, (name, buffer) in enumerate(model.named_buffers()):
         # Means near 0, or no activation would survive the ReLUs and all features would be zero.
@@ -91,7 +92,7 @@ def test_a_probe_is_the_same_at_every_level(level, engine, pretrained, alone, tm
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-10)
         if name.startswith("trunk."):
             assert torch.equal(tensor, trained[name].to(tensor.dtype)), name
-    untrained = build_model(_config(weights)["MODEL"])
+    untrained = build_model(model_block(_config(weights)["MODEL"]))
     initialize_(untrained, seed=3)
     moved = found["heads.0.clf.0.weight"] - untrained.get_parameter("heads.0.clf.0.weight").detach()
     assert float(moved.abs().max()) > 1e-3
@@ -178,7 +179,7 @@ def test_features_that_are_not_whole_are_refused(alone, tmp_path):
 
 
 def _load(config: dict[str, Any]) -> dict[str, Tensor]:
-    model = build_model(config["MODEL"])
+    model = build_model(model_block(config["MODEL"]))
     initialize_(model, seed=3)
     load_first_weights(model, make_plan(config))
     return model.state_dict()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.blocks import run_block
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
@@ -204,8 +205,8 @@ def _changed(folder: Path) -> list[str]:
     said = []
     whole = _plan(folder)
 
-    def attempt(config: dict[str, Any], **changes: Any) -> None:
-        plan = dataclasses.replace(whole, config=config, **changes)
+    def attempt(config: Any, **changes: Any) -> None:
+        plan = dataclasses.replace(whole, config=run_block(config), **changes)
         run, _, _ = build_run(plan, torch.device("cpu"))
         try:
             said.append("\n".join(opening_lines(resume(run, [], plan), plan)))
@@ -222,8 +223,8 @@ def _changed(folder: Path) -> list[str]:
     attempt(config_with("SEED_VALUE", "", 5))
     attempt(config_with("SEED_VALUE", "", 5, "config.SEED_VALUE"))
     wider = {"PARAMS": [["mlp", {"dims": [32, 11]}]], **{}}
-    attempt(config_with("MODEL", "HEAD", {**whole.config["MODEL"]["HEAD"], **wider}))
-    attempt(config_with("MODEL", "HEAD", {**whole.config["MODEL"]["HEAD"], **wider}, "MODEL.HEAD"))
+    attempt(config_with("MODEL", "HEAD", {**dataclasses.asdict(whole.config.MODEL.HEAD), **wider}))
+    attempt(config_with("MODEL", "HEAD", {**dataclasses.asdict(whole.config.MODEL.HEAD), **wider}, "MODEL.HEAD"))
     attempt(whole.config, global_batch=20)
     attempt(whole.config, optimizer=dataclasses.replace(whole.optimizer, name="adamw", options={}))
     allowed = config_with("LOG_FREQUENCY", "", 7, "OPTIMIZER")
@@ -343,7 +344,7 @@ def test_frequencies_and_retention(tmp_path: Path) -> None:
 
 def _change_optimizer(folder: Path, name: str, options: dict[str, Any], num_epochs: int) -> int:
     plan = _plan(folder, checkpoint={"ALLOW_CHANGED": ["OPTIMIZER"]}, num_epochs=num_epochs)
-    plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"] = [["heads.0.clf.0.weight", 10]]
+    plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP = [["heads.0.clf.0.weight", 10]]
     plan = dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, name=name, options=options))
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     hooks = with_checkpoints(run, [])

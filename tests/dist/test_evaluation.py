@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.blocks import data_block
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from tests.unit.evaluation.test_patch_pictures import make_transformer_config
@@ -27,7 +28,7 @@ def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, di
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     hook = KnnHook(plan)
     train(run, schedules, frozen, [hook, AccuracyHook()])
-    images, _ = build_eval_images(plan.config["DATA"], plan.seed)
+    images, _ = build_eval_images(plan.config.DATA, plan.seed)
     features = extract_features(run, images, with_pixels=True)
     assert hook.neighbours_after is not None
     return features, run.results, hook.neighbours_after.neighbour_ids
@@ -54,7 +55,7 @@ def test_the_same_on_every_rank_and_as_in_one_process(level: int, world_size: in
 def _pictures(level: int, world_size: int) -> list[PatchPictures]:
     config = make_transformer_config()
     run, _, _ = build_run(make_plan(config, level=level, world_size=world_size), torch.device("cpu"))
-    source, _ = build_eval_sources(config["DATA"], run.plan.seed)
+    source, _ = build_eval_sources(data_block(config["DATA"]), run.plan.seed)
     return patch_pictures(run, source, [0, 5])
 
 

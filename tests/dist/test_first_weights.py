@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def _plan(method: str, level: int, file: str, disk: str = "") -> ResolvedRun:
     plan = make_method_plan(method, level, dist.get_world_size() if dist.is_initialized() else 1, "batch")
-    plan.config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] = file
+    plan.config.MODEL.WEIGHTS_INIT.PARAMS_FILE = file
     tier = OffloadPlan("nvme", nvme_path=disk) if disk else OffloadPlan()
     return replace(plan, sharding=replace(plan.sharding, offload_params=tier, offload_optimizer=tier))
 
@@ -63,7 +63,7 @@ def _write(folder: Path, module: nn.Module, seed: int = 0) -> None:
 @pytest.mark.parametrize(("method", "is_loaded"), [("dino", True), ("ijepa", False)])
 def test_a_model_and_its_teacher_start_alike_whole_and_in_units(method: str, is_loaded: bool, tmp_path: Path) -> None:
     plan = _plan(method, 0, "")
-    model = build_model(plan.config["MODEL"], 10)
+    model = build_model(plan.config.MODEL, 10)
     initialize_(model, plan.seed)
     if is_loaded:
         _write(tmp_path, model.trunk)
@@ -80,7 +80,7 @@ def test_a_model_and_its_teacher_start_alike_whole_and_in_units(method: str, is_
 
 def _differ(folder: str) -> str:
     own = Path(folder) / str(dist.get_rank())
-    _write(own, build_model(_plan("simclr", 3, "").config["MODEL"], 10).trunk, seed=dist.get_rank())
+    _write(own, build_model(_plan("simclr", 3, "").config.MODEL, 10).trunk, seed=dist.get_rank())
     try:
         _first("simclr", str(own), [(3, "")])
     except ModelsDifferError as error:

@@ -162,11 +162,11 @@ def make_method_plan(
 def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None) -> Result:
     """The reference: torch, one process, the whole batch, or the mean of the losses of its parts; gradients clipped."""
     plan = make_method_plan(method, 0, 1, norm)
-    model = build_model(plan.config["MODEL"])
+    model = build_model(plan.config.MODEL)
     initialize_(model, plan.seed)
     model.double().train()
-    loader = build_loader(plan.config["DATA"], "TRAIN", plan.seed, BATCH // num_micro, 0, 1, num_micro)
-    rule = build_method(plan.config["LOSS"], len(loader.source)).double()
+    loader = build_loader(plan.config.DATA, "TRAIN", plan.seed, BATCH // num_micro, 0, 1, num_micro)
+    rule = build_method(plan.config.LOSS, len(loader.source)).double()
     teacher = rule.make_teacher(copy.deepcopy(model)).double().train(rule.teacher_follows)
     unit_rows = rule.normalized_rows()
     params = dict(model.named_parameters())
@@ -439,7 +439,7 @@ def test_a_memory_resumes_in_another_layout(method: str, tmp_path: Path) -> None
 
 def _resume_with_fewer_images(folder: str, method: str) -> str:
     plan = make_method_plan(method, 0, 1, "batch", folder)
-    plan.config["DATA"]["TRAIN"]["DATA_LIMIT"] = BATCH + 1
+    plan.config.DATA.TRAIN.DATA_LIMIT = BATCH + 1
     run, _, _ = build_run(plan, torch.device("cpu"))
     with newest_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as raised:
         restore(run, [], checkpoint)

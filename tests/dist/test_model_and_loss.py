@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.blocks import model_block
 from tests.ranks import run_on_ranks
 from tests.unit.methods.batches import LossBatch
 from vissl_zero import collectives
@@ -32,7 +33,7 @@ def _model() -> Model:
         ["mlp", {"dims": [64, 32, 5], "use_relu": True, "use_dropout": True}],
     ]
     head = {"PARAMS": heads, "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
-    model = build_model({"TRUNK": {"NAME": "regnet", "REGNET": trunk}, "HEAD": head})
+    model = build_model(model_block({"TRUNK": {"NAME": "regnet", "REGNET": trunk}, "HEAD": head}))
     initialize_(model, seed=0)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

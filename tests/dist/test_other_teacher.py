@@ -114,7 +114,7 @@ def test_swav_s_assignments_can_be_learned_with_the_teacher_s_prototypes(tmp_pat
         f"{TEACHER}.HEAD.PARAMS=[[swav_head, {{dims: [8, 5], num_clusters: [7]}}]]",
     ]
     _write(weights, _plan(weights, 0, *words), 1.0)
-    assert _plan(weights, 0, *words).config["LOSS"]["swav_distillation_loss"]["queue_length"] == 40
+    assert _plan(weights, 0, *words).config.LOSS["swav_distillation_loss"]["queue_length"] == 40
     first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
 

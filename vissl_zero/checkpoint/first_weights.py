@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import rich
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreign
 from vissl_zero.checkpoint.shard_file import Entry
+from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import to_our_names
@@ -104,7 +104,7 @@ def match(
     return found
 
 
-def shapes_of(model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and buffers of a model by full name; takes no memory for them.
 
     Args:
@@ -134,11 +134,11 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
     Raises:
         CheckpointError: the file is unreadable, damaged or refused, or the trunk would not be complete.
     """
-    options, settings = plan.config["MODEL"]["WEIGHTS_INIT"], plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-    wants_heads = not settings["EVAL_MODE_ON"] or settings["EVAL_TRUNK_AND_HEAD"]
-    if not options["PARAMS_FILE"]:
+    options, settings = plan.config.MODEL.WEIGHTS_INIT, plan.config.MODEL.FEATURE_EVAL_SETTINGS
+    wants_heads = not settings.EVAL_MODE_ON or settings.EVAL_TRUNK_AND_HEAD
+    if not options.PARAMS_FILE:
         return {}
-    return _fill(model, options, wants_heads, wants_heads and settings["ASSERT_HEAD_LAYER_SHAPE_INIT"])
+    return _fill(model, options, wants_heads, wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT)
 
 
 @torch.no_grad()
@@ -147,26 +147,24 @@ def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[
 
     Args, Returns and Raises: as for ``load_first_weights``; the heads must be complete too.
     """
-    return _fill(
-        model, plan.config["DISTILLATION"]["TEACHER_MODEL"]["WEIGHTS_INIT"], wants_heads=True, heads_must_fit=True
-    )
+    return _fill(model, plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT, wants_heads=True, heads_must_fit=True)
 
 
 def _fill(
-    model: nn.Module, options: Mapping[str, Any], wants_heads: bool, heads_must_fit: bool
+    model: nn.Module, options: WeightsInit, wants_heads: bool, heads_must_fit: bool
 ) -> dict[str, Callable[[], Tensor]]:
-    key = options["STATE_DICT_KEY_NAME"]
-    foreign = read_foreign(Path(options["PARAMS_FILE"]), "" if key in _FOUND_BY_ITSELF else key)
+    key = options.STATE_DICT_KEY_NAME
+    foreign = read_foreign(Path(options.PARAMS_FILE), "" if key in _FOUND_BY_ITSELF else key)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    prefixes = options["REMOVE_PREFIX"], options["APPEND_PREFIX"]
-    found = match(foreign, shapes, *prefixes, skip=[*options["SKIP_LAYERS"], *([] if wants_heads else ["heads."])])
-    _require(found, options["PARAMS_FILE"], heads_must_fit)
+    prefixes = options.REMOVE_PREFIX, options.APPEND_PREFIX
+    found = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
+    _require(found, options.PARAMS_FILE, heads_must_fit)
     for entry in found.entries:
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        _say(f"Beginning with {len(found.entries)} tensors of {options['PARAMS_FILE']} ({foreign.layout}).")
+        _say(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
             _say(sentence)
     return {entry.key: entry.read for entry in found.entries}

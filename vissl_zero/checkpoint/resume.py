@@ -81,14 +81,14 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
         CheckpointError: checkpoints are there and none is complete, or it is of another model.
         ConfigError: the configuration has changed in what must not change.
     """
-    options = plan.config["CHECKPOINT"]
+    options = plan.config.CHECKPOINT
     if collectives.rank() == 0:
         remove_leftovers(run.folder)
-    found = find_resumable(run.folder, options["LATEST_CHECKPOINT_RESUME_FILE_NUM"])
+    found = find_resumable(run.folder, options.LATEST_CHECKPOINT_RESUME_FILE_NUM)
     if found.path is None:
         return found
     with open_checkpoint(found.path) as checkpoint:
-        require_resumable(checkpoint.manifest.config, as_data(plan), options["ALLOW_CHANGED"])
+        require_resumable(checkpoint.manifest.config, as_data(plan), options.ALLOW_CHANGED)
         has_optimizer = checkpoint.manifest.config.get("optimizer", {}).get("name") == plan.optimizer.name
         restore(run, hooks, checkpoint, with_optimizer=has_optimizer)
     return found

@@ -7,18 +7,18 @@ sees every image once, in the source's order, without augmentation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
 from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline, build_pipeline
-from vissl_zero.data.source import Source, build_eval_sources, build_source
+from vissl_zero.data.source import Source, build_eval_sources, build_source, split_of
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 
@@ -78,7 +78,7 @@ class Loader:
 
 
 def build_loader(
-    data_cfg: Mapping[str, Any],
+    data_cfg: Data,
     split: str,
     seed: int,
     batch_per_rank: int,
@@ -101,9 +101,9 @@ def build_loader(
         ConfigError: an unknown source or transform, or wrong arguments.
         DataError: a path is missing or empty, or there are fewer images than ranks or than a batch needs.
     """
-    cfg = data_cfg[split]
+    cfg = split_of(data_cfg, split)
     source = build_source(data_cfg, split, seed)
-    transform = build_pipeline(cfg["TRANSFORMS"], f"config.DATA.{split}.TRANSFORMS")
+    transform = build_pipeline(cfg.TRANSFORMS, f"config.DATA.{split}.TRANSFORMS")
     order = EpochOrder(
         num_samples=len(source),
         micro_batch=batch_per_rank * world_size,
@@ -112,15 +112,15 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         seed=seed,
-        drop_last=cfg["DROP_LAST"],
+        drop_last=cfg.DROP_LAST,
     )
     _check_length(order, split)
     dataset = MicroBatchDataset(
         source,
         transform,
         seed,
-        skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip",
-        label_type=cfg["LABEL_TYPE"],
+        skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip",
+        label_type=cfg.LABEL_TYPE,
     )
     return Loader(source, transform, order, BatchStream(dataset, data_cfg))
 
@@ -278,7 +278,7 @@ class EvalImages:
             yield batch
 
 
-def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImages, EvalImages | None]:
+def build_eval_images(data_cfg: Data, seed: int) -> tuple[EvalImages, EvalImages | None]:
     """Images of TRAIN (a kNN's index) and of TEST (its queries), both under the evaluation transforms.
 
     TEST is None where config.DATA.TEST names no source. A class has the same number in both.
@@ -290,7 +290,7 @@ def build_eval_images(data_cfg: Mapping[str, Any], seed: int) -> tuple[EvalImage
     return eval_images(train, data_cfg, seed), None if test is None else eval_images(test, data_cfg, seed)
 
 
-def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
+def require_evaluation(data_cfg: Data, seed: int) -> None:
     """Check the evaluation images before training.
 
     Cost: indexing the sources; no image is read.
@@ -303,12 +303,12 @@ def require_evaluation(data_cfg: Mapping[str, Any], seed: int) -> None:
             images.transform(Image.new("RGB", (1024, 1024)))  # large enough for any crop
 
 
-def eval_images(source: Source, data_cfg: Mapping[str, Any], seed: int) -> EvalImages:
+def eval_images(source: Source, data_cfg: Data, seed: int) -> EvalImages:
     """The images of ``source`` under the evaluation transforms of ``data_cfg``.
 
     Raises:
         ConfigError: a transform is unknown, or its arguments do not fit.
     """
     pipeline = build_eval_pipeline(data_cfg)
-    dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
+    dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
     return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))

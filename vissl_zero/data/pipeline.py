@@ -12,6 +12,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
+from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.components import typed_options
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
@@ -19,14 +20,14 @@ from vissl_zero.registry import TRANSFORMS, Component
 _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize")
 
 
-def build_eval_pipeline(data_cfg: Mapping[str, Any]) -> Pipeline:
+def build_eval_pipeline(data_cfg: Data) -> Pipeline:
     """TEST's TRANSFORMS, or, where it has none, Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
 
     The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
     """
-    if data_cfg["TEST"]["TRANSFORMS"]:
-        return build_pipeline(data_cfg["TEST"]["TRANSFORMS"], "config.DATA.TEST.TRANSFORMS")
-    train = data_cfg["TRAIN"]["TRANSFORMS"]
+    if data_cfg.TEST.TRANSFORMS:
+        return build_pipeline(data_cfg.TEST.TRANSFORMS, "config.DATA.TEST.TRANSFORMS")
+    train = data_cfg.TRAIN.TRANSFORMS
     return build_pipeline(derive_eval_transforms(train), "config.DATA.TRAIN.TRANSFORMS")
 
 

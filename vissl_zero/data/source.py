@@ -6,15 +6,16 @@ each image, or a row of several labels for each, as VISSL writes those of VOC07.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 
+from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split
 from vissl_zero.config.components import typed_options
 from vissl_zero.data.decode import read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
@@ -92,7 +93,12 @@ class Subset:
         return self.source.name(self.indices[index])
 
 
-def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
+def split_of(data_cfg: Data, split: str) -> Split:
+    """Return the block of a split, "TRAIN" or "TEST"."""
+    return data_cfg.TRAIN if split == "TRAIN" else data_cfg.TEST
+
+
+def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
     """The source of one split, with DATA_LIMIT and label files applied.
 
     Args:
@@ -105,19 +111,19 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         DataError: paths are missing, empty or unreadable.
     Cost: lists the folders; no image is read.
     """
-    cfg = data_cfg[split]
+    cfg = split_of(data_cfg, split)
     component = DATA_SOURCES.get(_source_name(cfg, split))
     request = SourceRequest(
         split=split,
-        paths=tuple(cfg["DATA_PATHS"]),
-        limit=cfg["DATA_LIMIT"],
-        image_size=cfg["DEFAULT_GRAY_IMG_SIZE"],
+        paths=tuple(cfg.DATA_PATHS),
+        limit=cfg.DATA_LIMIT,
+        image_size=cfg.DEFAULT_GRAY_IMG_SIZE,
         seed=seed,
         class_names=tuple(class_names),
-        dataset_names=tuple(cfg.get("DATASET_NAMES", ())),
-        path_prefix=(cfg.get("REMOVE_IMG_PATH_PREFIX", ""), cfg.get("NEW_IMG_PATH_PREFIX", "")),
+        dataset_names=tuple(cfg.DATASET_NAMES),
+        path_prefix=(cfg.REMOVE_IMG_PATH_PREFIX, cfg.NEW_IMG_PATH_PREFIX),
     )
-    options = typed_options(component, cfg.get("SOURCE_PARAMS", {}), f"config.DATA.{split}.SOURCE_PARAMS")
+    options = typed_options(component, cfg.SOURCE_PARAMS, f"config.DATA.{split}.SOURCE_PARAMS")
     source: Source = component.build(request, **options)
     meanings = {
         "class_names": "names of the classes, empty without labels",
@@ -127,19 +133,18 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         "name": "name(index), what messages call the image",
     }
     require_interface(DATA_SOURCES, _source_name(cfg, split), source, members=meanings)
-    sampling = cfg.get("DATA_LIMIT_SAMPLING", {})
-    return _limit(_with_labels(source, cfg, request), request.limit, sampling, f"config.DATA.{split}")
+    return _limit(_with_labels(source, cfg, request), request.limit, cfg.DATA_LIMIT_SAMPLING, f"config.DATA.{split}")
 
 
-def build_eval_sources(data_cfg: Mapping[str, Any], seed: int) -> tuple[Source, Source | None]:
+def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None]:
     """TRAIN's and TEST's sources with the same classes; None for TEST when it names no source."""
     train = build_source(data_cfg, "TRAIN", seed)
-    if not data_cfg["TEST"]["DATA_SOURCES"]:
+    if not data_cfg.TEST.DATA_SOURCES:
         return train, None
     return train, build_source(data_cfg, "TEST", seed, train.class_names)
 
 
-def splits_to_read(data_cfg: Mapping[str, Any], seed: int) -> dict[str, Source]:
+def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
     """TRAIN and TEST, of those that have images, for programs that read each image once.
 
     Where both name the same images, TEST's stood for TRAIN's, and TRAIN is left out.
@@ -147,7 +152,7 @@ def splits_to_read(data_cfg: Mapping[str, Any], seed: int) -> dict[str, Source]:
     train, test = build_eval_sources(data_cfg, seed)
     if test is None:
         return {"TRAIN": train}
-    return {"TEST": test} if data_cfg["TRAIN"] == data_cfg["TEST"] else {"TRAIN": train, "TEST": test}
+    return {"TEST": test} if data_cfg.TRAIN == data_cfg.TEST else {"TRAIN": train, "TEST": test}
 
 
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
@@ -174,32 +179,32 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
 PART = "part of these images"  # where TEST has none
 
 
-def described(data_cfg: Mapping[str, Any], split: str) -> str:
+def described(data_cfg: Data, split: str) -> str:
     """What a person calls the images of a split: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
-    cfg = data_cfg[split]
-    if not cfg["DATA_SOURCES"]:
+    cfg = split_of(data_cfg, split)
+    if not cfg.DATA_SOURCES:
         return ""
-    limit = f" ({cfg['DATA_LIMIT']:,} of the images)" if cfg["DATA_LIMIT"] > 0 else ""
-    return " ".join([str(cfg["DATA_SOURCES"][0]), ", ".join(map(str, cfg["DATA_PATHS"]))]).strip() + limit
+    limit = f" ({cfg.DATA_LIMIT:,} of the images)" if cfg.DATA_LIMIT > 0 else ""
+    return " ".join([str(cfg.DATA_SOURCES[0]), ", ".join(map(str, cfg.DATA_PATHS))]).strip() + limit
 
 
-def _source_name(cfg: Mapping[str, Any], split: str) -> str:
-    names = list(dict.fromkeys(cfg["DATA_SOURCES"]))
+def _source_name(cfg: Split, split: str) -> str:
+    names = list(dict.fromkeys(cfg.DATA_SOURCES))
     if len(names) != 1:
         fix = "Several DATA_PATHS of one source are joined." if names else f"Known: {', '.join(DATA_SOURCES)}."
         raise ConfigError([Problem(f"config.DATA.{split}.DATA_SOURCES", str(names), "must name one data source", fix)])
     return str(names[0])
 
 
-def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest) -> Source:
+def _with_labels(source: Source, cfg: Split, request: SourceRequest) -> Source:
     """Apply LABEL_SOURCES: empty for the labels the source has, its own name to insist on them, or disk_filelist."""
-    names = list(cfg["LABEL_SOURCES"])
+    names = list(cfg.LABEL_SOURCES)
     key = f"config.DATA.{request.split}.LABEL_SOURCES"
     if not names:
         return source
     if names == ["disk_filelist"]:
-        return relabel(source, tuple(cfg["LABEL_PATHS"]), request.class_names)
-    if set(names) != set(cfg["DATA_SOURCES"]):
+        return relabel(source, tuple(cfg.LABEL_PATHS), request.class_names)
+    if set(names) != set(cfg.DATA_SOURCES):
         fix = "Write [disk_filelist] with LABEL_PATHS, the data source's own name, or [] for the labels it has."
         raise ConfigError([Problem(key, str(names), "must say where labels come from", fix)])
     if not source.class_names:
@@ -210,12 +215,12 @@ def _with_labels(source: Source, cfg: Mapping[str, Any], request: SourceRequest)
     return source
 
 
-def _limit(source: Source, limit: int, sampling: Mapping[str, Any], key: str) -> Source:
+def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) -> Source:
     """``limit`` images drawn at random, in the source's order; always the same ones.
 
     Not the first ``limit``: with class folders those would be a class or two.
     """
-    skip = int(sampling.get("SKIP_NUM_SAMPLES", 0))
+    skip = sampling.SKIP_NUM_SAMPLES
     if limit < 0 or (limit >= len(source) and not skip):
         return source
     if limit == 0:
@@ -224,8 +229,8 @@ def _limit(source: Source, limit: int, sampling: Mapping[str, Any], key: str) ->
         must = f"must leave DATA_LIMIT ({limit}) of the {len(source)} images"
         fix = "Lower one of them."
         raise ConfigError([Problem(f"{key}.DATA_LIMIT_SAMPLING.SKIP_NUM_SAMPLES", str(skip), must, fix)])
-    generator = torch.Generator().manual_seed(int(sampling.get("SEED", 0)))
-    if sampling.get("IS_BALANCED"):
+    generator = torch.Generator().manual_seed(sampling.SEED)
+    if sampling.IS_BALANCED:
         chosen = _balanced(source, limit, skip, generator, key)
     else:
         chosen = torch.randperm(len(source), generator=generator)[skip : skip + limit].tolist()

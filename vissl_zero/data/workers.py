@@ -12,7 +12,7 @@ import itertools
 import logging
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -23,6 +23,7 @@ from weakref import finalize
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
@@ -59,8 +60,8 @@ class BatchStream:
         data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY, WORKER_TIMEOUT_S).
     """
 
-    def __init__(self, dataset: MicroBatchDataset, data_cfg: Mapping[str, Any]):
-        num_workers = data_cfg["NUM_DATALOADER_WORKERS"]
+    def __init__(self, dataset: MicroBatchDataset, data_cfg: Data):
+        num_workers = data_cfg.NUM_DATALOADER_WORKERS
         self._timeout_s = 0.0
         self._plans = Plans()
         self._has_begun = False
@@ -69,9 +70,9 @@ class BatchStream:
             # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and
             # queue are freed together, as part of a traceback; then it sends SIGTERM, which workers ignore, and joins.
             finalize(self, _kill, self._workers)
-            self._timeout_s = data_cfg["WORKER_TIMEOUT_S"]
+            self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
             note_shares()
-        pins = data_cfg["PIN_MEMORY"] and torch.cuda.is_available()
+        pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pins else None
         self._loader: DataLoader[Any] = DataLoader(
             _Shared(dataset) if num_workers else dataset,

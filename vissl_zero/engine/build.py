@@ -56,7 +56,7 @@ def build_run(
     rank, world_size = collectives.rank(), collectives.world_size()
     precision = plan.sharding.precision
     loader = build_loader(
-        plan.config["DATA"],
+        plan.config.DATA,
         "TRAIN",
         seed=plan.seed,
         batch_per_rank=plan.batch_per_rank,
@@ -66,17 +66,17 @@ def build_run(
         is_exact=plan.exact_accumulation,
     )
     num_classes = len(loader.source.class_names)
-    model = build_bare(lambda: build_model(plan.config["MODEL"], num_classes))
+    model = build_bare(lambda: build_model(plan.config.MODEL, num_classes))
     return_free_pages()  # constructors draw numbers for weights that have no memory yet, and drop them
     weights = first_weights(model, plan, fill)
     cast_to_master(model, precision)
-    freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
+    freeze_untrainable(model, plan.config.MODEL.NON_TRAINABLE_PARAMS)
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
-    frozen = Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
-    method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype_of(precision.wide))
+    frozen = Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
+    method = build_method(plan.config.LOSS, len(loader.source)).to(device=device, dtype=dtype_of(precision.wide))
     _require_evaluated_model(plan, method)
-    method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+    method.mixing = mixing_of(plan.config.DATA.TRAIN)
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, num_classes, device)
     taught = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
@@ -88,11 +88,11 @@ def build_run(
         teacher, fill_teacher_unit = taught
         cast_to_master(teacher, precision)
         sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
-        seen = teacher if plan.config["EVALUATED_MODEL"] == "teacher" else model
+        seen = teacher if plan.config.EVALUATED_MODEL == "teacher" else model
     return_free_pages()
-    seen.keeps_features = plan.config["ONLINE_PROBE"]["USE_PROBE"]  # after it was copied: the other one keeps none
+    seen.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE  # after it was copied: the other one keeps none
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
-    num_steps = 0 if plan.config["TEST_ONLY"] else loader.steps_per_epoch * plan.num_epochs
+    num_steps = 0 if plan.config.TEST_ONLY else loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,
         sharded=sharded,
@@ -159,7 +159,7 @@ def _origin(
     plan: ResolvedRun, model: Model, weights: FirstWeights, num_classes: int, load: Load | None
 ) -> tuple[Model, FirstWeights]:
     """What a method makes its teacher of: the model under DISTILLATION, or a copy of the one that is trained."""
-    if plan.config.get("DISTILLATION") is None:
+    if not plan.learns_from_other:
         copied = copy.deepcopy(model)
         return copied, weights.of_copy(copied)
     other = build_bare(lambda: other_model(plan, num_classes) or model)
@@ -171,8 +171,8 @@ def _origin(
 
 def _require_evaluated_model(plan: ResolvedRun, method: Method) -> None:
     """For losses of the user's, of which the rules know nothing. Raises ConfigError."""
-    if plan.config["EVALUATED_MODEL"] == "teacher" and not (method.has_teacher and method.teacher_follows):
-        raise ConfigError([no_teacher(plan.config["LOSS"]["name"])])
+    if plan.config.EVALUATED_MODEL == "teacher" and not (method.has_teacher and method.teacher_follows):
+        raise ConfigError([no_teacher(plan.config.LOSS["name"])])
 
 
 def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int, device: torch.device | None) -> None:
@@ -181,8 +181,8 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
     Raises:
         ConfigError: the images have no classes.
     """
-    options = plan.config["ONLINE_PROBE"]
-    if not options["USE_PROBE"]:
+    options = plan.config.ONLINE_PROBE
+    if not options.USE_PROBE:
         return
     if not num_classes:
         must = "needs a class for each training image"
@@ -190,7 +190,7 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
         raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
     dtype = dtype_of(plan.sharding.precision.wide)
     width = int(model.trunk.feature_dim)  # type: ignore[arg-type]
-    method.online_probe = OnlineProbe(width, num_classes, options["LR"], dtype, device)
+    method.online_probe = OnlineProbe(width, num_classes, options.LR, dtype, device)
 
 
 def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
@@ -200,7 +200,4 @@ def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
         plan: of the run.
         num_classes: of its images.
     """
-    given = plan.config.get("DISTILLATION")
-    if given is None:
-        return None
-    return build_model(given["TEACHER_MODEL"], num_classes)
+    return build_model(plan.config.DISTILLATION.TEACHER_MODEL, num_classes) if plan.learns_from_other else None

@@ -5,12 +5,11 @@ It can describe another machine. Images that are not here are assumed, and the a
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -166,33 +166,33 @@ def set_stage(
     Raises:
         ConfigError, DataError: what the run would be refused for.
     """
-    load_plugins(plan.config["IMPORTS"])
-    for name in plan.config["HOOKS"]["EXTRA"]:
+    load_plugins(plan.config.IMPORTS)
+    for name in plan.config.HOOKS.EXTRA:
         require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
     data, assumed = _data(plan)
     loader = _loader(plan, data)
     batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
-    if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
+    if plan.config.NEAREST_NEIGHBOR.USE_KNN or batch.targets is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
     precision = plan.sharding.precision
     dtype = dtype_of(precision.wide)
     # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
     with torch.device("meta"), _default_dtype(dtype):
-        model = build_model(plan.config["MODEL"], num_classes)
-        method = build_method(plan.config["LOSS"], len(loader.source))
-        method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+        model = build_model(plan.config.MODEL, num_classes)
+        method = build_method(plan.config.LOSS, len(loader.source))
+        method.mixing = mixing_of(plan.config.DATA.TRAIN)
         add_probe(plan, method, model, num_classes, None)
         teacher = None
         if method.has_teacher:
-            origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
+            origin = other_model(plan, num_classes) or build_model(plan.config.MODEL, num_classes)
             teacher = method.make_teacher(origin)
         cast_to_master(model, precision)
         if teacher is not None:
             cast_to_master(teacher, precision)
     if method.has_teacher and method.teacher_follows:
         require_wide(precision, "a teacher that follows the student")
-    if plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]:
+    if plan.config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL:
         require_wide(precision, "a running average of the weights")
     if check is not None and not assumed:  # else the number of classes is assumed too
         check(model)
@@ -200,10 +200,10 @@ def set_stage(
     with mode, _default_dtype(dtype):
         for module in filter(None, (model, method, teacher)):
             fake_(module)
-        freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
+        freeze_untrainable(model, plan.config.MODEL.NON_TRAINABLE_PARAMS)
         groups = param_groups(model, plan.optimizer)
         names = [name for name, _ in model.named_parameters()]
-        Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
+        Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
         fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
         # Made when they are first used.
@@ -216,8 +216,8 @@ def set_stage(
             if teacher is not None:
                 with torch.no_grad():
                     taught = method.run_teacher(teacher, seen)
-            settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-            if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
+            settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
+            if plan.config.TEST_ONLY and not settings.EVAL_TRUNK_AND_HEAD:
                 # The heads are not used, and there may be no labels for a loss.
                 outputs = [getattr(output, "embeddings", output) for output in model(images.images)]
                 return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
@@ -235,7 +235,7 @@ def set_stage(
             device_type=plan.device,
             run_forward=lambda: run_with(model, teacher, method, fakes),
             inputs=fakes.images,
-            is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
+            is_averaged=plan.config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL,
             is_uniform=True,
             teacher=teacher,
             loss=method,
@@ -257,7 +257,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
     schedules = Schedules(plan, stage.groups, per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
-    end = 0 if plan.config["TEST_ONLY"] else end
+    end = 0 if plan.config.TEST_ONLY else end
     params = list(stage.model.parameters())
     return DryRun(
         plan=plan,
@@ -303,7 +303,7 @@ def described_machine(plan: ResolvedRun) -> MachineProfile | None:
 
     With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
     """
-    profile = plan.config["ZERO"]["MACHINE_PROFILE"]
+    profile = plan.config.ZERO.MACHINE_PROFILE
     if profile:
         return read_profile(profile)
     return measured_machine(plan.device) if plan.num_nodes == 1 else None
@@ -312,30 +312,36 @@ def described_machine(plan: ResolvedRun) -> MachineProfile | None:
 def _is_here(plan: ResolvedRun) -> bool:
     """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
     is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
-    return plan.device == "cpu" and is_alone and not plan.config["ZERO"]["MACHINE_PROFILE"]
+    return plan.device == "cpu" and is_alone and not plan.config.ZERO.MACHINE_PROFILE
 
 
-def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
     """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
-    data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
-    train, test = data["TRAIN"], data["TEST"]
-    named = [path for split in (train, test) for path in split["DATA_PATHS"]]
+    data = plan.config.DATA
+    named = [path for split in (data.TRAIN, data.TEST) for path in split.DATA_PATHS]
     if not named or any(Path(path).exists() for path in named):  # what is missing beside others is a mistake
         return data, ()
-    num_images = train["DATA_LIMIT"] if train["DATA_LIMIT"] > 0 else _ASSUMED_IMAGES
-    made_up = {"DATA_SOURCES": ["synthetic"], "DATA_PATHS": [], "LABEL_SOURCES": [], "LABEL_PATHS": []}
-    train |= {**made_up, "SOURCE_PARAMS": {}, "DATA_LIMIT": num_images, "DEFAULT_GRAY_IMG_SIZE": _ASSUMED_SIDE}
-    test |= {"DATA_SOURCES": [], "DATA_PATHS": []}
-    return data, (
+    num_images = data.TRAIN.DATA_LIMIT if data.TRAIN.DATA_LIMIT > 0 else _ASSUMED_IMAGES
+    train = replace(
+        data.TRAIN,
+        DATA_SOURCES=["synthetic"],
+        DATA_PATHS=[],
+        LABEL_SOURCES=[],
+        LABEL_PATHS=[],
+        SOURCE_PARAMS={},
+        DATA_LIMIT=num_images,
+        DEFAULT_GRAY_IMG_SIZE=_ASSUMED_SIDE,
+    )
+    test = replace(data.TEST, DATA_SOURCES=[], DATA_PATHS=[])
+    return replace(data, TRAIN=train, TEST=test), (
         f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT sets "
         f"another number): {', '.join(map(str, named))} is not on this machine.",
     )
 
 
-def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
-    data["NUM_DATALOADER_WORKERS"] = 0  # one micro-batch: no processes for that
+def _loader(plan: ResolvedRun, data: Data) -> Loader:
     return build_loader(
-        data,
+        replace(data, NUM_DATALOADER_WORKERS=0),  # one micro-batch: no processes for that
         "TRAIN",
         seed=plan.seed,
         batch_per_rank=plan.batch_per_rank,

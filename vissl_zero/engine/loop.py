@@ -312,7 +312,7 @@ def _is_logged(run: Run, step: int) -> bool:
     step, and figures of health may need the eigenvalues of a matrix.
     """
     is_new = step - run.first_step <= 2
-    return is_new or step % run.plan.config["LOG_FREQUENCY"] == 0 or step >= run.num_steps
+    return is_new or step % run.plan.config.LOG_FREQUENCY == 0 or step >= run.num_steps
 
 
 FILE_NAME = "diverged.json"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.collectives import all_reduce_sum
-from vissl_zero.config.blocks.output import METERS
+from vissl_zero.config.blocks.output import METERS, Meters
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
@@ -62,10 +62,10 @@ class AccuracyHook(Hook):
 
     def on_start(self, run: Run) -> None:
         if _ignored_label(run) is not None:
-            require_evaluation(run.plan.config["DATA"], run.plan.seed)
+            require_evaluation(run.plan.config.DATA, run.plan.seed)
 
     def on_epoch_end(self, run: Run) -> None:
-        every = run.plan.config["TEST_EVERY_NUM_EPOCH"]
+        every = run.plan.config.TEST_EVERY_NUM_EPOCH
         if every < 1 or (run.epoch + 1) % every or run.step >= run.num_steps:  # on_end measures the last
             return
         if (found := self._measure(run)) is not None:
@@ -81,14 +81,14 @@ class AccuracyHook(Hook):
         if found is not None and found.top5 is not None:
             run.results["top5"] = found.top5
         if found is not None:
-            run.results |= further_figures(run.plan.config["METERS"], found)
+            run.results |= further_figures(run.plan.config.METERS, found)
 
     def _measure(self, run: Run) -> Accuracy | None:
         """Accuracy of the best head as it is now, which joins the curve. Collective."""
         if (ignored_label := _ignored_label(run)) is None:
             return None
         # Opened each time, so that loader workers live only as long as the evaluation.
-        _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
+        _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
         if images is None or not (heads := accuracies(run, images, ignored_label)):
             return None
         best = max(range(len(heads)), key=lambda index: heads[index].top1)
@@ -96,7 +96,7 @@ class AccuracyHook(Hook):
             rates = [peak(run.plan.optimizer.lr_head or run.plan.optimizer.lr) * factor for factor in factors]
             run.results["top1_by_lr"] = {f"{lr:g}": head.top1 for lr, head in zip(rates, heads, strict=True)}
             run.results["best_lr"], run.results["best_head"] = rates[best], best
-        if entries := run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]:
+        if entries := run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP:
             named = list(zip(layer_names(entries), heads, strict=True))
             run.results["top1_by_layer"] = {name: head.top1 for name, head in named}
             run.results["top5_by_layer"] = {name: head.top5 for name, head in named if head.top5 is not None}
@@ -110,22 +110,22 @@ class AccuracyHook(Hook):
 def _ignored_label(run: Run) -> int | None:
     """``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
     config = run.plan.config
-    predicts = config["PROGRAM"] in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
-    is_measured = predicts and config["TEST_MODEL"] and (run.num_steps > 0 or not _heads_are_new(run))
+    predicts = config.PROGRAM in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
+    is_measured = predicts and config.TEST_MODEL and (run.num_steps > 0 or not _heads_are_new(run))
     return run.method.ignored_label if is_measured else None
 
 
 def _heads_are_new(run: Run) -> bool:
-    settings = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-    return bool(settings["EVAL_MODE_ON"] and not settings["EVAL_TRUNK_AND_HEAD"])
+    settings = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS
+    return bool(settings.EVAL_MODE_ON and not settings.EVAL_TRUNK_AND_HEAD)
 
 
-def _numbers(meters: Mapping[str, Any], meter: str) -> list[int]:
-    """``topk_values`` of a meter that METERS names."""
-    return list(meters[meter]["topk_values"]) if meter in (meters["name"], *meters["names"]) else []
+def _numbers(meters: Meters, meter: str) -> list[int]:
+    """Return ``topk_values`` of a meter that METERS names."""
+    return list(getattr(meters, meter).topk_values) if meter in (meters.name, *meters.names) else []
 
 
-def further_figures(meters: Mapping[str, Any], found: Accuracy) -> dict[str, float]:
+def further_figures(meters: Meters, found: Accuracy) -> dict[str, float]:
     """What METERS names beyond top-1 and top-5, by its name among the results.
 
     Args:
@@ -152,11 +152,9 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     Returns:
         Equal on every rank; empty if no image has a label.
     """
-    num_heads, meters = len(run.plan.config["MODEL"]["HEAD"]["PARAMS"]), run.plan.config["METERS"]
+    num_heads, meters = len(run.plan.config.MODEL.HEAD.PARAMS), run.plan.config.METERS
     numbers = sorted({k for meter in METERS for k in _numbers(meters, meter)})
-    labels = (
-        {images.source.label(index) for index in range(len(images.source))} if meters["model_output_mask"] else None
-    )
+    labels = {images.source.label(index) for index in range(len(images.source))} if meters.model_output_mask else None
 
     def score(model: nn.Module, crops: list[Tensor]) -> list[Tensor]:
         outputs: list[Tensor] = model(crops)
@@ -240,7 +238,7 @@ class OnlineProbeHook(Hook):
         self._curve = [list(point) for point in state["curve"]]
 
     def on_start(self, run: Run) -> None:
-        require_evaluation(run.plan.config["DATA"], run.plan.seed)
+        require_evaluation(run.plan.config.DATA, run.plan.seed)
 
     def on_epoch_start(self, run: Run) -> None:
         self._seen = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -250,7 +248,7 @@ class OnlineProbeHook(Hook):
             self._seen += torch.stack(run.probe.step())
 
     def on_epoch_end(self, run: Run) -> None:
-        every = run.plan.config["ONLINE_PROBE"]["EVERY_NUM_EPOCHS"]
+        every = run.plan.config.ONLINE_PROBE.EVERY_NUM_EPOCHS
         count, right = self._seen.tolist()
         run.results["probe_top1_train"] = right / count if count else None
         if every and (run.epoch + 1) % every == 0 and run.step < run.num_steps:  # on_end measures the last
@@ -263,7 +261,7 @@ class OnlineProbeHook(Hook):
 
     def _measure(self, run: Run) -> float | None:
         """Top-1 on TEST's images as the probe is now, which joins the curve. Collective."""
-        _, images = build_eval_images(run.plan.config["DATA"], run.plan.seed)
+        _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
         probe = run.probe
         if images is None or probe is None:
             return None

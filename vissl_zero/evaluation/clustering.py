@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/1912.03330; VISSL's ``tools/cluster_features_and_l
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import rich
@@ -92,12 +91,12 @@ class ClusterFeatures(Hook):
         self._sources: dict[str, Source] = {}
 
     def on_start(self, run: Run) -> None:
-        options = run.plan.config["CLUSTERFIT"]
-        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        options = run.plan.config.CLUSTERFIT
+        train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
         there = {"TRAIN": train, "TEST": test}
-        wanted = dict.fromkeys([options["FEATURES"]["DATA_PARTITION"], options["FEATURES"]["TEST_PARTITION"]])
+        wanted = dict.fromkeys([options.FEATURES.DATA_PARTITION, options.FEATURES.TEST_PARTITION])
         self._sources = {split: source for split in wanted if (source := there.get(split)) is not None}
-        split = options["FEATURES"]["DATA_PARTITION"]
+        split = options.FEATURES.DATA_PARTITION
         if split not in self._sources:
             raise DataError(f"CLUSTERFIT.FEATURES.DATA_PARTITION: {split} names no images. Write TRAIN.")
         for source in self._sources.values():
@@ -106,8 +105,8 @@ class ClusterFeatures(Hook):
                     f"CLUSTERFIT writes lists of image files, and {source.name(0)} is none. Take images of a "
                     "disk_folder or disk_filelist."
                 )
-        num_images, num_clusters = len(self._sources[split]), options["NUM_CLUSTERS"]
-        limit = num_images if options["DATA_LIMIT"] < 0 else min(options["DATA_LIMIT"], num_images)
+        num_images, num_clusters = len(self._sources[split]), options.NUM_CLUSTERS
+        limit = num_images if options.DATA_LIMIT < 0 else min(options.DATA_LIMIT, num_images)
         if limit < num_clusters:
             raise DataError(
                 f"CLUSTERFIT.NUM_CLUSTERS: {num_clusters} clusters need as many images, and {limit} of {split} are "
@@ -115,21 +114,21 @@ class ClusterFeatures(Hook):
             )
 
     def on_end(self, run: Run) -> None:
-        options, seed = run.plan.config["CLUSTERFIT"], run.plan.seed
+        options, seed = run.plan.config.CLUSTERFIT, run.plan.seed
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         rows = {}
         for split, source in self._sources.items():
-            found = extract_features(run, eval_images(source, run.plan.config["DATA"], seed)).rows
-            columns = layers_of(run).get(options["FEATURES"]["LAYER_NAME"], slice(None))
+            found = extract_features(run, eval_images(source, run.plan.config.DATA, seed)).rows
+            columns = layers_of(run).get(options.FEATURES.LAYER_NAME, slice(None))
             rows[split] = unit_rows(found[:, columns])
-        first = rows[options["FEATURES"]["DATA_PARTITION"]]
-        if options["DATA_LIMIT"] >= 0:
-            generator = torch.Generator().manual_seed(options["DATA_LIMIT_SAMPLING"]["SEED"])
-            first = first[torch.randperm(len(first), generator=generator)[: options["DATA_LIMIT"]].to(first.device)]
-        if (width := options["FEATURES"]["DIMENSIONALITY_REDUCTION"]) > 0:
+        first = rows[options.FEATURES.DATA_PARTITION]
+        if options.DATA_LIMIT >= 0:
+            generator = torch.Generator().manual_seed(options.DATA_LIMIT_SAMPLING.SEED)
+            first = first[torch.randperm(len(first), generator=generator)[: options.DATA_LIMIT].to(first.device)]
+        if (width := options.FEATURES.DIMENSIONALITY_REDUCTION) > 0:
             whitening = Whitening.of(first, width)
             first, rows = whitening(first), {split: whitening(found) for split, found in rows.items()}
-        centroids = kmeans(first, options["NUM_CLUSTERS"], options["NUM_ITER"], seed)
+        centroids = kmeans(first, options.NUM_CLUSTERS, options.NUM_ITER, seed)
         for split, found in rows.items():
             labels, distances = nearest_centroids(found, centroids)
             files = self._write(run, split, labels.cpu(), distances.cpu(), centroids.cpu())
@@ -141,10 +140,10 @@ class ClusterFeatures(Hook):
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
         """Rank 0 writes; the paths of the two lists."""
-        options: dict[str, Any] = run.plan.config["CLUSTERFIT"]
-        name = options["FEATURES"]["DATASET_NAME"] or "clusters"
-        layer = options["FEATURES"]["LAYER_NAME"] or "features"
-        folder = run.folder / options["OUTPUT_DIR"]
+        options = run.plan.config.CLUSTERFIT
+        name = options.FEATURES.DATASET_NAME or "clusters"
+        layer = options.FEATURES.LAYER_NAME or "features"
+        folder = run.folder / options.OUTPUT_DIR
         prefix = f"{name}_{split.lower()}_{layer}_N{len(centroids)}_D{centroids.shape[1]}"
         files = [folder / f"{prefix}_{kind}.npy" for kind in ("images", "labels")]
         if run.is_main:
@@ -168,13 +167,13 @@ class ExtractClusters(Hook):
 
     def on_end(self, run: Run) -> None:
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; scores must not
-        for split, source in splits_to_read(run.plan.config["DATA"], run.plan.seed).items():
+        for split, source in splits_to_read(run.plan.config.DATA, run.plan.seed).items():
             self._assign(run, split, source)
 
     def _assign(self, run: Run, split: str, source: Source) -> None:
         """Collective."""
         ids, labels, num_clusters = [], [], 0
-        images = eval_images(source, run.plan.config["DATA"], run.plan.seed)
+        images = eval_images(source, run.plan.config.DATA, run.plan.seed)
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, images):
                 scores = getattr(run.sharded.model(batch.images)[0], "scores", None)

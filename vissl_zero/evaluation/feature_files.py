@@ -46,12 +46,12 @@ class ExtractFeatures(Hook):
     """
 
     def on_end(self, run: Run) -> None:
-        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {
             split: self._extract(run, split, s)
-            for split, s in (("TRAIN", train), ("TEST", test if run.plan.config["TEST_MODEL"] else None))
+            for split, s in (("TRAIN", train), ("TEST", test if run.plan.config.TEST_MODEL else None))
             if s is not None
         }
         run.results["features_extracted"] = counts
@@ -65,7 +65,7 @@ class ExtractFeatures(Hook):
         writer = ShardWriter(run.folder / FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
         feature_dim = 0
         with run.sharded.evaluated(), evaluating(run.sharded.model):
-            for batch, num_own in own_batches(run, eval_images(source, run.plan.config["DATA"], run.plan.seed)):
+            for batch, num_own in own_batches(run, eval_images(source, run.plan.config.DATA, run.plan.seed)):
                 (features,) = run.sharded.model(batch.images, features_only=True)
                 feature_dim = features.shape[1]
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
@@ -203,7 +203,7 @@ class ExtractLabelPredictions(Hook):
 
     def on_end(self, run: Run) -> None:
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; predictions must not
-        for split, source in splits_to_read(run.plan.config["DATA"], run.plan.seed).items():
+        for split, source in splits_to_read(run.plan.config.DATA, run.plan.seed).items():
             self._predict(run, split, source)
         if run.is_main:
             line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
@@ -213,7 +213,7 @@ class ExtractLabelPredictions(Hook):
         """Collective."""
         ids, targets = [], []
         scores: list[list[Tensor]] = []
-        images = eval_images(source, run.plan.config["DATA"], run.plan.seed)
+        images = eval_images(source, run.plan.config.DATA, run.plan.seed)
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, images):
                 outputs = run.sharded.model(batch.images)
@@ -226,7 +226,7 @@ class ExtractLabelPredictions(Hook):
                 targets.append(found[:num_own])
         order = all_gather_rows(torch.cat(ids)).argsort()
         labels = all_gather_rows(torch.cat(targets))[order].cpu()
-        entries = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]
+        entries = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         heads = [all_gather_rows(torch.cat(parts))[order].cpu() for parts in zip(*scores, strict=True)]
         plain = ["heads"] if len(heads) == 1 else [f"heads{index}" for index in range(len(heads))]
         for name, rows in zip(layer_names(entries) or plain, heads, strict=True):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import rich
 import torch
@@ -54,7 +53,7 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
 
     Cost: of the student with a schedule-free optimizer, a copy of this rank's trained shards meanwhile.
     """
-    if run.plan.config["EVALUATED_MODEL"] == "teacher":
+    if run.plan.config.EVALUATED_MODEL == "teacher":
         run.sharded.whole_teacher_tensors()  # makes its buffers equal on all ranks; gathers nothing that is not read
         with evaluating(run.sharded.teacher):
             yield run.sharded.teacher
@@ -126,7 +125,7 @@ def layers_of(run: Run) -> dict[str, slice]:
     if taps is None:
         return {}
     ends = list(accumulate(taps.widths))
-    entries = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]
+    entries = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP
     columns = (slice(end - width, end) for width, end in zip(taps.widths, ends, strict=True))
     return dict(zip(layer_names(entries), columns, strict=True))
 
@@ -234,9 +233,9 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
         num_views: q.
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
     """
-    data_cfg: Mapping[str, Any] = run.plan.config["DATA"]
-    pipeline = build_pipeline(data_cfg["TRAIN"]["TRANSFORMS"], "config.DATA.TRAIN.TRANSFORMS")
-    dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
+    data_cfg = run.plan.config.DATA
+    pipeline = build_pipeline(data_cfg.TRAIN.TRANSFORMS, "config.DATA.TRAIN.TRANSFORMS")
+    dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0
     with evaluated(run) as model:

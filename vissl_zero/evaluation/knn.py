@@ -129,7 +129,7 @@ class KnnHook(Hook):
     """
 
     def __init__(self, plan: ResolvedRun):
-        self._options = plan.config["NEAREST_NEIGHBOR"]
+        self._options = plan.config.NEAREST_NEIGHBOR
         self._index_source: Source | None = None
         self._query_source: Source | None = None
         self._own_places: list[int] | None = None
@@ -146,7 +146,7 @@ class KnnHook(Hook):
         self.curve = [(int(step), float(top1)) for step, top1 in state["curve"]]
 
     def on_start(self, run: Run) -> None:
-        if not self._options["USE_KNN"]:
+        if not self._options.USE_KNN:
             return
         self._open_sources(run)
         if run.is_resumed:
@@ -160,8 +160,8 @@ class KnnHook(Hook):
         self.neighbours_before = self._neighbours(measured)
 
     def on_epoch_end(self, run: Run) -> None:
-        every = self._options["EVERY_NUM_EPOCHS"]
-        is_frozen = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]
+        every = self._options.EVERY_NUM_EPOCHS
+        is_frozen = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY
         is_due = (
             every > 0 and not is_frozen and (run.epoch + 1) % every == 0 and run.step < run.num_steps
         )  # on_end measures the last
@@ -171,7 +171,7 @@ class KnnHook(Hook):
     def on_end(self, run: Run) -> None:
         if self._index_source is None:
             return
-        if run.num_steps == 0 or run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_ONLY"]:
+        if run.num_steps == 0 or run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
             # The features are what they were: no need to measure again.
             run.results["knn_top1_after"] = run.results["knn_top1_before"]
             self.neighbours_after = self.neighbours_before
@@ -192,25 +192,25 @@ class KnnHook(Hook):
 
     @property
     def _has_more(self) -> bool:
-        return bool(self._options["ALSO_TOPK"] or self._options["ALSO_SIGMA"] or self._options["LIDAR_IMAGES"])
+        return bool(self._options.ALSO_TOPK or self._options.ALSO_SIGMA or self._options.LIDAR_IMAGES)
 
     def _look_closer(self, run: Run, measured: Measured) -> None:
         """Optional figures of the end of a run. Collective."""
         options = self._options
         votes = [
             (k, sigma)
-            for k in dict.fromkeys([options["TOPK"], *options["ALSO_TOPK"]])
-            for sigma in dict.fromkeys([options["SIGMA"], *options["ALSO_SIGMA"]])
+            for k in dict.fromkeys([options.TOPK, *options.ALSO_TOPK])
+            for sigma in dict.fromkeys([options.SIGMA, *options.ALSO_SIGMA])
         ]
         if len(votes) > 1:
-            shares = knn_top1s(measured.queries, measured.index, votes, options["L2_NORM_FEATS"], measured.excluded)
+            shares = knn_top1s(measured.queries, measured.index, votes, options.L2_NORM_FEATS, measured.excluded)
             if shares is not None:
                 named = zip(votes, shares, strict=True)
                 run.results["knn_top1_by_vote"] = {f"k={k} T={sigma:g}": share for (k, sigma), share in named}
-        if options["LIDAR_IMAGES"]:
+        if options.LIDAR_IMAGES:
             assert self._index_source is not None
-            images = thinned(self._index_source, options["LIDAR_IMAGES"])
-            run.results["lidar"] = lidar(view_features(run, images, options["LIDAR_VIEWS"]))
+            images = thinned(self._index_source, options.LIDAR_IMAGES)
+            run.results["lidar"] = lidar(view_features(run, images, options.LIDAR_VIEWS))
 
     def _take_pictures(self, run: Run) -> None:
         """Of the images whose neighbours are shown. Collective."""
@@ -219,8 +219,8 @@ class KnnHook(Hook):
             self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
 
     def _open_sources(self, run: Run) -> None:
-        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
-        max_train, max_test = self._options["MAX_TRAIN_IMAGES"], self._options["MAX_TEST_IMAGES"]
+        train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
+        max_train, max_test = self._options.MAX_TRAIN_IMAGES, self._options.MAX_TEST_IMAGES
         self._index_source = thinned(train, max_train)
         if test is not None:
             self._query_source = thinned(test, max_test)
@@ -233,7 +233,7 @@ class KnnHook(Hook):
         assert self._index_source is not None
         assert self._query_source is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        data_cfg, seed = run.plan.config["DATA"], run.plan.seed
+        data_cfg, seed = run.plan.config.DATA, run.plan.seed
         # Images are opened each time, so that loader workers live only as long as the evaluation.
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
@@ -261,13 +261,13 @@ class KnnHook(Hook):
         return top1
 
     def _top1(self, measured: Measured) -> float | None:
-        k, sigma, is_cosine = (self._options[key] for key in ("TOPK", "SIGMA", "L2_NORM_FEATS"))
+        k, sigma, is_cosine = self._options.TOPK, self._options.SIGMA, self._options.L2_NORM_FEATS
         return knn_top1(measured.queries, measured.index, k, sigma, is_cosine, measured.excluded)
 
     def _neighbours(self, measured: Measured) -> Neighbours:
         assert self._index_source is not None
         assert self._query_source is not None
-        is_cosine = self._options["L2_NORM_FEATS"]
+        is_cosine = self._options.L2_NORM_FEATS
         return find_neighbours(
             self._query_source, self._index_source, measured.queries, measured.index, is_cosine, measured.excluded
         )

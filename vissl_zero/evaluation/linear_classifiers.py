@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from vissl_zero.collectives import all_gather_objects, rank, world_size
+from vissl_zero.config.blocks.output import Svm
 from vissl_zero.data.loader import eval_images, require_evaluation
 from vissl_zero.data.source import Source, build_eval_sources, build_source, label_matrix
 from vissl_zero.engine.hook import Hook, Run
@@ -62,10 +63,10 @@ def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
-def costs_of(options: Mapping[str, Any]) -> list[float]:
+def costs_of(options: Svm) -> list[float]:
     """Costs that the keys of ``SVM`` ask for."""
-    costs, powers = options["costs"], range(*options["costs"]["power_range"])
-    return [*costs["costs_list"], *(costs["base"] ** power for power in powers if costs["base"] > 0)]
+    costs, powers = options.costs, range(*options.costs.power_range)
+    return [*costs.costs_list, *(costs.base**power for power in powers if costs.base > 0)]
 
 
 def normalized(rows: np.ndarray) -> np.ndarray:
@@ -90,7 +91,7 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
     return float(np.sum(np.diff(recall, prepend=0.0) * envelope))
 
 
-def solver(options: Mapping[str, Any], cost: float, seed: int) -> Any:
+def solver(options: Svm, cost: float, seed: int) -> Any:
     """VISSL's LinearSVC, not yet fitted; liblinear's draws are those of ``seed``."""
     from sklearn.svm import LinearSVC  # here: takes a second
 
@@ -98,16 +99,16 @@ def solver(options: Mapping[str, Any], cost: float, seed: int) -> Any:
         C=cost,
         class_weight={1: 2, -1: 1},
         intercept_scaling=1.0,
-        penalty=options["penalty"],
-        loss=options["loss"],
+        penalty=options.penalty,
+        loss=options.loss,
         tol=0.0001,
-        dual=options["dual"],
-        max_iter=options["max_iter"],
+        dual=options.dual,
+        max_iter=options.max_iter,
         random_state=seed,
     )
 
 
-def train_class(rows: np.ndarray, labels: np.ndarray, options: Mapping[str, Any], seed: int) -> ClassSvm:
+def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -> ClassSvm:
     """Choose the cost by cross validation and train with it. Not a collective.
 
     Args:
@@ -124,7 +125,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Mapping[str, Any]
         found = [
             float(
                 cross_val_score(
-                    solver(options, cost, seed), rows, signs, cv=options["cross_val_folds"], scoring="average_precision"
+                    solver(options, cost, seed), rows, signs, cv=options.cross_val_folds, scoring="average_precision"
                 ).mean()
             )
             for cost in costs
@@ -133,11 +134,9 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Mapping[str, Any]
         return _fitted(rows, signs, options, cost, seed, found)
 
 
-def _fitted(
-    rows: np.ndarray, signs: np.ndarray, options: Mapping[str, Any], cost: float, seed: int, found: list[float]
-) -> ClassSvm:
+def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, found: list[float]) -> ClassSvm:
     fitted = solver(options, cost, seed).fit(rows, signs)
-    is_converged = int(np.max(fitted.n_iter_)) < options["max_iter"]
+    is_converged = int(np.max(fitted.n_iter_)) < options.max_iter
     return ClassSvm(found, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
 
 
@@ -180,7 +179,7 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
 
 
 def low_shot(
-    train: np.ndarray, few: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Mapping[str, Any], seed: int
+    train: np.ndarray, few: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Svm, seed: int
 ) -> list[float]:
     """Mean average precision on TEST for each cost, after training on the images that were drawn. Not a collective.
 
@@ -225,8 +224,8 @@ class SvmHook(Hook):
         self._test: Labelled | None = None
 
     def on_start(self, run: Run) -> None:
-        require_evaluation(run.plan.config["DATA"], run.plan.seed)
-        train, test = build_eval_sources(run.plan.config["DATA"], run.plan.seed)
+        require_evaluation(run.plan.config.DATA, run.plan.seed)
+        train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
         if test is None:
             raise DataError("SVMs are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS=<folder>.")
         self._train = _labelled(train, "TRAIN", 0, run)
@@ -241,11 +240,11 @@ class SvmHook(Hook):
     def on_end(self, run: Run) -> None:
         assert self._train is not None and self._test is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        data, seed = run.plan.config["DATA"], run.plan.seed
+        data, seed = run.plan.config.DATA, run.plan.seed
         train = extract_features(run, eval_images(self._train.source, data, seed))
         test = extract_features(run, eval_images(self._test.source, data, seed))
-        prepare = normalized if run.plan.config["SVM"]["normalize"] else np.asarray
-        is_head = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
+        prepare = normalized if run.plan.config.SVM.normalize else np.asarray
+        is_head = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
         for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
             rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
             line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
@@ -276,7 +275,7 @@ class TrainSvm(SvmHook):
     """
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
-        folds = run.plan.config["SVM"]["cross_val_folds"]
+        folds = run.plan.config.SVM.cross_val_folds
         for column in range(matrix.shape[1]):
             with_it = int((matrix[:, column] == 1).sum())
             if min(with_it, len(matrix) - with_it) < folds:
@@ -289,7 +288,7 @@ class TrainSvm(SvmHook):
     def measure(
         self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
     ) -> str:
-        options, seed = run.plan.config["SVM"], run.plan.seed
+        options, seed = run.plan.config.SVM, run.plan.seed
         columns = range(labels.shape[1])
         svms = shared(columns, lambda column: train_class(train, labels[:, column], options, seed))
         aps = [
@@ -320,11 +319,11 @@ class TrainSvmLowShot(SvmHook):
     """
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
-        for few in run.plan.config["SVM"]["low_shot"]["k_values"]:
+        for few in run.plan.config.SVM.low_shot.k_values:
             self._draw(run, matrix, 0, few)
 
     def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
-        name = run.plan.config["SVM"]["low_shot"]["dataset_name"]
+        name = run.plan.config.SVM.low_shot.dataset_name
         if name != "voc" and not ((matrix >= 0).all() and (matrix.sum(axis=1) <= 1).all()):
             must = "SVM.low_shot.dataset_name: places205 needs one class for each image, and TRAIN's have several."
             raise DataError(f"{must} Write voc.")
@@ -333,8 +332,8 @@ class TrainSvmLowShot(SvmHook):
     def measure(
         self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
     ) -> str:
-        options, seed = run.plan.config["SVM"], run.plan.seed
-        k_values, samples = options["low_shot"]["k_values"], options["low_shot"]["sample_inds"]
+        options, seed = run.plan.config.SVM, run.plan.seed
+        k_values, samples = options.low_shot.k_values, options.low_shot.sample_inds
         jobs = [(k, sample) for k in k_values for sample in samples]
 
         def work(job: tuple[int, int]) -> list[float]:
@@ -367,7 +366,7 @@ def _labelled(source: Source, split: str, num_classes: int, run: Run) -> Labelle
             f"SVMs need labels, and {split}'s images have none. Put each class in a folder of its own, or write "
             f"config.DATA.{split}.LABEL_SOURCES=[disk_filelist] and LABEL_PATHS."
         )
-    chosen = run.plan.config["SVM"]["cls_list"]
+    chosen = run.plan.config.SVM.cls_list
     if wrong := [number for number in chosen if number >= matrix.shape[1]]:
         raise DataError(f"SVM.cls_list: must name classes below {matrix.shape[1]}, not {wrong[0]}. Correct the list.")
     return Labelled(source, matrix[:, chosen] if chosen else matrix)
@@ -425,13 +424,13 @@ class LowShot(Hook):
         self._test: Source | None = None
 
     def on_start(self, run: Run) -> None:
-        data, seed = run.plan.config["DATA"], run.plan.seed
+        data, seed = run.plan.config.DATA, run.plan.seed
         require_evaluation(data, seed)
-        if not data["TEST"]["DATA_SOURCES"]:
+        if not data.TEST.DATA_SOURCES:
             raise DataError("Low-shot classifiers are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS.")
-        for sampling_seed in run.plan.config["LOW_SHOT_BENCHMARK"]["LOGISTIC_REGRESSION"]["SEEDS"]:
-            drawn = copy.deepcopy(dict(data))
-            drawn["TRAIN"]["DATA_LIMIT_SAMPLING"]["SEED"] = sampling_seed
+        for sampling_seed in run.plan.config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.SEEDS:
+            drawn = copy.deepcopy(data)
+            drawn.TRAIN.DATA_LIMIT_SAMPLING.SEED = sampling_seed
             self._train.append(build_source(drawn, "TRAIN", seed))
         self._test = build_source(data, "TEST", seed, self._train[0].class_names)
         if len(self._train[0].class_names) < 2:
@@ -440,16 +439,16 @@ class LowShot(Hook):
     def on_end(self, run: Run) -> None:
         assert self._test is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        options, data = run.plan.config["LOW_SHOT_BENCHMARK"]["LOGISTIC_REGRESSION"], run.plan.config["DATA"]
+        options, data = run.plan.config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION, run.plan.config.DATA
         found = [extract_features(run, eval_images(source, data, run.plan.seed)) for source in self._train]
         test = extract_features(run, eval_images(self._test, data, run.plan.seed))
-        is_head = run.plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
-        lambdas = [float(one) for one in penalties(options["LAMBDA"])]
+        is_head = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
+        lambdas = [float(one) for one in penalties(options.LAMBDA)]
         for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
             jobs = [(train, penalty) for train in found for penalty in lambdas]
             reached = shared(jobs, partial(_measured, test, columns))
             seeds: dict[str, Any] = {}
-            for index, seed in enumerate(options["SEEDS"]):
+            for index, seed in enumerate(options.SEEDS):
                 own = reached[index * len(lambdas) :][: len(lambdas)]
                 by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, own, strict=True)}
                 seeds[str(seed)] = {"top1": max(pair[1] for pair in own), "top1_by_lambda": by_penalty}

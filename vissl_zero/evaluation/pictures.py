@@ -148,7 +148,7 @@ def principal_components(tokens: Tensor) -> Tensor:
 
 
 def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
-    pipeline = build_eval_pipeline(run.plan.config["DATA"])
+    pipeline = build_eval_pipeline(run.plan.config.DATA)
     try:
         found = [pipeline(source.image(image_id))[0] for image_id in image_ids]
     except (DataError, OSError):  # a report is no reason to fail a run that has ended well

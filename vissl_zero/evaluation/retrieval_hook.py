@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchvision.transforms import functional
 
 from vissl_zero.atomic import replacing
 from vissl_zero.collectives import all_gather_objects, all_gather_rows
+from vissl_zero.config.blocks.output import ImageRetrieval
 from vissl_zero.data.decode import read_image
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
@@ -65,12 +67,12 @@ class InstanceRetrieval(Hook):
 
     def on_start(self, run: Run) -> None:
         options = _options(run)
-        root, train = Path(options["DATASET_PATH"]).expanduser(), options["TRAIN_DATASET_NAME"]
-        found = retrieval_set(root, options["EVAL_DATASET_NAME"], options["USE_DISTRACTORS"])
-        self._found = first(found, options["NUM_DATABASE_SAMPLES"], options["NUM_QUERY_SAMPLES"])
-        if options["TRAIN_PCA_WHITENING"]:
-            files = images_to_whiten_by(root, train, options["WHITEN_IMG_LIST"], options["USE_DISTRACTORS"])
-            count = options["NUM_TRAINING_SAMPLES"]
+        root, train = Path(options.DATASET_PATH).expanduser(), options.TRAIN_DATASET_NAME
+        found = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
+        self._found = first(found, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
+        if options.TRAIN_PCA_WHITENING:
+            files = images_to_whiten_by(root, train, options.WHITEN_IMG_LIST, options.USE_DISTRACTORS)
+            count = options.NUM_TRAINING_SAMPLES
             self._train = files if count < 0 else files[:count]
         require_files([*self._found.images, *self._found.queries, *self._train])
 
@@ -79,10 +81,10 @@ class InstanceRetrieval(Hook):
         options = _options(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         whitening = self._whitening(run, options) if self._train else None
-        boxes = self._found.boxes if options["CROP_QUERY_ROI"] else None
+        boxes = self._found.boxes if options.CROP_QUERY_ROI else None
         queries = _vectors(run, options, self._found.queries, whitening, "queries", boxes)
         images = _vectors(run, options, self._found.images, whitening, "images")
-        if options["SIMILARITY_MEASURE"] == "l2":
+        if options.SIMILARITY_MEASURE == "l2":
             similarity = -torch.cdist(queries.double(), images.double()).cpu().numpy()
         else:
             similarity = (queries @ images.T).cpu().numpy()
@@ -93,35 +95,36 @@ class InstanceRetrieval(Hook):
         }
         run.results["instance_retrieval"] = results
         if run.is_main:
-            _write(run.folder / FOLDER, results, similarity if options["SAVE_RETRIEVAL_RANKINGS_SCORES"] else None)
+            _write(run.folder / FOLDER, results, similarity if options.SAVE_RETRIEVAL_RANKINGS_SCORES else None)
             said = ", ".join(f"{_NAMES.get(name, name)} {mean:.1%}" for name, mean in results["mAP"].items())
             line = f"{self._found.name}: mean average precision {said}"
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _whitening(self, run: Run, options: dict[str, Any]) -> Whitening:
+    def _whitening(self, run: Run, options: ImageRetrieval) -> Whitening:
         """Collective."""
         rows = []
         for maps, is_own in _each(run, options, self._train, "images to whiten by"):
-            if is_own and options["FEATS_PROCESSING_TYPE"] == "rmac":
-                rows.append(regional_maxima(maps[0], options["SPATIAL_LEVELS"], options["NORMALIZE_FEATURES"])[0])
+            if is_own and options.FEATS_PROCESSING_TYPE == "rmac":
+                rows.append(regional_maxima(maps[0], options.SPATIAL_LEVELS, options.NORMALIZE_FEATURES)[0])
             elif is_own:
                 rows.append(_plain(maps, options))
         width = _common_width(rows)
         own = torch.cat(rows) if rows else torch.zeros(0, width, device=run.device)
-        return Whitening.of_all_ranks(own, options["N_PCA"])
+        return Whitening.of_all_ranks(own, options.N_PCA)
 
 
-def _options(run: Run) -> dict[str, Any]:
+def _options(run: Run) -> ImageRetrieval:
     """``IMG_RETRIEVAL``, with what DEBUG_MODE stands for."""
-    options: dict[str, Any] = dict(run.plan.config["IMG_RETRIEVAL"])
-    if options["DEBUG_MODE"]:
-        options |= {key: count for key, count in _DEBUG.items() if options[key] == -1}
+    options = run.plan.config.IMG_RETRIEVAL
+    if options.DEBUG_MODE:
+        counts: dict[str, Any] = {key: count for key, count in _DEBUG.items() if getattr(options, key) == -1}
+        return replace(options, **counts)
     return options
 
 
 def _vectors(
     run: Run,
-    options: dict[str, Any],
+    options: ImageRetrieval,
     files: Sequence[Path],
     whitening: Whitening | None,
     what: str,
@@ -130,11 +133,11 @@ def _vectors(
     """A vector (N, D) of each image, equal on every rank. Collective."""
     rows = []
     for maps, is_own in _each(run, options, files, what, boxes):
-        if is_own and options["FEATS_PROCESSING_TYPE"] == "rmac":
+        if is_own and options.FEATS_PROCESSING_TYPE == "rmac":
             assert whitening is not None  # a rule
-            of_regions = regional_maxima(maps[0], options["SPATIAL_LEVELS"], options["NORMALIZE_FEATURES"])[0]
+            of_regions = regional_maxima(maps[0], options.SPATIAL_LEVELS, options.NORMALIZE_FEATURES)[0]
             white = whitening(of_regions)
-            if options["NORMALIZE_FEATURES"]:
+            if options.NORMALIZE_FEATURES:
                 row = unit_vectors(unit_vectors(white).sum(dim=0, keepdim=True))
             else:
                 row = white.sum(dim=0, keepdim=True)
@@ -148,11 +151,11 @@ def _vectors(
     return all_gather_rows(own)[order.argsort().to(own.device)]
 
 
-def _plain(maps: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
-    kind, power = options["FEATS_PROCESSING_TYPE"], options["GEM_POOL_POWER"]
+def _plain(maps: Sequence[Tensor], options: ImageRetrieval) -> Tensor:
+    kind, power = options.FEATS_PROCESSING_TYPE, options.GEM_POOL_POWER
     if kind != "gem" and len({of_scale.shape for of_scale in maps}) > 1:
         raise DataError("IMG_RETRIEVAL.IMG_SCALINGS: maps of several sizes have no mean. Write [1], or pool by gem.")
-    return descriptor(maps, kind, power, options["NORMALIZE_FEATURES"])
+    return descriptor(maps, kind, power, options.NORMALIZE_FEATURES)
 
 
 def _common_width(rows: Sequence[Tensor]) -> int:
@@ -167,7 +170,7 @@ def _common_width(rows: Sequence[Tensor]) -> int:
 
 
 def _each(
-    run: Run, options: dict[str, Any], files: Sequence[Path], what: str, boxes: Sequence[Box] | None = None
+    run: Run, options: ImageRetrieval, files: Sequence[Path], what: str, boxes: Sequence[Box] | None = None
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """The maps (1, C, H, W) of this rank's images at each scale; and whether the image is not a copy of the last.
 
@@ -183,10 +186,10 @@ def _each(
 
     began, said = time.monotonic(), time.monotonic()
     with run.sharded.evaluated(), evaluating(run.sharded.model):
-        for index, image in zip(own, _ahead(load, own, run.plan.config["DATA"]["NUM_DATALOADER_WORKERS"]), strict=True):
+        for index, image in zip(own, _ahead(load, own, run.plan.config.DATA.NUM_DATALOADER_WORKERS), strict=True):
             image = image[None].to(run.device, dtype)
             maps = []
-            for scale in options["IMG_SCALINGS"]:
+            for scale in options.IMG_SCALINGS:
                 scaled = image
                 if scale != 1:
                     scaled = F.interpolate(image, scale_factor=scale, mode="bilinear", align_corners=False)
@@ -216,7 +219,7 @@ def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int
             yield waiting.popleft().result()
 
 
-def prepared(image: Image.Image, options: dict[str, Any], box: Box | None = None) -> Tensor:
+def prepared(image: Image.Image, options: ImageRetrieval, box: Box | None = None) -> Tensor:
     """An RGB image as (3, H, W), normalised: its longer side RESIZE_IMG pixels, or a square from the middle.
 
     Args:
@@ -224,8 +227,8 @@ def prepared(image: Image.Image, options: dict[str, Any], box: Box | None = None
         options: of ``IMG_RETRIEVAL``.
         box: left, top, right and bottom in pixels of ``image``, of what is seen.
     """
-    side, ratio = options["RESIZE_IMG"], 1.0
-    if options["CENTER_CROP"]:
+    side, ratio = options.RESIZE_IMG, 1.0
+    if options.CENTER_CROP:
         image = functional.center_crop(functional.resize(image, [int(256 / 224 * side)]), [side, side])
     elif side > 0:
         ratio = side / max(image.size)

@@ -33,6 +33,9 @@ from vissl_zero.checkpoint.weights import (
     open_store,
     weights_of,
 )
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.data import Data
+from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.config.components.trunks import trunk_component
 from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline
 from vissl_zero.errors import CheckpointError
@@ -100,7 +103,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
         try:
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
-            return LoadedTrunk(_trunk(config, weights), build_eval_pipeline(config["DATA"]), source)
+            return LoadedTrunk(_trunk(config, weights), build_eval_pipeline(block_of(Data, config["DATA"])), source)
         except CheckpointError:
             raise
         except Exception as error:
@@ -188,7 +191,8 @@ def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
     if any(abs(number) > limit for number in numbers):
         raise CheckpointError(f"{weights.path} does not fit its configuration: its trunk is far larger.")
-    model = {**config["MODEL"], "HEAD": {**config["MODEL"]["HEAD"], "PARAMS": []}}
+    model = block_of(ModelConfig, config["MODEL"])
+    model.HEAD.PARAMS = []
     with torch.device("meta"), _at_most(1000 + 100 * len(infos), weights.path):
         wanted = build_model(model).trunk.state_dict()
     _require_fit({n: i.shape for n, i in infos.items()}, {n: tuple(t.shape) for n, t in wanted.items()}, weights.path)

@@ -56,11 +56,11 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         node_id: number of this machine, where machines are started by hand.
         fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
     """
-    if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
+    if plan.config.DRY_RUN:  # under torchrun every rank comes here
         return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
-    if plan.config["SLURM"]["USE_SLURM"]:
+    if plan.config.SLURM.USE_SLURM:
         from vissl_zero.launch.slurm import submit
 
         return submit(plan, user_yaml)
@@ -106,7 +106,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
 def _submission(plan: ResolvedRun) -> str:
     """The sbatch script of a run that would be submitted, else nothing."""
-    if not plan.config["SLURM"]["USE_SLURM"]:
+    if not plan.config.SLURM.USE_SLURM:
         return ""
     from vissl_zero.launch.slurm import script
 
@@ -154,15 +154,15 @@ def _resumed(plan: ResolvedRun) -> list[str]:
     from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
     from vissl_zero.checkpoint.resume import Found, opening_lines
 
-    folder, options = Path(plan.run_dir), plan.config["CHECKPOINT"]
+    folder, options = Path(plan.run_dir), plan.config.CHECKPOINT
     require_plain_files(folder)
     require_free(folder, plan)
-    if not options["AUTO_RESUME"] or not find_checkpoints(folder):
+    if not options.AUTO_RESUME or not find_checkpoints(folder):
         return []
     passed_over: list[str] = []
     with newest_checkpoint(folder, passed_over) as checkpoint:
         manifest = checkpoint.manifest
-        require_resumable(manifest.config, as_data(plan), options["ALLOW_CHANGED"])
+        require_resumable(manifest.config, as_data(plan), options.ALLOW_CHANGED)
         lines = opening_lines(Found(checkpoint.path, passed_over), plan)
     return ["resume:", *(f"  {line}" for line in lines)]
 
@@ -187,7 +187,7 @@ def launch_local(
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
     """
-    most_restarts = 0 if rendezvous else plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
+    most_restarts = 0 if rendezvous else plan.config.DISTRIBUTED.MAX_RESTARTS
     num_procs = rendezvous.spec.procs if rendezvous else plan.procs_per_node
     num_restarts = 0
     began = began or time.time()
@@ -270,7 +270,7 @@ def _free_gpu_memory(num_gpus: int) -> int:
 
 def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:
     """Announce a restart; returns the plan for it."""
-    least, most = plan.config["DISTRIBUTED"]["MIN_PROC_PER_NODE"], plan.config["DISTRIBUTED"]["MAX_RESTARTS"]
+    least, most = plan.config.DISTRIBUTED.MIN_PROC_PER_NODE, plan.config.DISTRIBUTED.MAX_RESTARTS
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
     cause = failure.text.rstrip()
     ranks = "" if fewer is None else f" with {fewer.procs_per_node} of {plan.procs_per_node} processes"
@@ -311,7 +311,7 @@ def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float)
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
     if plan.device == "cpu":
         environment |= allocator_environment(plan.sharding, environment)
-    limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
+    limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
     if limit is not None:  # of all restarts together
         stopping.end_at(began + 60 * limit)
         environment[stopping.END_AT_VARIABLE] = str(stopping.deadline())
@@ -327,14 +327,14 @@ def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
     Raises:
         LaunchError: the machines do not find or accept each other, or the run folder cannot be used.
     """
-    distributed = plan.config["DISTRIBUTED"]
-    host, _, port = distributed["RUN_ID"].rpartition(":")
+    distributed = plan.config.DISTRIBUTED
+    host, _, port = distributed.RUN_ID.rpartition(":")
     spec = LauncherSpec(
         index=node_id,
         count=plan.num_nodes,
         procs=plan.procs_per_node,
         address=(host.strip("[]"), int(port)),
-        secret=load_secret(distributed["SECRET_FILE"]),
+        secret=load_secret(distributed.SECRET_FILE),
         timeout_s=plan.sharding.timeout_s,
     )
     with prepare_folder(plan, user_yaml) if node_id == 0 else nullcontext():
@@ -353,7 +353,7 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
     Raises:
         LaunchError: the machines do not find or accept each other.
     """
-    most, began = plan.config["DISTRIBUTED"]["MAX_RESTARTS"], time.time()
+    most, began = plan.config.DISTRIBUTED.MAX_RESTARTS, time.time()
     before: Rendezvous | None = None
     while True:
         rendezvous = Rendezvous(spec, announce, before)

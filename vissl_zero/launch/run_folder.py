@@ -91,7 +91,7 @@ def require_free(folder: Path, plan: ResolvedRun) -> None:
     if not (folder / "metrics.jsonl").exists():
         return
     has_checkpoint = any(folder.glob("checkpoints/step_*"))
-    if plan.config["CHECKPOINT"]["AUTO_RESUME"] and (has_checkpoint or not (folder / "summary.json").exists()):
+    if plan.config.CHECKPOINT.AUTO_RESUME and (has_checkpoint or not (folder / "summary.json").exists()):
         return
     raise LaunchError(
         f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "

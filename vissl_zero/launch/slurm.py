@@ -55,8 +55,8 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
     try:
         prepare_folder(plan, user_yaml).release()  # the job takes the lock when it runs
         folder = private_folder(submission_folder(plan))
-        if plan.config["SLURM"]["SNAPSHOT_CODE"]:
-            snapshot(code_folder(plan), plan.config["IMPORTS"])
+        if plan.config.SLURM.SNAPSHOT_CODE:
+            snapshot(code_folder(plan), plan.config.IMPORTS)
         job = _hand_in(plan, folder)
     except LaunchError:
         if not existed:
@@ -137,7 +137,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
 
     executor = SlurmExecutor(folder / "%j")
     executor.update_parameters(**parameters(plan))
-    task = SlurmTask(plan.run_dir, str(folder), secrets.token_bytes(32), plan.config["SLURM"]["MAX_REQUEUES"])
+    task = SlurmTask(plan.run_dir, str(folder), secrets.token_bytes(32), plan.config.SLURM.MAX_REQUEUES)
     # The pickled task holds the run's secret.
     mask = os.umask(0o077)
     try:
@@ -148,7 +148,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
         os.umask(mask)
     return Submitted(
         job_id=job.job_id,
-        name=plan.config["SLURM"]["NAME"],
+        name=plan.config.SLURM.NAME,
         recipe=plan.recipe,
         run_dir=plan.run_dir,
         stdout=str(job.paths.stdout),
@@ -165,7 +165,7 @@ def submission_folder(plan: ResolvedRun) -> Path:
     """
     if is_unsafe(plan.run_dir):  # it may come from the folder that the command was given in, or from hydra.run.dir
         raise LaunchError(f"The run folder {plan.run_dir!r} must be one line of printable text. Name another folder.")
-    return Path(plan.run_dir) / Path(plan.config["SLURM"]["LOG_FOLDER"]).expanduser() / "slurm"
+    return Path(plan.run_dir) / Path(plan.config.SLURM.LOG_FOLDER).expanduser() / "slurm"
 
 
 def code_folder(plan: ResolvedRun) -> Path:
@@ -175,27 +175,27 @@ def code_folder(plan: ResolvedRun) -> Path:
 
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
     """submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
-    slurm = plan.config["SLURM"]
-    is_per_process = slurm["TASK_PER"] == "process"
+    slurm = plan.config.SLURM
+    is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node
-    further = {str(name).replace("_", "-"): value for name, value in slurm["ADDITIONAL_PARAMETERS"].items()}
+    further = {str(name).replace("_", "-"): value for name, value in slurm.ADDITIONAL_PARAMETERS.items()}
     found: dict[str, Any] = {
-        "job_name": slurm["NAME"],
-        "comment": slurm["COMMENT"],
-        "partition": slurm["PARTITION"],
-        "account": slurm["ACCOUNT"],
-        "qos": slurm["QOS"],
-        "constraint": slurm["CONSTRAINT"],
-        "time": 60 * slurm["TIME_HOURS"] + slurm["TIME_MINUTES"],
-        "mem": f"{slurm['MEM_GB']}GB" if slurm["MEM_GB"] else "0",
+        "job_name": slurm.NAME,
+        "comment": slurm.COMMENT,
+        "partition": slurm.PARTITION,
+        "account": slurm.ACCOUNT,
+        "qos": slurm.QOS,
+        "constraint": slurm.CONSTRAINT,
+        "time": 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES,
+        "mem": f"{slurm.MEM_GB}GB" if slurm.MEM_GB else "0",
         "nodes": plan.num_nodes,
         "ntasks_per_node": procs if is_per_process else 1,
-        "cpus_per_task": slurm["NUM_CPU_PER_PROC"] * (1 if is_per_process else procs),
+        "cpus_per_task": slurm.NUM_CPU_PER_PROC * (1 if is_per_process else procs),
         "gpus_per_node": procs if plan.device == "cuda" else "",
-        "signal_delay_s": slurm["SIGNAL_DELAY_S"],
-        "setup": [*slurm["SETUP"], *_own_code(plan)] or "",
+        "signal_delay_s": slurm.SIGNAL_DELAY_S,
+        "setup": [*slurm.SETUP, *_own_code(plan)] or "",
         # Launchers notice by themselves when another is gone, and must have the time to say so.
-        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm['NUM_CPU_PER_PROC'] * _procs_per_task(plan)}"],
+        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * _procs_per_task(plan)}"],
         "additional_parameters": {"requeue": True, **further},
     }
     return {name: value for name, value in found.items() if value != ""}
@@ -203,13 +203,13 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
 
 def _own_code(plan: ResolvedRun) -> list[str]:
     """The command that has the job import the snapshot of the code, if there is one."""
-    if not plan.config["SLURM"]["SNAPSHOT_CODE"]:
+    if not plan.config.SLURM.SNAPSHOT_CODE:
         return []
     return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _procs_per_task(plan: ResolvedRun) -> int:
-    return 1 if plan.config["SLURM"]["TASK_PER"] == "process" else plan.procs_per_node
+    return 1 if plan.config.SLURM.TASK_PER == "process" else plan.procs_per_node
 
 
 def script(plan: ResolvedRun) -> str:
@@ -319,7 +319,7 @@ class SlurmTask:
             return launch_local(plan)
         # One name per try: a requeued job must not read the address of the try before.
         meeting = Path(self.folder) / f"meet_{_job_id()}_{_number('SLURM_RESTART_COUNT')}.json"
-        address = (_own_address(), plan.config["SLURM"]["PORT_ID"]) if index == 0 else _read_address(meeting)
+        address = (_own_address(), plan.config.SLURM.PORT_ID) if index == 0 else _read_address(meeting)
         spec = LauncherSpec(
             index=index,
             count=count,

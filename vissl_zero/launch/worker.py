@@ -55,8 +55,8 @@ def train_rank(plan: ResolvedRun) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    load_plugins(plan.config["IMPORTS"])
-    limit = plan.config["CHECKPOINT"]["TIME_LIMIT_MIN"]
+    load_plugins(plan.config.IMPORTS)
+    limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
     if limit is not None and stopping.deadline() is None:  # else the launcher has set it
         stopping.end_at(time.time() + 60 * limit)
     run = None
@@ -128,9 +128,9 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
     Raises:
         CheckpointError, ConfigError: see ``resume``.
     """
-    options = run.plan.config["CHECKPOINT"]
-    saver = Saver(run.folder, options["ASYNC"], options["KEEP_LAST"], options["KEEP_EVERY"], run.device)
-    if options["AUTO_RESUME"]:
+    options = run.plan.config.CHECKPOINT
+    saver = Saver(run.folder, options.ASYNC, options.KEEP_LAST, options.KEEP_EVERY, run.device)
+    if options.AUTO_RESUME:
         found = resume(run, hooks, run.plan)
         if found.path is not None:
             saver.latest_step = run.step
@@ -142,9 +142,9 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
             _say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
         saver.close()
         return None
-    if options["CHECK_RANKS_EVERY"] > 0:
-        hooks = [*hooks, RankCheck(options["CHECK_RANKS_EVERY"])]
-    hook = CheckpointHook(saver, hooks, options["CHECKPOINT_FREQUENCY"], options["CHECKPOINT_ITER_FREQUENCY"])
+    if options.CHECK_RANKS_EVERY > 0:
+        hooks = [*hooks, RankCheck(options.CHECK_RANKS_EVERY)]
+    hook = CheckpointHook(saver, hooks, options.CHECKPOINT_FREQUENCY, options.CHECKPOINT_ITER_FREQUENCY)
     return [*hooks, hook]
 
 

@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.dino import PatchDistillation, masked_patch_loss
 from vissl_zero.methods.distillation_keys import (
@@ -94,7 +96,7 @@ class KnowledgeDistillation(EmbeddingMethod):
         folder = teacher_folder(self.teacher)
         try:
             saved = with_references(read_saved(folder / RESOLVED_FILE)["config"])
-            teacher = build_model(saved["MODEL"])
+            teacher = build_model(block_of(ModelConfig, saved["MODEL"]))
             dtypes = {name: tensor.dtype for name, tensor in teacher.state_dict().items()}
             # By way of numpy, and assigned: a dry run makes tensors without memory, and these have values.
             arrays = load_file(folder / WEIGHTS_FILE).items()

@@ -9,14 +9,11 @@ An image's partner is the one at the other end of its process's micro-batch, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
 from vissl_zero.config.components import typed_options
 from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits, resolution_scope
 
@@ -152,9 +149,9 @@ class Mixing:
         return (cells >= begin[:, None]) & (cells < end[:, None])
 
 
-def mixing_of(train: Mapping[str, Any]) -> Mixing | None:
+def mixing_of(train: Split) -> Mixing | None:
     """What mixes the images of ``config.DATA.TRAIN`` after resolution; None: nothing does."""
-    if train["COLLATE_FUNCTION"] != MIXING_COLLATOR:
+    if train.COLLATE_FUNCTION != MIXING_COLLATOR:
         return None
     key = "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS"
-    return Mixing(MixingConfig(**typed_options(MixingConfig, train["COLLATE_FUNCTION_PARAMS"], key)))
+    return Mixing(MixingConfig(**typed_options(MixingConfig, train.COLLATE_FUNCTION_PARAMS, key)))

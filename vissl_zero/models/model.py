@@ -9,7 +9,6 @@ Heads may be given inner layers too: ``Taps`` are the outputs of named layers of
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from vissl_zero.config.blocks.model_and_loss import FeatureEvalSettings, ModelConfig, TeacherModel, Trunk
 from vissl_zero.config.components.heads import KEY, POOLINGS
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_component
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_trunk_keys, trunk_component
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import key_random_layers, resolution_scope
 from vissl_zero.models.mlp_heads import MLP
@@ -115,10 +115,10 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
     return pooling
 
 
-def build_taps(trunk: nn.Module, settings: Mapping[str, Any]) -> Taps | None:
+def build_taps(trunk: nn.Module, settings: FeatureEvalSettings) -> Taps | None:
     """The taps that FEATURE_EVAL_SETTINGS asks for, or None."""
-    entries = settings.get("LINEAR_EVAL_FEAT_POOL_OPS_MAP") or []
-    return Taps(trunk, entries, bool(settings.get("SHOULD_FLATTEN_FEATS", True))) if entries else None
+    entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
+    return Taps(trunk, entries, settings.SHOULD_FLATTEN_FEATS) if entries else None
 
 
 def require_width(head: nn.Module, index: int, rows: Tensor) -> None:
@@ -364,43 +364,42 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
 _CONSTRUCTION_SEED = 0
 
 
-def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
+def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) -> Model:
     """Trunk and heads by name, in float32 on the CPU; call ``initialize_`` next.
 
     Args:
-        model_config: ``config.MODEL`` after resolution: TRUNK (NAME and the trunk's own block) and HEAD (PARAMS as a
-            list of [name, keys], BATCHNORM_EPS, BATCHNORM_MOMENTUM).
+        model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
         num_classes: of the images, for a head whose last width is -1; 0: they have none.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
     """
-    trunk_config, head_config = model_config["TRUNK"], model_config["HEAD"]
+    head_config = model_config.HEAD
+    settings = model_config.FEATURE_EVAL_SETTINGS if isinstance(model_config, ModelConfig) else FeatureEvalSettings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
-        trunk = build_trunk(trunk_config)
-        _see_as(trunk, str(model_config.get("INPUT_TYPE", "rgb")), trunk_config["NAME"])
-        settings = model_config.get("FEATURE_EVAL_SETTINGS", {})
+        trunk = build_trunk(model_config.TRUNK)
+        _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
         taps, heads = build_taps(trunk, settings), []
         feature_taps = None
-        if settings.get("EXTRACT_TRUNK_FEATURES_ONLY", False):
+        if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps
-        for head_name, given in head_config["PARAMS"]:
+        for head_name, given in head_config.PARAMS:
             options = _with_classes(given if taps else _with_width(given, trunk), num_classes)
             if taps is None:
                 _check_width(head_name, options, trunk)
             heads.append(HEADS.get(head_name).build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
-    model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
+    model.trunk_is_frozen = settings.FREEZE_TRUNK_ONLY
     model.feature_taps = feature_taps
-    model.features_are_embeddings = bool(settings.get("FREEZE_TRUNK_AND_HEAD", False))
+    model.features_are_embeddings = settings.FREEZE_TRUNK_AND_HEAD
     for module in model.heads.modules():
         if isinstance(module, MLP):
-            module.first_scale = float(head_config.get("PARAMS_MULTIPLIER", 1.0))
+            module.first_scale = head_config.PARAMS_MULTIPLIER
         if isinstance(module, _BatchNorm):
-            module.eps = float(head_config["BATCHNORM_EPS"])
-            module.momentum = head_config["BATCHNORM_MOMENTUM"]
+            module.eps = head_config.BATCHNORM_EPS
+            module.momentum = head_config.BATCHNORM_MOMENTUM
     key_random_layers(model)
     return model
 
@@ -416,15 +415,13 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
         trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
 
 
-def build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
+def build_trunk(trunk_config: Trunk) -> nn.Module:
     """The trunk of ``config.MODEL.TRUNK`` after resolution, which has ``feature_dim``. Raises ConfigError."""
-    name = trunk_config["NAME"]
+    name = trunk_config.NAME
     component = TRUNKS.get(trunk_component(name))
-    options = trunk_config.get(TRUNK_BLOCKS.get(name, "PARAMS")) or {}
+    options = trunk_config.PARAMS
     if name in TRUNK_BLOCKS and component.config is not None:
-        # The block also holds what others read (stage_checkpoints).
-        own = {field.name for field in dataclasses.fields(component.config)}
-        options = {key: value for key, value in options.items() if key in own}
+        options = own_trunk_keys(trunk_config, component.config)
     trunk: nn.Module = component.build(**options)
     require_interface(TRUNKS, name, trunk, nn.Module, {"feature_dim": "an int, the features of an image"})
     return trunk

@@ -313,7 +313,7 @@ class Display(Hook):
     def on_start(self, run: Run) -> None:
         if run.is_main:
             is_live = can_redraw(self._console)
-            every = run.plan.config["LOG_FREQUENCY"]
+            every = run.plan.config.LOG_FREQUENCY
             self._display = LiveDisplay(self._console) if is_live else PlainLines(self._console, every)
         self._display.on_start(run)
 

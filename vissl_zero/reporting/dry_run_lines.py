@@ -32,7 +32,7 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 
     MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
     """
-    given = plan.config["MACHINE"]["MEMORY_GIB"]
+    given = plan.config.MACHINE.MEMORY_GIB
     if plan.device == "cuda":
         if given:
             return int(given * _GIB), f"a GPU of {given:g} GiB"
@@ -82,8 +82,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
-        "images": f"{described(plan.config['DATA'], 'TRAIN')}; "
-        f"measured on {described(plan.config['DATA'], 'TEST') or PART}",
+        "images": f"{described(plan.config.DATA, 'TRAIN')}; measured on {described(plan.config.DATA, 'TEST') or PART}",
         "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
         f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),
@@ -122,7 +121,7 @@ def _classes(names: Sequence[str]) -> str:
 
 
 def _has_events(plan: ResolvedRun) -> bool:
-    return bool(plan.config["HOOKS"]["TENSORBOARD_SETUP"]["USE_TENSORBOARD"])
+    return bool(plan.config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD)
 
 
 def _ranks(plan: ResolvedRun) -> str:

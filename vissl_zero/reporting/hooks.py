@@ -6,7 +6,6 @@ import rich
 from rich.console import Console
 
 import vissl_zero
-from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
@@ -32,22 +31,22 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     Raises:
         RegistryError: config.HOOKS.EXTRA names an unknown hook.
     """
-    options = plan.config["HOOKS"]
+    options = plan.config.HOOKS
     knn = KnnHook(plan)
     hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
-    if plan.config["ONLINE_PROBE"]["USE_PROBE"]:
+    if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
-    if plan.config["CHECKPOINT"]["SAVE_BEST"]:
+    if plan.config.CHECKPOINT.SAVE_BEST:
         hooks.append(BestWeights())
-    program = PROGRAMS.get(plan.config["PROGRAM"])
-    for name in dict.fromkeys([*([program] if program else []), *options["EXTRA"]]):
+    program = PROGRAMS.get(plan.config.PROGRAM)
+    for name in dict.fromkeys([*([program] if program else []), *options.EXTRA]):
         hooks.append(HOOKS.get(name).build())
         require_interface(HOOKS, name, hooks[-1], base=Hook)
-    if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
+    if options.TENSORBOARD_SETUP.USE_TENSORBOARD:
         hooks.append(TensorBoard())
-    if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
+    if (average := options.EMA_MODEL).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
-    if not plan.config["TEST_ONLY"]:
+    if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
     return [*hooks, PeakMemory(), Summary(), ReportImage(knn)]
 
@@ -73,8 +72,8 @@ def opening_lines(run: Run) -> list[str]:
         f"({plan.sharding.engine} engine), {ranks} on {run.device.type}",
         f"{_length(run)}; run folder {run.folder}",
     ]
-    data = run.plan.config["DATA"]
-    count = "" if data["TRAIN"]["DATA_LIMIT"] > 0 else f" ({len(run.loader.source):,} images)"
+    data = run.plan.config.DATA
+    count = "" if data.TRAIN.DATA_LIMIT > 0 else f" ({len(run.loader.source):,} images)"
     lines.append(f"data {described(data, 'TRAIN')}{count}; measured on {described(data, 'TEST') or PART}")
     tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
     if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:

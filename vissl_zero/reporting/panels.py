@@ -317,7 +317,7 @@ def first_crops(run: Run) -> list[CropSample]:
         batch = next(iter(run.loader.epoch(0)))[0]
     except DataError:  # a report is no reason to fail a run that has ended well
         return []
-    return crop_samples(batch, run.loader.source, run.plan.config["DATA"]["TRAIN"]["TRANSFORMS"])
+    return crop_samples(batch, run.loader.source, run.plan.config.DATA.TRAIN.TRANSFORMS)
 
 
 def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:

@@ -178,7 +178,7 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
         subtitle=(
             f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {ranks} on {run.device.type}; "
             f"{run.step} steps of {plan.global_batch} images, {run.steps_per_epoch} steps per epoch; "
-            f"{described(plan.config['DATA'], 'TRAIN')}"
+            f"{described(plan.config.DATA, 'TRAIN')}"
         ),
         headlines=headlines(run, per_rank),
         records=run.records,

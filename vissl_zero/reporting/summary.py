@@ -47,7 +47,7 @@ def summarise(run: Run) -> dict[str, Any]:
     return {
         "vissl_zero": vissl_zero.__version__,
         "recipe": run.plan.recipe,
-        "data": {split.lower(): described(run.plan.config["DATA"], split) for split in ("TRAIN", "TEST")},
+        "data": {split.lower(): described(run.plan.config.DATA, split) for split in ("TRAIN", "TEST")},
         "level": run.plan.sharding.level,
         "engine": run.plan.sharding.engine,
         "world_size": run.world_size,

@@ -17,9 +17,10 @@ from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock, Trunk, VisionTransformerBlock
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
-    FURTHER_BLOCKS,
     TRUNK_BLOCKS,
     ResNetConfig,
+    own_fields,
+    own_trunk_keys,
     trunk_component,
     trunk_params,
 )
@@ -29,13 +30,10 @@ from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
-def trunk_options(cfg: RunConfig) -> dict[str, Any]:
-    """All keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
-    trunk = cfg.MODEL.TRUNK
+def trunk_options(trunk: Trunk) -> dict[str, Any]:
+    """Return all keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
     if trunk.NAME in TRUNK_BLOCKS:
-        given = asdict(getattr(trunk, FURTHER_BLOCKS[trunk.NAME])) if trunk.NAME in FURTHER_BLOCKS else {}
-        given |= asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME]))
-        return _only_fields(given, builtin_keys("trunk")[trunk.NAME])
+        return own_trunk_keys(trunk, builtin_keys("trunk")[trunk.NAME])
     keys = component_keys(TRUNKS, trunk_component(trunk.NAME))
     return typed_options(keys, trunk_params(trunk.NAME, trunk.PARAMS), "config.MODEL.TRUNK.PARAMS")
 
@@ -69,7 +67,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
-    given = _only_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
+    given = own_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
     options = typed_options(schema, given, f"config.LOSS.{name}")
     inferred = _inferred(cfg).items()
     return options | {key: value for key, (value, _) in inferred if value is not None}
@@ -94,18 +92,6 @@ def method_of(loss: Any) -> Any:
 def _inferred(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
     method = method_of(cfg.LOSS["name"])
     return method.inferred(cfg) if method else {}
-
-
-def _only_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
-    """What of a block belongs to the component: blocks also hold VISSL's other keys."""
-    assert schema is not None
-    kept: dict[str, Any] = {}
-    for item in fields(schema):
-        value = given[item.name]
-        default = item.default_factory() if callable(item.default_factory) else None
-        is_block = is_dataclass(default) and isinstance(value, Mapping)
-        kept[item.name] = _only_fields(value, type(default)) if is_block else value
-    return kept
 
 
 AUTO = "auto"

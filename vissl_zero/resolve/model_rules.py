@@ -103,7 +103,7 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
         fix = f"Write them under config.MODEL.TRUNK.{TRUNK_BLOCKS[cfg.MODEL.TRUNK.NAME]}."
         return [Problem("config.MODEL.TRUNK.PARAMS", str(cfg.MODEL.TRUNK.PARAMS), "is for trunks of your own", fix)]
     try:
-        trunk_options(cfg)
+        trunk_options(cfg.MODEL.TRUNK)
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
@@ -41,9 +43,8 @@ from vissl_zero.resolve.placement_plan import (
     ranks,
 )
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.resolve.saved import copies_of, find, leaves, load_resolved, save_resolved
+from vissl_zero.resolve.saved import config_data, copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.resolve.sharding_plan import SHARDING_RULES, sharding_plan
-from vissl_zero.vissl.keys import without_vissl_keys
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
 
@@ -101,8 +102,9 @@ def resolve(
     notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
     if only_measures(cfg) and cfg.PROGRAM == TRAIN:
         notes = (*notes, "Nothing is trained: FEATURE_EVAL_SETTINGS freezes trunk and head; LOSS does not count.")
-    config = _config(cfg)
-    interpolations = _interpolations(written or {}, config)
+    learns_from_other = takes_other_model(cfg)
+    data = config_data(_filled(cfg), learns_from_other)
+    interpolations = _interpolations(written or {}, data)
 
     def derived(changed: RunConfig) -> dict[str, Any]:
         return {
@@ -111,7 +113,7 @@ def resolve(
         }
 
     return ResolvedRun(
-        config=config,
+        config=block_of(RunConfig, data),
         recipe=recipe,
         run_dir=str(Path(cfg.CHECKPOINT.DIR or run_dir).expanduser().absolute()),
         device=place.device,
@@ -123,6 +125,7 @@ def resolve(
         seed=cfg.SEED_VALUE,
         batch_per_rank=cfg.DATA.TRAIN.BATCHSIZE_PER_REPLICA,
         accumulation_steps=cfg.ZERO.gradient_accumulation_steps,
+        learns_from_other=learns_from_other,
         exact_accumulation=cfg.TRAINER.EXACT_ACCUMULATION,
         global_batch=step,
         num_epochs=cfg.OPTIMIZER.num_epochs,
@@ -194,42 +197,40 @@ def _host(cfg: RunConfig) -> Host:
     return cluster_host(procs, cfg.SLURM.NUM_CPU_PER_PROC * procs, cfg.MACHINE.DEVICE, cfg.SLURM.PARTITION)
 
 
-def _config(cfg: RunConfig) -> dict[str, Any]:
-    """The whole tree as plain containers, the chosen components' blocks complete."""
-    tree = without_vissl_keys(asdict(cfg))
-    model, name = tree["MODEL"], cfg.MODEL.TRUNK.NAME
-    model["TRUNK"] = {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)}
-    model["HEAD"]["PARAMS"] = [[head, options] for head, options in head_options(cfg)]
+def _filled(cfg: RunConfig) -> RunConfig:
+    """Return a copy with all keys of the chosen components, absolute paths and what follows from other keys."""
+    cfg = copy.deepcopy(cfg)
+    model, settings = cfg.MODEL, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
-        model["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"] = []
-    if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
-        model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]
-    if path := cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
-        model["WEIGHTS_INIT"]["PARAMS_FILE"] = str(Path(path).expanduser().absolute())  # workers may start elsewhere
+        settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = []
+    if settings.FREEZE_TRUNK_ONLY:
+        model.NON_TRAINABLE_PARAMS = [*model.NON_TRAINABLE_PARAMS, "trunk"]
     if cfg.DATA.WORKER_TIMEOUT_S is None:
-        tree["DATA"]["WORKER_TIMEOUT_S"] = cfg.DISTRIBUTED.TIMEOUT_S / 2
-    for split in ("TRAIN", "TEST"):
-        paths = tree["DATA"][split]["DATA_PATHS"]
-        tree["DATA"][split]["DATA_PATHS"] = [str(Path(path).expanduser().absolute()) for path in paths]
-    if factors := cfg.OPTIMIZER.head_optimizer_params.lr_factors:
-        model["HEAD"]["PARAMS"] *= len(factors)
-    del tree["DISTILLATION"]
-    if takes_other_model(cfg):
-        tree["DISTILLATION"] = {"TEACHER_MODEL": _teacher(as_teacher(cfg))}
+        cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
+    for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
+        split.DATA_PATHS = [_absolute(path) for path in split.DATA_PATHS]
     loss = cfg.LOSS["name"]
-    tree["LOSS"] = {"name": loss, loss: loss_options(cfg)}
-    return tree
+    cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
+    teacher = as_teacher(cfg)
+    _fill_model(cfg)
+    model.HEAD.PARAMS *= len(cfg.OPTIMIZER.head_optimizer_params.lr_factors) or 1
+    if takes_other_model(cfg):
+        _fill_model(teacher)  # shares the blocks of cfg.DISTILLATION.TEACHER_MODEL
+    return cfg
 
 
-def _teacher(cfg: RunConfig) -> dict[str, Any]:
-    """What builds the teacher, and fills it."""
-    name, weights = cfg.MODEL.TRUNK.NAME, asdict(cfg.MODEL.WEIGHTS_INIT)
-    return {
-        "TRUNK": {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)},
-        "HEAD": {**asdict(cfg.MODEL.HEAD), "PARAMS": [[head, options] for head, options in head_options(cfg)]},
-        "INPUT_TYPE": cfg.MODEL.INPUT_TYPE,
-        "WEIGHTS_INIT": {**weights, "PARAMS_FILE": str(Path(weights["PARAMS_FILE"]).expanduser().absolute())},
-    }
+def _fill_model(cfg: RunConfig) -> None:
+    """Fill in trunk, heads and the path of the weights of ``cfg.MODEL``, in place."""
+    model = cfg.MODEL
+    if model.TRUNK.NAME not in TRUNK_BLOCKS:
+        model.TRUNK.PARAMS = trunk_options(model.TRUNK)
+    model.HEAD.PARAMS = [[head, options] for head, options in head_options(cfg)]
+    if path := model.WEIGHTS_INIT.PARAMS_FILE:
+        model.WEIGHTS_INIT.PARAMS_FILE = _absolute(path)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())  # workers may start elsewhere
 
 
 def _interpolations(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:

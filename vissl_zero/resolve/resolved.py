@@ -6,9 +6,12 @@ No torch here; dtypes are named by strings ("float32", "bfloat16", ...).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.components.optimizers import TRUST_COEFFICIENT, TRUST_EPS
+
+if TYPE_CHECKING:
+    from vissl_zero.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -225,9 +228,9 @@ class ResolvedRun:
     """Everything a rank needs to know; saved as ``config.resolved.yaml`` and read by the workers.
 
     Attributes:
-        config: the user's configuration plus defaults, as a plain nested dict under VISSL's names (no ``config:``
-            root), ``${oc.env:...}`` already resolved (masked again when written to disk for people). The blocks of
-            the chosen trunk, heads and loss hold all their keys, and those only.
+        config: the typed tree, ``${oc.env:...}`` already resolved (masked again when written to disk for people). The
+            blocks of the chosen trunk, heads and loss hold all their keys; blocks that are not chosen are at their
+            defaults.
         recipe: what ``config=`` named.
         run_dir: absolute path of the run folder.
         device: "cpu" or "cuda".
@@ -243,10 +246,11 @@ class ResolvedRun:
         sharding, optimizer: see there.
         notes: sentences to say once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
         interpolations: key path under ``config`` (list positions as numbers) -> the ``${...}`` that was written there.
+        learns_from_other: the loss learns from the model under DISTILLATION.
         copies: path in the plan ("optimizer.weight_decay") -> the interpolated key whose value was copied there.
     """
 
-    config: dict[str, Any]
+    config: RunConfig
     recipe: str
     run_dir: str
     device: str
@@ -264,6 +268,7 @@ class ResolvedRun:
     sharding: ShardingPlan
     optimizer: OptimizerPlan
     exact_accumulation: bool = False
+    learns_from_other: bool = False
     notes: tuple[str, ...] = ()
     interpolations: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)

@@ -22,6 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.model_and_loss import Trunk
+from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_fields, trunk_block_names
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.resolve.resolved import (
     Float8Plan,
@@ -32,6 +37,7 @@ from vissl_zero.resolve.resolved import (
     ResolvedRun,
     ShardingPlan,
 )
+from vissl_zero.vissl.keys import without_vissl_keys
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,6 +97,7 @@ def save_resolved(plan: ResolvedRun, path: Path) -> None:
 def as_data(plan: ResolvedRun) -> dict[str, Any]:
     """A plan as plain containers with ``${...}`` as written: what may be kept and shared."""
     data = _plain(asdict(plan))
+    data["config"] = _plain(config_data(plan.config, plan.learns_from_other))
     values, data[_WRITTEN] = _put_back(data["config"], plan.interpolations)
     for path, key in plan.copies.items():
         place = find(data, path)
@@ -100,6 +107,40 @@ def as_data(plan: ResolvedRun) -> dict[str, Any]:
     texts = {value: plan.interpolations[key] for key, value in values.items() if value and isinstance(value, str)}
     data["notes"] = [_masked_text(note, texts) for note in data["notes"]]
     return data
+
+
+def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
+    """Return the tree as plain containers: without blocks that are not chosen, and VISSL's unused keys at defaults.
+
+    Args:
+        config: with the keys of the chosen components filled in.
+        learns_from_other: keep the model under DISTILLATION.
+    """
+    tree = without_vissl_keys(asdict(config))
+    tree["MODEL"]["TRUNK"] = _trunk_data(config.MODEL.TRUNK)
+    loss = config.LOSS["name"]
+    tree["LOSS"] = {"name": loss, loss: tree["LOSS"][loss]}
+    del tree["DISTILLATION"]
+    if learns_from_other:
+        teacher = config.DISTILLATION.TEACHER_MODEL
+        tree["DISTILLATION"] = {
+            "TEACHER_MODEL": {
+                "TRUNK": _trunk_data(teacher.TRUNK),
+                "HEAD": asdict(teacher.HEAD),
+                "INPUT_TYPE": teacher.INPUT_TYPE,
+                "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
+            }
+        }
+    return tree
+
+
+def _trunk_data(trunk: Trunk) -> dict[str, Any]:
+    """Return name and keys of the chosen trunk."""
+    if trunk.NAME not in TRUNK_BLOCKS:
+        return {"NAME": trunk.NAME, "PARAMS": dict(trunk.PARAMS)}
+    schema = builtin_keys("trunk")[trunk.NAME]
+    blocks = {name: own_fields(asdict(getattr(trunk, name)), schema) for name in trunk_block_names(trunk.NAME)}
+    return {"NAME": trunk.NAME, **blocks}
 
 
 def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mapping[str, str]) -> dict[str, str]:
@@ -275,6 +316,7 @@ def load_resolved(path: Path) -> ResolvedRun:
     for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
         optimizer[key] = tuple(optimizer.get(key, ()))
     data["notes"] = tuple(data["notes"])
+    data["config"] = block_of(RunConfig, data["config"])
     return ResolvedRun(
         **data,
         sharding=ShardingPlan(**sharding),

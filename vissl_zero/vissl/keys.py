@@ -137,7 +137,7 @@ def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
 def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
     if isinstance(values[0], dict) and any(values):
         block: type = _extend(_empty_block(path), path, values)
-        return name, block, field(default_factory=block)
+        return name, _registered(block), field(default_factory=block)
     value = values[0].values[0] if isinstance(values[0], OneOf) else values[0]
     if isinstance(value, dict):
         return name, dict[str, Any], field(default_factory=dict)
@@ -148,7 +148,13 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
 def _empty_block(path: str) -> type:
     no_fields: list[tuple[str, Any]] = []
     block = make_dataclass(path.replace(".", "_"), no_fields)
-    block.__module__ = __name__  # where it is not to be found: jobs of a sweep get it pickled by value
+    block.__module__ = __name__
+    return block
+
+
+def _registered(block: type) -> type:
+    """Make a block that no file spells out an attribute of this module, where pickle looks for it."""
+    globals()[block.__name__] = block
     return block
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.blocks import model_block
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.models.model import build_model
@@ -21,7 +22,7 @@ def tiny_model(num_classes: int = 7) -> nn.Module:
     """A RegNet with bottleneck blocks and a linear classifier; running statistics are not as new."""
     trunk = {"depth": 4, "w_0": 16, "w_a": 16.0, "w_m": 2.0, "group_width": 8, "stem_width": 16}
     head = {"PARAMS": [["mlp", {"dims": [64, num_classes]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
-    model = build_model({"TRUNK": {"NAME": "regnet", "REGNET": trunk}, "HEAD": head})
+    model = build_model(model_block({"TRUNK": {"NAME": "regnet", "REGNET": trunk}, "HEAD": head}))
     generator = torch.Generator().manual_seed(5)
     for name, buffer in model.named_buffers():
         if "running" in name:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import vissl_zero  # noqa: F401  (before torchvision)
+from tests.blocks import model_block
 from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
 from vissl_zero.cli import main
 
@@ -204,7 +205,7 @@ def test_export_under_torchvisions_names_is_torchvisions_model(tmp_path, run, mo
 
 def test_names_of_other_libraries_go_there_and_back(model):
     head = {"PARAMS": [["mlp", {"dims": [512, 1000]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
-    resnet = build_model({"TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, "HEAD": head}).eval()
+    resnet = build_model(model_block({"TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, "HEAD": head})).eval()
     for ours in (resnet, model):
         for style in ("torchvision", "timm"):
             there = to_other_names(ours.state_dict(), style)

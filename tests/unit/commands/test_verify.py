@@ -88,7 +88,7 @@ def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
         assert sharding.offload_optimizer.device == sharding.offload_params.device == tier
         assert {sharding.precision.master, sharding.precision.compute, sharding.precision.autocast} == {"float64", None}
         assert (plan.world_size, plan.global_batch, plan.max_steps) == (4, 32, 3)
-        assert not plan.config["SLURM"]["USE_SLURM"] and "weight_trace" in plan.config["HOOKS"]["EXTRA"]
+        assert not plan.config.SLURM.USE_SLURM and "weight_trace" in plan.config.HOOKS.EXTRA
     assert reference.optimizer == chosen.optimizer
 
 

@@ -42,9 +42,9 @@ def photos(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("written", ["{}", "[{}]", "[{0},{0}]"])
 def test_data_paths_alone_train_on_that_data(photos: Path, written: str) -> None:
     run = plan(QUICKSTART, f"config.DATA.TRAIN.DATA_PATHS={written.format(photos)}")
-    train, test = run.config["DATA"]["TRAIN"], run.config["DATA"]["TEST"]
-    assert train["DATA_SOURCES"] == ["disk_folder"] and set(train["DATA_PATHS"]) == {str(photos)}
-    assert test["DATA_SOURCES"] == [], "kNN on digits would say nothing of a trunk trained on photos"
+    train, test = run.config.DATA.TRAIN, run.config.DATA.TEST
+    assert train.DATA_SOURCES == ["disk_folder"] and set(train.DATA_PATHS) == {str(photos)}
+    assert test.DATA_SOURCES == [], "kNN on digits would say nothing of a trunk trained on photos"
     assert any("not the recipe's digits" in note for note in run.notes)
 
 
@@ -54,16 +54,16 @@ def test_in_a_file_of_ones_own_too(photos: Path, tmp_path: Path, monkeypatch: py
     paths = f"TRAIN: {{DATA_PATHS: {photos}}}, TEST: {{DATA_PATHS: [{photos}]}}"
     recipe.write_text(f"# @package _global_\ndefaults: [/config/{DIGITS}]\nconfig: {{DATA: {{{paths}}}}}\n")
     monkeypatch.chdir(tmp_path)
-    data = plan("mine").config["DATA"]
+    data = plan("mine").config.DATA
     assert [data[split]["DATA_SOURCES"] for split in ("TRAIN", "TEST")] == [["disk_folder"]] * 2
-    assert data["TRAIN"]["DATA_PATHS"] == [str(photos)]
+    assert [str(photos)] == data.TRAIN.DATA_PATHS
 
 
 def test_a_source_named_beside_paths_stays_and_the_paths_are_said_to_do_nothing(photos: Path) -> None:
     words = [f"config.DATA.TRAIN.DATA_PATHS={photos}", "config.DATA.TRAIN.DATA_SOURCES=digits"]
     run = plan(QUICKSTART, *words)
-    assert run.config["DATA"]["TRAIN"]["DATA_SOURCES"] == ["digits"]
-    assert run.config["DATA"]["TEST"]["DATA_SOURCES"] == ["digits"]
+    assert run.config.DATA.TRAIN.DATA_SOURCES == ["digits"]
+    assert run.config.DATA.TEST.DATA_SOURCES == ["digits"]
     assert any("DATA.TRAIN.DATA_PATHS" in note for note in run.notes)
 
 
@@ -113,12 +113,12 @@ def test_image_size_scales_every_size() -> None:
     crops += "crop_scales: [[0.5, 1], [0.5, 1]]}"
     train = f"config.DATA.TRAIN.TRANSFORMS=[{{name: Resize, size: [32, 32]}}, {crops}, {{name: ToTensor}}]"
     test = "config.DATA.TEST.TRANSFORMS=[{name: Resize, size: [32, 32]}, {name: ToTensor}]"
-    data = plan(QUICKSTART, train, test, "config.DATA.IMG_SIZE=64").config["DATA"]
-    resize, cut = data["TRAIN"]["TRANSFORMS"][:2]
+    data = plan(QUICKSTART, train, test, "config.DATA.IMG_SIZE=64").config.DATA
+    resize, cut = data.TRAIN.TRANSFORMS[:2]
     assert (resize["size"], cut["size_crops"]) == ([64, 64], [64, 48])
-    assert data["TEST"]["TRANSFORMS"][0]["size"] == [64, 64]
-    folder = plan("benchmark/linear", "+config/benchmark/data=folder", *PROBE).config["DATA"]
-    assert [entry.get("size") for entry in folder["TEST"]["TRANSFORMS"][:2]] == [128, 112]
+    assert data.TEST.TRANSFORMS[0]["size"] == [64, 64]
+    folder = plan("benchmark/linear", "+config/benchmark/data=folder", *PROBE).config.DATA
+    assert [entry.get("size") for entry in folder.TEST.TRANSFORMS[:2]] == [128, 112]
 
 
 PROBE = [
@@ -140,8 +140,8 @@ SMALL_PHOTOS = ["config.DATA.TRAIN.DATA_SOURCES=[synthetic]", "config.DATA.TRAIN
 @pytest.mark.parametrize("trunk", [[], ["config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224"]])
 def test_small_crops_of_a_transformer_become_whole_patches(trunk: list[str]) -> None:
     words = [*SMALL_PHOTOS, *trunk, "config.DATA.TRAIN.DATA_LIMIT=100", "config.DATA.IMG_SIZE=64"]
-    data = plan("pretrain/dino/vit_small", *words).config["DATA"]
-    assert [entry["size_crops"] for entry in data["TRAIN"]["TRANSFORMS"] if "size_crops" in entry] == [[64, 32]]
+    data = plan("pretrain/dino/vit_small", *words).config.DATA
+    assert [entry["size_crops"] for entry in data.TRAIN.TRANSFORMS if "size_crops" in entry] == [[64, 32]]
 
 
 def test_crops_that_are_no_whole_patches_are_refused() -> None:

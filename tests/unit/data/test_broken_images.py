@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, decode_image, read_image
 from vissl_zero.data.loader import Loader, build_loader
@@ -130,7 +131,7 @@ def test_oversized_images_and_bombs_are_refused_by_their_header(tmp_path: Path, 
 
 
 def loader(data: dict[str, Any], rank: int = 0, world_size: int = 1) -> Loader:
-    return build_loader(data, "TRAIN", 0, 6 // world_size, rank, world_size, 1)
+    return build_loader(data_block(data), "TRAIN", 0, 6 // world_size, rank, world_size, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.errors import DataError
@@ -21,7 +22,7 @@ def labels(source: Source) -> list[int | None]:
 
 
 def test_class_folders_in_order_of_name(make_data: MakeData, photos: Path) -> None:
-    source = build_source(make_data("disk_folder", photos), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert names(source, photos) == [f"a/{i}.jpg" for i in range(6)] + [f"b/{i}.png" for i in range(5)]
     assert source.class_names == ("a", "b")
     assert labels(source) == [0] * 6 + [1] * 5
@@ -31,7 +32,7 @@ def test_class_folders_in_order_of_name(make_data: MakeData, photos: Path) -> No
 
 def test_images_deeper_inside_a_class_folder_count_to_it(make_data: MakeData, photos: Path) -> None:
     save_image(photos / "a/2019/beach.JPG", 7)
-    source = build_source(make_data("disk_folder", photos), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert names(source, photos)[:7] == [
         "a/0.jpg",
         "a/1.jpg",
@@ -46,7 +47,7 @@ def test_images_deeper_inside_a_class_folder_count_to_it(make_data: MakeData, ph
 
 def test_a_flat_folder_is_unlabelled_with_the_folders_beneath_it(make_data: MakeData, photos: Path) -> None:
     save_image(photos / "loose.png", 8)
-    source = build_source(make_data("disk_folder", photos), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert len(source) == 12
     assert source.class_names == ()
     assert set(labels(source)) == {None}
@@ -54,7 +55,7 @@ def test_a_flat_folder_is_unlabelled_with_the_folders_beneath_it(make_data: Make
 
 def test_one_folder_alone_is_not_a_class(make_data: MakeData, tmp_path: Path) -> None:
     save_image(tmp_path / "all/one.png", 1)
-    assert build_source(make_data("disk_folder", tmp_path), "TRAIN", 0).class_names == ()
+    assert build_source(data_block(make_data("disk_folder", tmp_path)), "TRAIN", 0).class_names == ()
 
 
 def test_hidden_files_other_files_and_pipes_are_passed_over(make_data: MakeData, photos: Path) -> None:
@@ -63,7 +64,7 @@ def test_hidden_files_other_files_and_pipes_are_passed_over(make_data: MakeData,
     (photos / "a/notes.txt").write_text("hello")
     (photos / "empty class").mkdir()
     os.mkfifo(photos / "a/pipe.jpg")
-    source = build_source(make_data("disk_folder", photos), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert len(source) == 11
     assert source.class_names == ("a", "b")
 
@@ -71,7 +72,7 @@ def test_hidden_files_other_files_and_pipes_are_passed_over(make_data: MakeData,
 def test_several_paths_are_joined_and_share_classes(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
     save_image(tmp_path / "more/b/9.png", 9)
     save_image(tmp_path / "more/c/9.png", 9)
-    source = build_source(make_data("disk_folder", photos, tmp_path / "more"), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos, tmp_path / "more")), "TRAIN", 0)
     assert source.class_names == ("a", "b", "c")
     assert labels(source) == [0] * 6 + [1] * 5 + [1, 2]
 
@@ -79,18 +80,18 @@ def test_several_paths_are_joined_and_share_classes(make_data: MakeData, photos:
 def test_a_class_has_one_number_in_train_and_test(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
     save_image(tmp_path / "test/b/9.png", 9)
     data = make_data("disk_folder", photos, TEST={"DATA_PATHS": [str(tmp_path / "test")]})
-    _, test = build_eval_sources(data, 0)
+    _, test = build_eval_sources(data_block(data), 0)
     assert test is not None
     assert labels(test) == [1]
     save_image(tmp_path / "test/B/9.png", 9)
     with pytest.raises(DataError, match=r"DATA.TEST.DATA_PATHS has class folders that DATA.TRAIN does not have: B\. "):
-        build_eval_sources(data, 0)
+        build_eval_sources(data_block(data), 0)
 
 
 def test_a_copy_for_a_worker_is_the_same_source(make_data: MakeData, photos: Path) -> None:
     # A name that is not UTF-8 must survive too.
     save_image(photos / "a/x.png", 3).rename(os.fsdecode(os.fsencode(photos) + b"/a/\xff.png"))
-    source = build_source(make_data("disk_folder", photos), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     copy: Any = pickle.loads(pickle.dumps(source))
     assert [copy.name(i) for i in range(len(copy))] == [source.name(i) for i in range(len(source))]
     assert copy.image(6).size == (16, 16)
@@ -98,12 +99,12 @@ def test_a_copy_for_a_worker_is_the_same_source(make_data: MakeData, photos: Pat
 
 def test_no_path_is_refused(make_data: MakeData) -> None:
     with pytest.raises(DataError, match=r"disk_folder needs a folder: set config.DATA.TRAIN.DATA_PATHS=\[<folder"):
-        build_source(make_data("disk_folder"), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder")), "TRAIN", 0)
 
 
 def test_a_missing_path_shows_how_far_it_exists(make_data: MakeData, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        build_source(make_data("disk_folder", tmp_path / "no/such"), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", tmp_path / "no/such")), "TRAIN", 0)
     assert str(caught.value) == (
         f"The data path {tmp_path}/no/such does not exist ({tmp_path} does). Correct config.DATA.TRAIN.DATA_PATHS."
     )
@@ -111,19 +112,19 @@ def test_a_missing_path_shows_how_far_it_exists(make_data: MakeData, tmp_path: P
 
 def test_a_file_as_path_is_refused(make_data: MakeData, photos: Path) -> None:
     with pytest.raises(DataError, match=r"a/0.jpg is a file, not a folder. Correct config.DATA.TRAIN.DATA_PATHS"):
-        build_source(make_data("disk_folder", photos / "a/0.jpg"), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", photos / "a/0.jpg")), "TRAIN", 0)
 
 
 def test_a_folder_without_images_says_what_it_does_hold(make_data: MakeData, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no image files \(\.jpg, .*\)\. Correct"):
-        build_source(make_data("disk_folder", tmp_path), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", tmp_path)), "TRAIN", 0)
     for index in range(3):
         (tmp_path / f"{index}.HEIC").touch()
     with pytest.raises(DataError, match=r"holds no image files .* It does hold 3 \.heic files\."):
-        build_source(make_data("disk_folder", tmp_path), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", tmp_path)), "TRAIN", 0)
 
 
 def test_a_folder_linked_into_itself_ends(make_data: MakeData, photos: Path) -> None:
     (photos / "a/again").symlink_to(photos / "a", target_is_directory=True)
     with pytest.raises(DataError, match=r"cannot be listed: more than 32 folders deep"):
-        build_source(make_data("disk_folder", photos), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)

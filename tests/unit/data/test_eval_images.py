@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MULTI_CROP, MakeData
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.errors import DataError
 
 
 def test_index_and_query_are_whole_ordered_and_without_augmentation(make_data: MakeData) -> None:
-    index, query = build_eval_images(make_data("digits"), 0)
+    index, query = build_eval_images(data_block(make_data("digits")), 0)
     assert query is not None
     assert (len(index), len(query)) == (1437, 360)
     batches = list(query.batches(100))
@@ -22,7 +23,7 @@ def test_index_and_query_are_whole_ordered_and_without_augmentation(make_data: M
 
 
 def test_ranks_share_the_images_and_run_equally_often(make_data: MakeData) -> None:
-    (index, _), world_size = build_eval_images(make_data("digits", DATA_LIMIT=18), 0), 4
+    (index, _), world_size = build_eval_images(data_block(make_data("digits", DATA_LIMIT=18)), 0), 4
     whole = torch.cat([batch.images[0] for batch in index.batches(8)])
     shares = [list(index.batches(8, rank, world_size)) for rank in range(world_size)]
     assert {len(share) for share in shares} == {3}
@@ -34,10 +35,10 @@ def test_ranks_share_the_images_and_run_equally_often(make_data: MakeData) -> No
 
 
 def test_without_test_there_are_no_queries(make_data: MakeData) -> None:
-    assert build_eval_images(make_data("digits", TEST={"DATA_SOURCES": []}), 0)[1] is None
+    assert build_eval_images(data_block(make_data("digits", TEST={"DATA_SOURCES": []})), 0)[1] is None
 
 
 def test_several_crops_are_refused(make_data: MakeData) -> None:
-    index, _ = build_eval_images(make_data("digits", TEST={"TRANSFORMS": MULTI_CROP}), 0)
+    index, _ = build_eval_images(data_block(make_data("digits", TEST={"TRANSFORMS": MULTI_CROP})), 0)
     with pytest.raises(DataError, match=r"config.DATA.TEST.TRANSFORMS make 5 crops of an image; evaluation needs one"):
         next(index.batches(8))

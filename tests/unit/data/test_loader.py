@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader
@@ -20,7 +21,8 @@ GLOBAL_BATCH = 8
 def loaders(data: dict[str, Any], world_size: int, accumulation_steps: int = 1, seed: int = 1) -> list[Loader]:
     per_rank = GLOBAL_BATCH // world_size // accumulation_steps
     return [
-        build_loader(data, "TRAIN", seed, per_rank, rank, world_size, accumulation_steps) for rank in range(world_size)
+        build_loader(data_block(data), "TRAIN", seed, per_rank, rank, world_size, accumulation_steps)
+        for rank in range(world_size)
     ]
 
 
@@ -141,13 +143,13 @@ def test_fewer_images_than_ranks_is_refused(make_data: MakeData, photos: Path) -
     with pytest.raises(
         DataError, match=r"has 3 images for 4 processes. Set config.DISTRIBUTED.NUM_PROC_PER_NODE to at"
     ):
-        build_loader(data, "TRAIN", 0, 1, 0, 4, 1)
+        build_loader(data_block(data), "TRAIN", 0, 1, 0, 4, 1)
 
 
 def test_drop_last_that_drops_everything_is_refused(make_data: MakeData, photos: Path) -> None:
     data = make_data("disk_folder", photos, DROP_LAST=True)
     with pytest.raises(DataError, match=r"11 images, less than one step of 16, and DROP_LAST drops them all"):
-        build_loader(data, "TRAIN", 0, 16, 0, 1, 1)
+        build_loader(data_block(data), "TRAIN", 0, 16, 0, 1, 1)
 
 
 def test_a_dropped_tail_is_said_once(make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.source import Source, SourceRequest, Subset, build_eval_sources, build_source
@@ -29,7 +30,7 @@ def gradients(source: Source) -> np.ndarray:
 
 
 def test_digits_are_split_as_documented(make_data: MakeData) -> None:
-    train, test = build_eval_sources(make_data("digits"), 0)
+    train, test = build_eval_sources(data_block(make_data("digits")), 0)
     assert test is not None
     assert (len(train), len(test)) == (1437, 360)
     data = load_digits()
@@ -42,8 +43,8 @@ def test_digits_are_split_as_documented(make_data: MakeData) -> None:
 
 def test_synthetic_images_depend_on_seed_split_and_index_alone(make_data: MakeData) -> None:
     data = make_data("synthetic", DATA_LIMIT=20)
-    train, test = build_eval_sources(data, 5)
-    again, other = build_source(data, "TRAIN", 5), build_source(data, "TRAIN", 6)
+    train, test = build_eval_sources(data_block(data), 5)
+    again, other = build_source(data_block(data), "TRAIN", 5), build_source(data_block(data), "TRAIN", 6)
     assert test is not None
     assert len(train) == 20
     assert train.image(3).size == (16, 16)
@@ -53,7 +54,7 @@ def test_synthetic_images_depend_on_seed_split_and_index_alone(make_data: MakeDa
 
 def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
     keys = {"DATA_LIMIT": 300, "DEFAULT_GRAY_IMG_SIZE": 32}
-    train, test = build_eval_sources(make_data("synthetic", **keys, TEST=keys), 0)
+    train, test = build_eval_sources(data_block(make_data("synthetic", **keys, TEST=keys)), 0)
     assert test is not None
     labels = [[source.label(i) for i in range(len(source))] for source in (train, test)]
     model = LogisticRegression(C=100, max_iter=1000).fit(gradients(train), labels[0])
@@ -64,9 +65,9 @@ def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
 
 
 def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeData) -> None:
-    whole = build_source(make_data("digits"), "TRAIN", 0)
-    some = build_source(make_data("digits", DATA_LIMIT=100), "TRAIN", 0)
-    again = build_source(make_data("digits", DATA_LIMIT=100), "TRAIN", 77)
+    whole = build_source(data_block(make_data("digits")), "TRAIN", 0)
+    some = build_source(data_block(make_data("digits", DATA_LIMIT=100)), "TRAIN", 0)
+    again = build_source(data_block(make_data("digits", DATA_LIMIT=100)), "TRAIN", 77)
     names = [some.name(i) for i in range(100)]
     assert len(some) == len(set(names)) == 100
     assert names == [again.name(i) for i in range(100)]
@@ -74,7 +75,7 @@ def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeDa
     at = int(names[40].split()[1])
     assert some.image(40) == whole.image(at)
     with pytest.raises(DataError, match=r"DATA_LIMIT is 0, which leaves no images. Set it to -1"):
-        build_source(make_data("digits", DATA_LIMIT=0), "TRAIN", 0)
+        build_source(data_block(make_data("digits", DATA_LIMIT=0)), "TRAIN", 0)
 
 
 def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
@@ -82,41 +83,41 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
     np.save(file, [30, 10, 20, 10, 10, 10, 30, 30, 30, 30, 30])
     keys = {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [str(file)]}
     data = make_data("disk_folder", photos, **keys, TEST={**keys, "DATA_PATHS": [str(photos / "a")]})
-    source = build_source(data, "TRAIN", 0)
+    source = build_source(data_block(data), "TRAIN", 0)
     assert [source.label(i) for i in range(4)] == [2, 0, 1, 0]
     assert source.class_names == ("10", "20", "30")
     with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
-        build_eval_sources(data, 0)
+        build_eval_sources(data_block(data), 0)
     np.save(file, [0.5] * 11)
     with pytest.raises(DataError, match="must hold integers, 1-d or a row per image"):
-        build_source(data, "TRAIN", 0)
+        build_source(data_block(data), "TRAIN", 0)
     np.save(file, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"is not a plain \.npy array"):
-        build_source(data, "TRAIN", 0)
+        build_source(data_block(data), "TRAIN", 0)
     file.unlink()
     with pytest.raises(DataError, match=r"labels.npy does not exist. Correct LABEL_PATHS"):
-        build_source(data, "TRAIN", 0)
+        build_source(data_block(data), "TRAIN", 0)
 
 
 def test_asking_for_labels_that_are_not_there(make_data: MakeData, photos: Path) -> None:
     labelled = make_data("disk_folder", photos, LABEL_SOURCES=["disk_folder"])
-    assert build_source(labelled, "TRAIN", 0).class_names == ("a", "b")
+    assert build_source(data_block(labelled), "TRAIN", 0).class_names == ("a", "b")
     flat = make_data("disk_folder", photos / "a", LABEL_SOURCES=["disk_folder"])
     with pytest.raises(DataError, match=r"LABEL_SOURCES asks for labels, but the images have none: .*/a has no class"):
-        build_source(flat, "TRAIN", 0)
+        build_source(data_block(flat), "TRAIN", 0)
     with pytest.raises(ConfigError, match=r"LABEL_SOURCES: must say where labels come from \(got \['digits'\]\)"):
-        build_source(make_data("disk_folder", photos, LABEL_SOURCES=["digits"]), "TRAIN", 0)
+        build_source(data_block(make_data("disk_folder", photos, LABEL_SOURCES=["digits"])), "TRAIN", 0)
 
 
 def test_exactly_one_known_source(make_data: MakeData) -> None:
     with pytest.raises(
         ConfigError, match=r"DATA_SOURCES: must be a known data source \(got 'digit'\).*Did you mean 'dig"
     ):
-        build_source(make_data("digit"), "TRAIN", 0)
+        build_source(data_block(make_data("digit")), "TRAIN", 0)
     for names in ([], ["digits", "synthetic"]):
         with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.DATA_SOURCES: must name one data source"):
-            build_source(make_data("digits", DATA_SOURCES=names), "TRAIN", 0)
-    assert build_eval_sources(make_data("digits", TEST={"DATA_SOURCES": []}), 0)[1] is None
+            build_source(data_block(make_data("digits", DATA_SOURCES=names)), "TRAIN", 0)
+    assert build_eval_sources(data_block(make_data("digits", TEST={"DATA_SOURCES": []})), 0)[1] is None
 
 
 @dataclass
@@ -150,23 +151,23 @@ class Grey:
 
 
 def test_a_source_of_ones_own_has_typed_keys(make_data: MakeData) -> None:
-    source = build_source(make_data("grey", SOURCE_PARAMS={"level": 7}), "TRAIN", 0)
+    source = build_source(data_block(make_data("grey", SOURCE_PARAMS={"level": 7})), "TRAIN", 0)
     assert len(source) == 4
     assert source.image(0).getpixel((0, 0)) == (7, 7, 7)
     with pytest.raises(ConfigError) as caught:
-        build_source(make_data("grey", SOURCE_PARAMS={"levle": 7, "level": "bright"}), "TRAIN", 0)
+        build_source(data_block(make_data("grey", SOURCE_PARAMS={"levle": 7, "level": "bright"})), "TRAIN", 0)
     unknown, wrong = map(str, caught.value.problems)
     assert unknown == "config.DATA.TRAIN.SOURCE_PARAMS.levle: is not a key. Did you mean 'level'?"
     assert wrong.startswith("config.DATA.TRAIN.SOURCE_PARAMS.level: ") and "bright" in wrong
     with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.SOURCE_PARAMS: must be empty"):
-        build_source(make_data("digits", SOURCE_PARAMS={"level": 7}), "TRAIN", 0)
+        build_source(data_block(make_data("digits", SOURCE_PARAMS={"level": 7})), "TRAIN", 0)
 
 
 def _drawn(limit: int, **sampling: Any) -> tuple[tuple[int, ...], list[int | None]]:
     """Digits that DATA_LIMIT takes: their indices and labels."""
     data = asdict(RunConfig())["DATA"]
     data["TRAIN"] |= {"DATA_SOURCES": ["digits"], "DATA_LIMIT": limit, "DATA_LIMIT_SAMPLING": sampling}
-    source = build_source(data, "TRAIN", 0)
+    source = build_source(data_block(data), "TRAIN", 0)
     assert isinstance(source, Subset)
     return source.indices, [source.label(index) for index in range(len(source))]
 

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from PIL import Image, ImageEnhance, ImageOps
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
@@ -105,7 +106,7 @@ def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Path
     save_image(tmp_path / "2.png", 2, (16, 12))
     data = make_data("disk_folder", tmp_path, TRANSFORMS=[{"name": "ToTensor"}])
     with pytest.raises(DataError, match=r"crops of .*/\d.png have other shapes than those of .*/\d.png: \(3, 1"):
-        next(build_loader(data, "TRAIN", 0, 2, 0, 1, 1).epoch(0))
+        next(build_loader(data_block(data), "TRAIN", 0, 2, 0, 1, 1).epoch(0))
 
 
 def test_colour_distortion_and_blur_do_what_they_say() -> None:
@@ -182,7 +183,7 @@ def test_evaluation_transforms_follow_from_train() -> None:
 
 def test_evaluation_transforms_of_test_win(make_data: MakeData) -> None:
     data = make_data("digits", TEST={"TRANSFORMS": [{"name": "CenterCrop", "size": 4}, {"name": "ToTensor"}]})
-    (crop,) = build_eval_pipeline(data)(picture())
+    (crop,) = build_eval_pipeline(data_block(data))(picture())
     assert tuple(crop.shape) == (3, 4, 4)
 
 

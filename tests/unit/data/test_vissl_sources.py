@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.data.source import build_eval_sources, build_source
 from vissl_zero.errors import DataError
@@ -31,7 +32,7 @@ def test_a_list_gives_its_files_in_its_order_with_labels(
     np.save(tmp_path / "paths.npy", np.array(images))
     np.save(tmp_path / "labels.npy", np.array([5, 3, 5]))
     keys = {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [str(tmp_path / "labels.npy")]}
-    source = build_source(make_data("disk_filelist", tmp_path / "paths.npy", **keys), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_filelist", tmp_path / "paths.npy", **keys)), "TRAIN", 0)
     assert [source.image(i).getpixel((0, 0)) for i in range(3)] == [(80, 0, 0), (0, 0, 0), (40, 0, 0)]
     assert [source.label(i) for i in range(3)] == [1, 0, 1]
     assert source.class_names == ("3", "5")
@@ -41,7 +42,7 @@ def test_a_list_gives_its_files_in_its_order_with_labels(
 def test_a_text_list_and_moved_prefixes(make_data: MakeData, images: list[str], tmp_path: Path) -> None:
     (tmp_path / "paths.txt").write_text("\n".join(["/old/2.png", "", "images/0.png", "/older/1.png"]))
     keys = {"REMOVE_IMG_PATH_PREFIX": "/old/", "NEW_IMG_PATH_PREFIX": str(tmp_path / "images") + os.sep}
-    source = build_source(make_data("disk_filelist", tmp_path / "paths.txt", **keys), "TRAIN", 0)
+    source = build_source(data_block(make_data("disk_filelist", tmp_path / "paths.txt", **keys)), "TRAIN", 0)
     assert [source.name(i) for i in range(3)] == [images[0], images[1], "/older/1.png"]
     assert source.label(0) is None
     assert source.class_names == ()
@@ -52,7 +53,7 @@ def test_lists_that_are_none(make_data: MakeData, images: list[str], tmp_path: P
 
     def refused() -> str:
         with pytest.raises(DataError) as error:
-            build_source(make_data("disk_filelist", file), "TRAIN", 0)
+            build_source(data_block(make_data("disk_filelist", file)), "TRAIN", 0)
         return str(error.value)
 
     assert "paths.npy cannot be read: No such file" in refused()
@@ -83,7 +84,7 @@ def test_a_data_set_of_torchvision(make_data: MakeData, tmp_path: Path) -> None:
     _write_mnist(tmp_path, "train", pixels[:4], labels[:4])
     _write_mnist(tmp_path, "t10k", pixels[4:], labels[4:])
     keys = {"DATASET_NAMES": ["MNIST"], "LABEL_SOURCES": ["torchvision_dataset"], "DATA_PATHS": [str(tmp_path)]}
-    train, test = build_eval_sources(make_data("torchvision_dataset", **keys, TEST=keys), 0)
+    train, test = build_eval_sources(data_block(make_data("torchvision_dataset", **keys, TEST=keys)), 0)
     assert test is not None
     assert (len(train), len(test)) == (4, 2)
     assert [train.label(i) for i in range(4)] + [test.label(i) for i in range(2)] == [3, 1, 4, 1, 5, 9]
@@ -94,7 +95,7 @@ def test_a_data_set_of_torchvision(make_data: MakeData, tmp_path: Path) -> None:
 def test_a_data_set_that_is_not_there(make_data: MakeData, tmp_path: Path) -> None:
     def refused(**keys: object) -> str:
         with pytest.raises(DataError) as error:
-            build_source(make_data("torchvision_dataset", **keys), "TRAIN", 0)
+            build_source(data_block(make_data("torchvision_dataset", **keys)), "TRAIN", 0)
         return str(error.value)
 
     assert "got CIFAR." in refused(DATASET_NAMES=["CIFAR"], DATA_PATHS=[str(tmp_path)])

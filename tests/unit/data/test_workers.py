@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.errors import DataError, ProcessLostError
@@ -31,7 +32,7 @@ from vissl_zero.errors import DataError
 if __name__ == "__main__":
     composed = compose("quickstart/swav_digits", ["config.DATA.NUM_DATALOADER_WORKERS=2"])
     plan = resolve(composed.run, "nowhere")
-    loader = build_loader(plan.config["DATA"], "TRAIN", 0, int(sys.argv[1]), 0, 1, 1)
+    loader = build_loader(plan.config.DATA, "TRAIN", 0, int(sys.argv[1]), 0, 1, 1)
     try:
         for epoch in itertools.count():
             for step in loader.epoch(epoch):
@@ -82,7 +83,7 @@ def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos
         ProcessLostError,
         match=r"worker \d \(process \d+\) ended with exit code 9.* lower config.DATA.NUM_DATALOADER_WORKERS \(2 per",
     ):
-        next(build_loader(data, "TRAIN", 0, 4, 0, 1, 1).epoch(0))
+        next(build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1).epoch(0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -91,7 +92,7 @@ def test_a_defect_in_a_users_transform_keeps_its_own_traceback(
 ) -> None:
     data = make_data("disk_folder", photos, num_workers=num_workers, TRANSFORMS=[{"name": "ADefect"}])
     with pytest.raises(KeyError, match="my own mistake"):
-        next(build_loader(data, "TRAIN", 0, 4, 0, 1, 1).epoch(0))
+        next(build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1).epoch(0))
 
 
 @pytest.mark.timeout(120)
@@ -101,7 +102,7 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
 ) -> None:
     """Between epochs torch waits for every worker, whatever its own timeout; so does it for a batch's descriptors."""
     data = make_data("disk_folder", photos, num_workers=2)
-    loader = build_loader({**data, "WORKER_TIMEOUT_S": 20.0}, "TRAIN", 0, 4, 0, 1, 1)
+    loader = build_loader(data_block({**data, "WORKER_TIMEOUT_S": 20.0}), "TRAIN", 0, 4, 0, 1, 1)
     assert len(list(loader.epoch(0))) == 3
     pids = _pids(loader)
     os.kill(pids[1], number)
@@ -118,7 +119,9 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
 def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, photos: Path) -> None:
     """The queues that ask them to end are freed with it, and they ignore SIGTERM: the process would not exit."""
     (photos / "a/3.jpg").write_bytes(b"no image")
-    kept: list[Any] = [build_loader(make_data("disk_folder", photos, num_workers=2), "TRAIN", 0, 6, 0, 1, 1)]
+    kept: list[Any] = [
+        build_loader(data_block(make_data("disk_folder", photos, num_workers=2)), "TRAIN", 0, 6, 0, 1, 1)
+    ]
     try:
         list(kept[0].epoch(0))
     except DataError as error:

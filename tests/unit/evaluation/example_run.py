@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from tests.blocks import run_block
 from vissl_zero.config.run_config import RunConfig
 
 # The defaults of the typed tree are all a run needs that a test does not say.
@@ -17,7 +18,6 @@ NUM_TRAIN, NUM_TEST = 65, 31  # one more than whole batches of 16 on 2 ranks, an
 def make_config(**knn: Any) -> dict[str, Any]:
     """RegNet of three blocks, a linear head, digits at 8x8; ``knn``: keys of NEAREST_NEIGHBOR."""
     config = asdict(RunConfig())
-    del config["DISTILLATION"]  # as resolved: no loss learns from another model
     to_tensor = {"name": "ToTensor"}, {"name": "Normalize", "mean": [0.3] * 3, "std": [0.4] * 3}
     config["DATA"]["NUM_DATALOADER_WORKERS"] = 0
     config["DATA"]["TRAIN"] |= {"DATA_SOURCES": ["digits"], "DATA_LIMIT": NUM_TRAIN, "TRANSFORMS": [*to_tensor]}
@@ -33,11 +33,11 @@ def make_config(**knn: Any) -> dict[str, Any]:
 
 
 def make_plan(
-    config: dict[str, Any], folder: os.PathLike[str] | str = "", level: int = 0, world_size: int = 1, **changes: Any
+    config: Any, folder: os.PathLike[str] | str = "", level: int = 0, world_size: int = 1, **changes: Any
 ) -> ResolvedRun:
     """Two epochs of 16 images a step in float64; ``changes`` are fields of ResolvedRun."""
     fields: dict[str, Any] = {
-        "config": config,
+        "config": run_block(config),
         "recipe": "a/test",
         "run_dir": str(folder),
         "device": "cpu",

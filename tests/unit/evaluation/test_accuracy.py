@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.blocks import data_block
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images, eval_images
 from vissl_zero.engine.build import build_run
@@ -22,7 +23,7 @@ from vissl_zero.reporting.weight_files import BestWeights
 def test_top1_is_the_share_of_right_answers():
     run, _, _ = build_run(make_plan(make_config()), torch.device("cpu"))
     AccuracyHook().on_end(run)
-    images = build_eval_images(run.plan.config["DATA"], run.plan.seed)[1]
+    images = build_eval_images(run.plan.config.DATA, run.plan.seed)[1]
     right = 0
     for index in range(NUM_TEST):
         (crop,) = images.transform(images.source.image(index))
@@ -34,7 +35,7 @@ def test_top1_is_the_share_of_right_answers():
 
 def _answers(run):
     """Logits and labels of TEST's images, one image at a time."""
-    images = build_eval_images(run.plan.config["DATA"], run.plan.seed)[1]
+    images = build_eval_images(run.plan.config.DATA, run.plan.seed)[1]
     crops = [images.transform(images.source.image(index))[0] for index in range(NUM_TEST)]
     with torch.no_grad():
         logits = torch.cat([run.sharded.model.eval()([crop[None].double()])[0] for crop in crops])
@@ -66,7 +67,7 @@ def test_a_mask_leaves_out_classes_without_images(monkeypatch):
     config["METERS"]["model_output_mask"] = True
     run, _, _ = build_run(make_plan(config), torch.device("cpu"))
     logits, labels = _answers(run)
-    images = build_eval_images(config["DATA"], run.plan.seed)[1]
+    images = build_eval_images(data_block(config["DATA"]), run.plan.seed)[1]
     few = replace_labels(images, {0, 1, 2})
     is_few = labels < 3
     masked = logits.clone()
@@ -90,7 +91,7 @@ def replace_labels(images, kept):
             label = images.source.label(index)
             return label if label in kept else -1
 
-    return eval_images(Few(), make_config()["DATA"], 0)
+    return eval_images(Few(), data_block(make_config()["DATA"]), 0)
 
 
 def test_without_test_model_nothing_is_measured():
@@ -107,7 +108,7 @@ def top1(run, images, ignored_label):
 
 def test_an_ignored_label_does_not_count():
     run, _, _ = build_run(make_plan(make_config()), torch.device("cpu"))
-    images = build_eval_images(run.plan.config["DATA"], run.plan.seed)[1]
+    images = build_eval_images(run.plan.config.DATA, run.plan.seed)[1]
     everything = top1(run, images, -1)
     labels = [images.source.label(index) for index in range(NUM_TEST)]
     without = [top1(run, images, label) for label in range(10)]

@@ -10,6 +10,7 @@ import torch
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_iris
 
+from tests.blocks import data_block
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.data.source import build_eval_sources
 from vissl_zero.engine.build import build_run
@@ -46,7 +47,7 @@ def config(tmp_path) -> dict[str, Any]:
     """Digits as files: 40 for TRAIN, 20 for TEST."""
     data = make_config()["DATA"]
     for split, count in (("TRAIN", 40), ("TEST", 20)):
-        digits = build_eval_sources(data, 3)[split == "TEST"]
+        digits = build_eval_sources(data_block(data), 3)[split == "TEST"]
         assert digits is not None
         for index in range(count):
             file = tmp_path / split / f"{digits.label(index)}" / f"{index}.png"
@@ -79,7 +80,7 @@ def test_the_lists_are_a_data_set_to_train_on(config, tmp_path):
         images, labels = files[split]
         data[split] |= {"DATA_SOURCES": ["disk_filelist"], "DATA_PATHS": [images], "DATA_LIMIT": -1}
         data[split] |= {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [labels]}
-    train_source, test_source = build_eval_sources(data, 3)
+    train_source, test_source = build_eval_sources(data_block(data), 3)
     assert (len(train_source), len(test_source)) == (40, 20)
     assert {*train_source.class_names} == {str(label) for label in np.unique(np.load(files["TRAIN"][1]))}
     assert 1 < len(train_source.class_names) <= 6 and train_source.image(0).size == (8, 8)

@@ -19,7 +19,7 @@ def run():
 
 
 def test_rows_labels_and_pixels_are_those_of_the_source_in_order(run):
-    images, _ = build_eval_images(run.plan.config["DATA"], run.plan.seed)
+    images, _ = build_eval_images(run.plan.config.DATA, run.plan.seed)
     features = extract_features(run, images, with_pixels=True)
     source = images.source
     assert features.labels.tolist() == [source.label(index) for index in range(NUM_TRAIN)]
@@ -37,7 +37,7 @@ def test_training_mode_is_given_back_module_by_module(run):
     frozen = next(module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     frozen.eval()
     before = [module.training for module in model.modules()]
-    _, test = build_eval_images(run.plan.config["DATA"], run.plan.seed)
+    _, test = build_eval_images(run.plan.config.DATA, run.plan.seed)
     assert len(extract_features(run, test).rows) == NUM_TEST
     assert [module.training for module in model.modules()] == before
     assert torch.is_grad_enabled()
@@ -50,7 +50,7 @@ def test_training_mode_is_given_back_module_by_module(run):
 
 def test_running_statistics_are_left_alone(run):
     before = {name: buffer.clone() for name, buffer in run.sharded.model.named_buffers()}
-    extract_features(run, build_eval_images(run.plan.config["DATA"], run.plan.seed)[0])
+    extract_features(run, build_eval_images(run.plan.config.DATA, run.plan.seed)[0])
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in run.sharded.model.named_buffers())
 

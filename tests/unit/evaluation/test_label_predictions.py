@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.blocks import data_block
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
@@ -25,7 +26,7 @@ def test_predictions_are_the_head_s_in_the_order_of_the_images(tmp_path):
             for kind in ("predictions", "conf_scores", "targets", "inds", "images", "labels")
         }
         assert [len(array) for array in found.values()] == [count] * 6 and found["predictions"].shape[1] == 5
-    images = build_eval_images(config["DATA"], 3)[1]
+    images = build_eval_images(data_block(config["DATA"]), 3)[1]
     (crop,) = images.transform(images.source.image(7))
     with torch.no_grad():
         (logits,) = run.sharded.model.eval()([crop[None].double()])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.blocks import model_block
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.engine.build import build_run
@@ -32,7 +33,7 @@ LAYERS = [
 
 def layers():
     """LAYERS with the widths that are -1 filled in from the trunk as it is."""
-    trunk = build_model(make_config()["MODEL"]).trunk.eval()
+    trunk = build_model(model_block(make_config()["MODEL"])).trunk.eval()
     shapes = {}
     for index, stage in enumerate(trunk.stages, 2):
         stage[-1].register_forward_hook(lambda _m, _i, out, name=f"res{index}": shapes.update({name: out[0].shape}))

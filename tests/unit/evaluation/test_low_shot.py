@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from tests.blocks import data_block
 from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
@@ -67,7 +68,7 @@ def test_each_image_gets_its_nearest_prototype(tmp_path):
     for split, count in (("TRAIN", NUM_TRAIN), ("TEST", NUM_TEST)):
         images, labels = (np.load(file) for file in run.results["clusters"][split])
         assert len(images) == len(labels) == count
-    source = build_eval_images(config["DATA"], 3)[1]
+    source = build_eval_images(data_block(config["DATA"]), 3)[1]
     (crop,) = source.transform(source.source.image(7))
     with torch.no_grad():
         (output,) = run.sharded.model.eval()([crop[None].double()])

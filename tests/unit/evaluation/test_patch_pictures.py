@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.blocks import data_block
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.data.source import build_eval_sources
 from vissl_zero.engine.build import build_run
@@ -37,7 +38,7 @@ def make_transformer_config():
 def test_pictures_of_a_transformer(tmp_path):
     config = make_transformer_config()
     run, _, _ = build_run(make_plan(config, tmp_path), torch.device("cpu"))
-    source, _ = build_eval_sources(config["DATA"], 3)
+    source, _ = build_eval_sources(data_block(config["DATA"]), 3)
     found = patch_pictures(run, source, [0, 5])
     assert [picture.image_id for picture in found] == [0, 5]
     assert all(picture.components.shape == picture.attention.shape == (4, 4, 3) for picture in found)
@@ -53,7 +54,7 @@ def test_attention_is_that_of_the_last_block(tmp_path):
     attention.fused_attn = False
     caught = []
     attention.attn_drop.register_forward_hook(lambda _module, _inputs, output: caught.append(output))
-    source, _ = build_eval_sources(config["DATA"], 3)
+    source, _ = build_eval_sources(data_block(config["DATA"]), 3)
     (picture,) = patch_pictures(run, source, [2])
     expected = caught[0][0, :, 0, 1:].mean(dim=0).view(4, 4)
     expected = (expected / expected.max() * 255).round().to(torch.uint8).numpy()
@@ -62,4 +63,4 @@ def test_attention_is_that_of_the_last_block(tmp_path):
 
 def test_other_trunks_have_none(tmp_path):
     run, _, _ = build_run(make_plan(make_config(), tmp_path), torch.device("cpu"))
-    assert patch_pictures(run, build_eval_sources(make_config()["DATA"], 3)[0], [0]) == []
+    assert patch_pictures(run, build_eval_sources(data_block(make_config()["DATA"]), 3)[0], [0]) == []

@@ -84,7 +84,7 @@ def test_schedule_free_weights_are_those_to_evaluate(what):
     with run.sharded.evaluated():
         evaluated = weight.detach().clone()
     assert not torch.equal(trained, evaluated)
-    source, _ = build_eval_sources(plan.config["DATA"], plan.seed)
+    source, _ = build_eval_sources(plan.config.DATA, plan.seed)
     if what == "lidar":
         view_features(run, Subset(source, (0, 1, 2)), 2)
     else:

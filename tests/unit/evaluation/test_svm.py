@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_iris
 
+from tests.blocks import data_block, svm_block
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.source import build_eval_sources, label_matrix
 from vissl_zero.engine.build import build_run
@@ -49,7 +50,7 @@ def iris() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def test_figures_are_vissl_s(iris):
     """SVMTrainer of vissl/utils/svm_utils/svm_trainer.py at 09270ed2, on the same rows and labels."""
     rows, labels, test, test_labels = iris
-    svms = [train_class(rows, labels[:, column], OPTIONS, 0) for column in range(3)]
+    svms = [train_class(rows, labels[:, column], svm_block(OPTIONS), 0) for column in range(3)]
     assert [svm.cost for svm in svms] == [0.1, 32.0, 1.0] and all(svm.is_converged for svm in svms)
     wanted = [0.5159786423459799, 0.5578742467415844, 0.6690122446622873, 0.7103406752712308, 0.7622054567316005]
     assert svms[1].average_precisions == pytest.approx(wanted, abs=1e-12)
@@ -66,7 +67,7 @@ def test_low_shot_figures_are_vissl_s(iris):
     assert ((few == -1) | (few == labels)).all()
     options = OPTIONS | {"costs": {"costs_list": [0.1, 1.0, 10.0], "base": -1.0, "power_range": [4, 6]}}
     wanted = [0.8261538461538463, 0.8304273504273506, 0.8849274508386352]
-    assert low_shot(rows, few, test, test_labels, options, 0) == pytest.approx(wanted, abs=1e-12)
+    assert low_shot(rows, few, test, test_labels, svm_block(options), 0) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_average_precision_is_the_area_under_the_envelope():
@@ -140,13 +141,13 @@ def test_several_labels_an_image_are_read_from_a_matrix(tmp_path):
     data = config["DATA"]
     for split in ("TRAIN", "TEST"):
         all_images[split]["DATA_LIMIT"] = -1
-    for split, source in zip(("TRAIN", "TEST"), build_eval_sources(all_images, 3), strict=True):
+    for split, source in zip(("TRAIN", "TEST"), build_eval_sources(data_block(all_images), 3), strict=True):
         digits = np.array([source.label(index) for index in range(len(source))])
         matrix = np.stack([digits % 2, digits > 4, digits < 3], axis=1).astype(np.int64)
         matrix[::7, 0] = -1
         np.save(tmp_path / f"{split}.npy", matrix)
         data[split] |= {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [str(tmp_path / f"{split}.npy")]}
-    train_source, test_source = build_eval_sources(data, 3)
+    train_source, test_source = build_eval_sources(data_block(data), 3)
     assert test_source is not None and train_source.label(0) is None and train_source.class_names == ()
     chosen = label_matrix(test_source)
     assert chosen is not None and chosen.shape == (NUM_TEST, 3) and {*chosen.flat} == {-1, 0, 1}
@@ -158,7 +159,7 @@ def test_several_labels_an_image_are_read_from_a_matrix(tmp_path):
         _measure(TrainSvm(), config, tmp_path)
     np.save(tmp_path / "TRAIN.npy", np.load(tmp_path / "TRAIN.npy") * 2)
     with pytest.raises(DataError, match="each must be 1, 0 or -1"):
-        build_eval_sources(data, 3)
+        build_eval_sources(data_block(data), 3)
 
 
 def test_what_nothing_can_be_learnt_from_is_refused(tmp_path):

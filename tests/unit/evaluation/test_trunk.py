@@ -33,7 +33,7 @@ def finished(tmp_path_factory):
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     train(run, schedules, frozen, [FinalWeights()])
     save_resolved(plan, folder / "config.resolved.yaml")
-    _, images = build_eval_images(plan.config["DATA"], plan.seed)
+    _, images = build_eval_images(plan.config.DATA, plan.seed)
     return folder, extract_features(run, images).rows, images
 
 

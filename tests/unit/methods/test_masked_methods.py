@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.blocks import model_block
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
@@ -65,7 +66,7 @@ class _Images:
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(recipe: str, override: str, message: str) -> None:
     plan = _resolved(f"digits/{recipe}", override)
-    model, method, batch = build_model(plan.config["MODEL"]), build_method(plan.config["LOSS"]), _Images()
+    model, method, batch = build_model(plan.config.MODEL), build_method(plan.config.LOSS), _Images()
     set_random_key(0, 0, torch.arange(2))
     with pytest.raises(ConfigError) as refused:
         method.loss(method.run_student(model, batch), batch)  # type: ignore[arg-type]
@@ -77,15 +78,17 @@ def test_a_trunk_with_too_few_blocks_is_refused() -> None:
     plan = _resolved("digits/data2vec")
     args = {"img_size": 24, "patch_size": 4, "depth": 1}
     keys = {"name": "vit_tiny_patch16_224", "use_mask_token": True, "model_args": args}
-    config = {**plan.config["MODEL"], "TRUNK": {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys}}
+    config = {**plan.config.MODEL, "TRUNK": {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys}}
     config |= {"HEAD": {**config["HEAD"], "PARAMS": [["latent_head", {"dims": [-1, 192]}]]}}
     set_random_key(0, 0, torch.arange(2))
     with pytest.raises(ConfigError, match="must have at least the 2 blocks that the method looks at"):
-        build_method(plan.config["LOSS"]).run_teacher(build_model(config), _Images())  # type: ignore[arg-type]
+        build_method(plan.config.LOSS).run_teacher(build_model(model_block(config)), _Images())  # type: ignore[arg-type]
 
 
 def test_a_head_of_patches_needs_a_trunk_of_patches() -> None:
     plan = _resolved("digits/mae")
-    config = {**plan.config["MODEL"], "TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}}
+    config = {**plan.config.MODEL, "TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}}
     with pytest.raises(ConfigError, match="must be a vision transformer: the method or its head looks at patches"):
-        build_model(config | {"HEAD": {**config["HEAD"], "PARAMS": [["patch_predictor", {"dims": [512, 16, 48]}]]}})
+        build_model(
+            model_block(config | {"HEAD": {**config["HEAD"], "PARAMS": [["patch_predictor", {"dims": [512, 16, 48]}]]}})
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.blocks import model_block, split_block
 from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
@@ -96,7 +97,9 @@ def test_draws_follow_the_step_and_repeat():
 def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
     set_random_key(3, 0, torch.arange(B))
     loss = CrossEntropy()
-    loss.mixing = mixing_of({"COLLATE_FUNCTION": "cutmixup_collator", "COLLATE_FUNCTION_PARAMS": {"num_classes": C}})
+    loss.mixing = mixing_of(
+        split_block({"COLLATE_FUNCTION": "cutmixup_collator", "COLLATE_FUNCTION_PARAMS": {"num_classes": C}})
+    )
     model = _Sum().forward
     batch = ImageBatch([IMAGES], [1], LABELS, torch.arange(B), B)
     outputs = loss.run_student(model, batch)  # type: ignore[arg-type]
@@ -153,7 +156,7 @@ def test_params_multiplier_scales_the_first_weights_of_mlps():
         block = {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}
         params = [["eval_mlp", {"in_channels": 512, "dims": [512, 3]}]]
         settings = {"PARAMS": params, "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1, "PARAMS_MULTIPLIER": multiplier}
-        model = build_model({"TRUNK": block, "HEAD": settings})
+        model = build_model(model_block({"TRUNK": block, "HEAD": settings}))
         initialize_(model, 0)
         assert isinstance(model.heads[0], EvalMLP)
         return model.heads[0].state_dict()

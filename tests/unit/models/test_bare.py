@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.blocks import model_block
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.bare import build_bare, lost_operations
 from vissl_zero.models.init import FirstWeights, initialize_, outermost_units
@@ -49,7 +50,9 @@ MODELS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 def _build(name: str) -> Model:
     trunk, heads = MODELS[name]
     return build_model(
-        {"TRUNK": trunk, "HEAD": {"PARAMS": heads, "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1, **_SCALE}}
+        model_block(
+            {"TRUNK": trunk, "HEAD": {"PARAMS": heads, "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1, **_SCALE}}
+        )
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.blocks import model_block
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.swav import SwAVHead, SwAVOutput
 from vissl_zero.models.init import initialize_
@@ -35,7 +36,7 @@ def _images() -> list[torch.Tensor]:
 
 
 def test_heads_see_the_rows_of_all_resolutions() -> None:
-    model = build_model(_config(SWAV, ("mlp", {"dims": [32, 3]})))
+    model = build_model(model_block(_config(SWAV, ("mlp", {"dims": [32, 3]}))))
     initialize_(model, 0)
     model.eval()
     features = model(_images(), features_only=True)
@@ -50,7 +51,7 @@ def test_heads_see_the_rows_of_all_resolutions() -> None:
 
 
 def test_units_are_in_forward_order_and_hold_every_parameter() -> None:
-    model = build_model(_config(SWAV))
+    model = build_model(model_block(_config(SWAV)))
     called: list[nn.Module] = []
     for unit in model.zero_units():
         unit.register_forward_hook(lambda module, *_: called.append(module))
@@ -100,7 +101,7 @@ def test_mlp_options() -> None:
 
 
 def test_batch_norm_keys_reach_every_head_and_no_trunk() -> None:
-    model = build_model(_config(SWAV, ("mlp", {"dims": [32, 4, 3], "use_bn": True})))
+    model = build_model(model_block(_config(SWAV, ("mlp", {"dims": [32, 4, 3], "use_bn": True}))))
     norms = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     }
@@ -110,14 +111,14 @@ def test_batch_norm_keys_reach_every_head_and_no_trunk() -> None:
 
 
 def test_dropout_is_keyed_by_its_place() -> None:
-    model = build_model(_config(("mlp", {"dims": [32, 4, 3], "use_dropout": True})))
+    model = build_model(model_block(_config(("mlp", {"dims": [32, 4, 3], "use_dropout": True}))))
     (layer,) = (module for module in model.modules() if isinstance(module, KeyedDropout))
     assert (layer.layer, layer.p) == ("heads.0.clf.1", 0.5)
 
 
 def test_keys_of_others_in_the_trunks_block_are_left_to_them() -> None:
     trunk = {**TRUNK, "REGNET": {**TRUNK["REGNET"], "stage_checkpoints": [[1], [], []]}, "PARAMS": {"size": 3}}
-    assert len(build_model(_config(SWAV, trunk=trunk)).zero_units()) == 5
+    assert len(build_model(model_block(_config(SWAV, trunk=trunk))).zero_units()) == 5
 
 
 @pytest.fixture
@@ -138,14 +139,14 @@ def own_trunk() -> Iterator[None]:
 
 def test_a_trunk_of_the_users_own_takes_params(own_trunk: None) -> None:
     config = _config(("mlp", {"dims": [6, 2]}), trunk={"NAME": "own_trunk", "PARAMS": {"size": 6}})
-    assert build_model(config)(_images())[0].shape == (10, 2)
+    assert build_model(model_block(config))(_images())[0].shape == (10, 2)
 
 
 def test_building_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    build_model(_config(SWAV))
+    build_model(model_block(_config(SWAV)))
     assert torch.equal(torch.rand(2), expected)
 
 
@@ -164,4 +165,4 @@ def test_building_leaves_the_global_generator_alone() -> None:
 )
 def test_a_head_that_does_not_fit_is_refused_with_the_way_out(head: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_model(_config(head))
+        build_model(model_block(_config(head)))

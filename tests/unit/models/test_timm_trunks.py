@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.blocks import model_block
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import key_random_layers, set_random_key
@@ -234,7 +235,7 @@ def test_models_are_built_by_name() -> None:
     head = {"PARAMS": [["mlp", {"dims": [-1, 5]}]], "BATCHNORM_EPS": 1e-5, "BATCHNORM_MOMENTUM": 0.1}
     name, params = "timm/vit_tiny_patch16_224", {"name": "vit_tiny_patch16_224", "model_args": {"depth": 1}}
     for trunk in ({"NAME": name, "PARAMS": params}, {"NAME": "vision_transformer", "VISION_TRANSFORMERS": SMALL}):
-        model = build_model({"TRUNK": trunk, "HEAD": head})
+        model = build_model(model_block({"TRUNK": trunk, "HEAD": head}))
         assert isinstance(model.trunk, TransformerTrunk)
         assert model(_images(16, 32))[0].shape == (4, 5)
         assert len(model.zero_units()) == 1 + len(model.trunk.blocks) + 2 + 1

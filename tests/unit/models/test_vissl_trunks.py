@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.blocks import model_block
 from tests.unit.config.example_config import complaints, config
 from vissl_zero.data.transforms import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError
@@ -211,9 +212,9 @@ def test_sizes_that_make_no_network_are_refused():
 def test_a_trunk_sees_lightness_alone_or_the_colours_in_the_other_order():
     config = {"TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, "HEAD": HEAD}
     image = torch.rand(2, 3, 16, 16)
-    plain, other = (build_model({**config, "INPUT_TYPE": kind}).eval() for kind in ("rgb", "bgr"))
+    plain, other = (build_model(model_block({**config, "INPUT_TYPE": kind})).eval() for kind in ("rgb", "bgr"))
     assert torch.equal(plain([image], features_only=True)[0], other([image.flip(1)], features_only=True)[0])
-    grey = build_model({**config, "INPUT_TYPE": "lab"}).eval()
+    grey = build_model(model_block({**config, "INPUT_TYPE": "lab"})).eval()
     other_colours = torch.cat((image[:, :1], torch.rand(2, 2, 16, 16)), dim=1)
     (seen,), (again,) = (grey([x], features_only=True) for x in (image, other_colours))
     assert torch.equal(seen, again) and grey.trunk.stem[0].in_channels == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.blocks import run_block
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.methods.method import build_method
 from vissl_zero.resolve.resolved import OptimizerPlan, ResolvedRun, ShardingPlan
@@ -30,7 +31,7 @@ def make_plan(folder: Path, **changes: Any) -> ResolvedRun:
         "CHECKPOINT": {"SAVE_BEST": False},
     }
     fields: dict[str, Any] = {
-        "config": config,
+        "config": run_block(config),
         "recipe": "quickstart/swav_digits",
         "run_dir": str(folder),
         "device": "cpu",

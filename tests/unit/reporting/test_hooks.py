@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.blocks import run_block
 from tests.unit.reporting.example_run import make_plan
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import RegistryError
@@ -16,6 +17,7 @@ from vissl_zero.reporting.hooks import ReportImage, build_hooks
 from vissl_zero.reporting.metrics_file import TensorBoard
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import config_data
 
 
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:
@@ -30,7 +32,7 @@ def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = Tru
         "NEAREST_NEIGHBOR": {"USE_KNN": False, "EVERY_NUM_EPOCHS": 0},
         "ONLINE_PROBE": {"USE_PROBE": False},
     }
-    return replace(plan, config=plan.config | options)
+    return replace(plan, config=run_block(config_data(plan.config, False) | options))
 
 
 @pytest.fixture

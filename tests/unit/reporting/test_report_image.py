@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from tests.blocks import data_block
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import Loader, build_loader
@@ -40,14 +41,16 @@ def loader() -> Loader:
         ],
     }
     data_cfg = {"TRAIN": split, "NUM_DATALOADER_WORKERS": 0, "PIN_MEMORY": False, "ON_BROKEN_IMAGE": "raise"}
-    return build_loader(data_cfg, "TRAIN", seed=0, batch_per_rank=4, rank=0, world_size=1, accumulation_steps=1)
+    return build_loader(
+        data_block(data_cfg), "TRAIN", seed=0, batch_per_rank=4, rank=0, world_size=1, accumulation_steps=1
+    )
 
 
 @pytest.fixture
 def finished(run: Run, loader: Loader) -> Run:
     """A run of three steps that is over."""
-    run.plan.config["DATA"]["TRAIN"]["TRANSFORMS"] = [{"name": "Normalize", "mean": [0.5] * 3, "std": [0.5] * 3}]
-    run.plan.config["NEAREST_NEIGHBOR"] = {"USE_KNN": True}
+    run.plan.config.DATA.TRAIN.TRANSFORMS = [{"name": "Normalize", "mean": [0.5] * 3, "std": [0.5] * 3}]
+    run.plan.config.NEAREST_NEIGHBOR = {"USE_KNN": True}
     run.loader, run.records, run.step = loader, [make_record(step) for step in (1, 2, 3)], 3
     PeakMemory().on_end(run)
     return run

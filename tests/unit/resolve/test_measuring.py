@@ -25,10 +25,10 @@ def _plan(*words: str) -> ResolvedRun:
 def test_knn_of_the_head_s_embeddings():
     head = "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 8]}], [mlp, {dims: [8, 4]}]]"
     plan = _plan(f"{SETTINGS}.FREEZE_TRUNK_AND_HEAD=true", head)
-    assert plan.config["TEST_ONLY"] and plan.config["LOSS"]["name"] == "CrossEntropyLoss"
-    assert plan.config["NEAREST_NEIGHBOR"]["MAX_TRAIN_IMAGES"] == 10**8
+    assert plan.config.TEST_ONLY and plan.config.LOSS["name"] == "CrossEntropyLoss"
+    assert plan.config.NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES == 10**8
     assert any("Nothing is trained" in note for note in plan.notes)
-    model = build_model(plan.config["MODEL"], num_classes=10).eval()
+    model = build_model(plan.config.MODEL, num_classes=10).eval()
     with torch.no_grad():
         (rows,) = model([torch.rand(3, 3, 32, 32)], features_only=True)
     assert rows.shape == (3, 4)
@@ -40,10 +40,10 @@ def test_knn_of_the_trunk_s_features_needs_no_head():
         "config.MODEL.HEAD.PARAMS=[]",
         f"{TAPS}=[[res5avg, [Identity, []]]]",
     )
-    assert plan.config["TEST_ONLY"] and not plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["FREEZE_TRUNK_AND_HEAD"]
+    assert plan.config.TEST_ONLY and not plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
     maps = f"{TAPS}=[[res3, [AdaptiveAvgPool2d, [[2, 2]]]], [res5avg, [Identity, []]]]"
     plan = _plan(f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", maps)
-    model = build_model(plan.config["MODEL"], num_classes=10).eval()
+    model = build_model(plan.config.MODEL, num_classes=10).eval()
     with torch.no_grad():
         (rows,) = model([torch.rand(3, 3, 32, 32)], features_only=True)
     assert model.feature_taps.widths == [rows.shape[1] - model.trunk.feature_dim, model.trunk.feature_dim]
@@ -56,8 +56,8 @@ def test_images_alone_can_be_measured():
     run.DATA.TRAIN = type(run.DATA.TRAIN)()
     run.DATA.TEST.TRANSFORMS = [{"name": "ToTensor"}]
     plan = resolve(run, "/nowhere", host=Host(num_gpus=0, why_no_gpu="", num_cores=1))
-    assert plan.config["DATA"]["TRAIN"] == plan.config["DATA"]["TEST"]
-    assert not plan.config["NEAREST_NEIGHBOR"]["USE_KNN"]
+    assert plan.config.DATA.TRAIN == plan.config.DATA.TEST
+    assert not plan.config.NEAREST_NEIGHBOR.USE_KNN
     assert any("config.DATA.TRAIN names none" in note for note in plan.notes)
 
 

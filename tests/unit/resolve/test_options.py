@@ -101,9 +101,9 @@ def plugin(tmp_path, monkeypatch):
 
 def test_components_of_ones_own_have_typed_keys(plugin):
     plan = resolve(compose("quickstart/swav_digits", USED).run, "runs/x", host=CPU_HOST)
-    assert plan.config["MODEL"]["TRUNK"] == {"NAME": "plugin_trunk", "PARAMS": {"scale": 2.0}}
-    assert plan.config["MODEL"]["HEAD"]["PARAMS"] == [["plugin_head", {"scale": 3.0}]]
-    assert plan.config["LOSS"] == {"name": "plugin_loss", "plugin_loss": {"scale": 4.0}}
+    assert (plan.config.MODEL.TRUNK.NAME, plan.config.MODEL.TRUNK.PARAMS) == ("plugin_trunk", {"scale": 2.0})
+    assert plan.config.MODEL.HEAD.PARAMS == [["plugin_head", {"scale": 3.0}]]
+    assert plan.config.LOSS == {"name": "plugin_loss", "plugin_loss": {"scale": 4.0}}
     assert (plan.optimizer.name, plan.optimizer.options) == ("plugin_optimizer", {"scale": 5.0})
 
 

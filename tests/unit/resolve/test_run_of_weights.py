@@ -50,12 +50,12 @@ def test_it_comes_from_a_run_folder_or_a_checkpoint_in_it(tmp_path, monkeypatch)
     run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
     for weights in (run, run / "checkpoints" / "step_000000004"):
         plan = resolved(weights)
-        trunk = plan.config["MODEL"]["TRUNK"]
-        assert trunk["NAME"] == "regnet" and REGNET.items() <= trunk["REGNET"].items()
-        assert plan.config["MODEL"]["NON_TRAINABLE_PARAMS"] == ["trunk"]
+        trunk = plan.config.MODEL.TRUNK
+        assert trunk.NAME == "regnet" and REGNET.items() <= vars(trunk.REGNET).items()
+        assert plan.config.MODEL.NON_TRAINABLE_PARAMS == ["trunk"]
     monkeypatch.chdir(tmp_path)
-    assert resolved("run").config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] == str(run)  # workers may start elsewhere
-    assert resolved("run", "config.MODEL.TRUNK.NAME=resnet").config["MODEL"]["TRUNK"]["NAME"] == "resnet"
+    assert str(run) == resolved("run").config.MODEL.WEIGHTS_INIT.PARAMS_FILE  # workers may start elsewhere
+    assert resolved("run", "config.MODEL.TRUNK.NAME=resnet").config.MODEL.TRUNK.NAME == "resnet"
 
 
 def test_nothing_in_it_is_run(tmp_path, monkeypatch):
@@ -67,8 +67,8 @@ def test_nothing_in_it_is_run(tmp_path, monkeypatch):
         resolved(run)
     del trunk["PARAMS"]
     plan = resolved(_run(tmp_path / "other", trunk, IMPORTS=["canary_module"]))
-    assert "canary_module" not in sys.modules and plan.config["IMPORTS"] == []
-    assert "_target_" not in plan.config["MODEL"]["TRUNK"]["REGNET"]
+    assert "canary_module" not in sys.modules and plan.config.IMPORTS == []
+    assert "_target_" not in plan.config.MODEL.TRUNK.REGNET
 
 
 def test_a_trunk_of_ones_own_must_be_imported_by_the_user(tmp_path):
@@ -91,14 +91,14 @@ def test_without_a_run_it_says_what_to_write(tmp_path):
 def test_images_size_and_range_are_those_of_the_run(recipe, tmp_path):
     run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
     composed = compose(recipe, [f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={run}"])
-    data = resolve(composed.run, "runs/x", host=CPU_HOST).config["DATA"]
+    data = resolve(composed.run, "runs/x", host=CPU_HOST).config.DATA
     for split in ("TRAIN", "TEST"):
-        assert data[split]["DATA_SOURCES"] == ["synthetic"], split
-    assert (data["TRAIN"]["DATA_LIMIT"], data["TRAIN"]["DEFAULT_GRAY_IMG_SIZE"]) == (200, 48)
-    views = data["TRAIN"]["TRANSFORMS"]
+        assert getattr(data, split).DATA_SOURCES == ["synthetic"], split
+    assert (data.TRAIN.DATA_LIMIT, data.TRAIN.DEFAULT_GRAY_IMG_SIZE) == (200, 48)
+    views = data.TRAIN.TRANSFORMS
     assert views[0] == {"name": "RandomResizedCrop", "size": 40, "scale": [0.3, 1.0]}
     assert [view["name"] for view in views[1:]] == ["RandomHorizontalFlip", "ToTensor", "Normalize"]
-    assert views[-1]["mean"] == [0.1, 0.2, 0.3] and data["TEST"]["TRANSFORMS"] == DATA["TEST"]["TRANSFORMS"]
+    assert views[-1]["mean"] == [0.1, 0.2, 0.3] and DATA["TEST"]["TRANSFORMS"] == data.TEST.TRANSFORMS
 
 
 def test_images_that_the_user_names_are_used_at_the_runs_size(tmp_path):
@@ -108,11 +108,11 @@ def test_images_that_the_user_names_are_used_at_the_runs_size(tmp_path):
             (tmp_path / split / name).parent.mkdir(parents=True)
             (tmp_path / split / name).touch()
     train, test = (f"config.DATA.{name.upper()}.DATA_PATHS=[{tmp_path / name}]" for name in ("train", "test"))
-    data = resolved(run, train, test).config["DATA"]
+    data = resolved(run, train, test).config.DATA
     for split in ("TRAIN", "TEST"):
-        assert data[split]["DATA_SOURCES"] == ["disk_folder"] and data[split]["DATA_LIMIT"] == -1
-    assert data["TRAIN"]["TRANSFORMS"][0]["size"] == 40
-    assert data["TEST"]["TRANSFORMS"] == []  # resized and cropped as TRAIN's, whatever size the images have
+        assert getattr(data, split).DATA_SOURCES == ["disk_folder"] and getattr(data, split).DATA_LIMIT == -1
+    assert data.TRAIN.TRANSFORMS[0]["size"] == 40
+    assert data.TEST.TRANSFORMS == []  # resized and cropped as TRAIN's, whatever size the images have
     # The run's own TEST has other classes, so it is not taken.
     with pytest.raises(ConfigError, match=r"TEST.DATA_SOURCES: must name the images that the probe is measured on"):
         resolved(run, train)
@@ -129,7 +129,7 @@ def test_a_sweep_of_rates_makes_a_head_for_each(tmp_path):
     run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
     factors = "config.OPTIMIZER.head_optimizer_params.lr_factors"
     plan = resolved(run, f"{factors}=[1,2,3]")
-    assert len(plan.config["MODEL"]["HEAD"]["PARAMS"]) == 3 and plan.optimizer.head_lr_factors == (1.0, 2.0, 3.0)
+    assert len(plan.config.MODEL.HEAD.PARAMS) == 3 and plan.optimizer.head_lr_factors == (1.0, 2.0, 3.0)
     for words, message in [
         ([f"{factors}=[1,-2]"], "lr_factors"),
         (["config.ZERO.clip_grad=1.0"], "cannot go with clipping"),

@@ -11,7 +11,7 @@ import yaml
 from vissl_zero.config.compose import compose
 from vissl_zero.resolve.resolve import load_resolved, resolve, save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.resolve.saved import read_saved
+from vissl_zero.resolve.saved import as_data, read_saved
 
 RECIPE = "quickstart/swav_digits"
 
@@ -58,7 +58,7 @@ def secret_plan(monkeypatch):
 def test_values_of_the_environment_are_used_and_never_written(tmp_path, secret_plan):
     assert secret_plan.run_dir == "/tmp/very-secret/run"
     assert secret_plan.optimizer.weight_decay == 0.0123
-    assert secret_plan.config["DATA"]["TEST"]["DATA_PATHS"] == ["/tmp/very-secret/run/images"]
+    assert secret_plan.config.DATA.TEST.DATA_PATHS == ["/tmp/very-secret/run/images"]
     save_resolved(secret_plan, tmp_path / "plan.yaml")
     text = (tmp_path / "plan.yaml").read_text()
     for secret in ("very-secret", "0.0123", "do not tell"):
@@ -78,19 +78,20 @@ def test_a_plan_can_be_read_where_the_variables_are_not_set(tmp_path, secret_pla
     monkeypatch.delenv("SCRATCH_FOLDER")
     plan = load_resolved(tmp_path / "plan.yaml")
     assert plan.run_dir == "${oc.env:SCRATCH_FOLDER}/run"
-    assert plan.config["MODEL"] == secret_plan.config["MODEL"]
+    assert plan.config.MODEL == secret_plan.config.MODEL
 
 
 def test_the_chosen_components_blocks_are_complete_and_alone(tmp_path):
     plan = planned()
-    assert plan.config["MODEL"]["TRUNK"].keys() == {"NAME", "REGNET"}
-    assert plan.config["LOSS"].keys() == {"name", "swav_loss"}
-    swav = plan.config["LOSS"]["swav_loss"]
+    written = as_data(plan)["config"]
+    assert written["MODEL"]["TRUNK"].keys() == {"NAME", "REGNET"}
+    assert plan.config.LOSS.keys() == {"name", "swav_loss"}
+    swav = plan.config.LOSS["swav_loss"]
     assert (swav["num_crops"], swav["num_prototypes"]) == (2, [60])
-    head, options = plan.config["MODEL"]["HEAD"]["PARAMS"][0]
+    head, options = plan.config.MODEL.HEAD.PARAMS[0]
     assert swav["embedding_dim"] == options["dims"][-1]
     assert options["normalize_feats"] is True
-    assert "STRATIFIED_SAMPLER" not in plan.config["DATA"]["TRAIN"]
+    assert "STRATIFIED_SAMPLER" not in written["DATA"]["TRAIN"]
     assert head == "swav_head"
 
 

@@ -38,7 +38,7 @@ def test_an_alias_is_the_one_class(alias, own, tmp_path):
     (aliased, composed), (plain, _) = plan(tmp_path, *alias), plan(tmp_path, *own)
     assert (aliased.sharding, aliased.optimizer) == (plain.sharding, plain.optimizer)
     for block in ("MODEL", "LOSS"):
-        assert aliased.config[block] == plain.config[block]
+        assert getattr(aliased.config, block) == getattr(plain.config, block)
     assert alias[0].split("=")[1].strip("[]").split(",")[0] in composed.user_yaml()  # written as the user wrote it
 
 
@@ -58,8 +58,8 @@ def test_of_a_regnets_name_and_parameters_the_name_counts(tmp_path):
     """As in VISSL, whose overlays name a network over a base that gives parameters."""
     regnet, name = "config.MODEL.TRUNK.REGNET", "config.MODEL.TRUNK.REGNET.name=regnet_y_400mf"
     resolved, composed = plan(tmp_path, name)  # the recipe has parameters
-    block = resolved.config["MODEL"]["TRUNK"]["REGNET"]
-    assert block["name"] == "regnet_y_400mf" and block["depth"] is block["w_0"] is block["group_width"] is None
+    block = resolved.config.MODEL.TRUNK.REGNET
+    assert block.name == "regnet_y_400mf" and block.depth is block.w_0 is block.group_width is None
     (note,) = (note for note in composed.notes if "REGNET" in note)
     assert f"{regnet}.depth, {regnet}.w_0" in note and "have no effect: the name regnet_y_400mf says them" in note
     with pytest.raises(ConfigError, match=r"must have a name or parameters, not both .got name and depth"):

@@ -37,10 +37,10 @@ def _refused(*words: str) -> str:
 @pytest.mark.parametrize("name", ["train_svm", "train_svm_low_shot", "extract_features", "cluster_features_and_label"])
 def test_a_program_takes_the_features_of_any_recipe_layer_by_layer(name):
     plan = _plan(f"engine_name={name}", LAYERS, "config.CLUSTERFIT.FEATURES.LAYER_NAME=res3")
-    settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-    assert plan.config["TEST_ONLY"] and plan.config["PROGRAM"] == name
-    assert [entry[0] for entry in settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]] == ["res3", "res5avg"]
-    assert not plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] and plan.config["CHECKPOINT"]["CHECKPOINT_FREQUENCY"] == -1
+    settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
+    assert plan.config.TEST_ONLY and name == plan.config.PROGRAM
+    assert [entry[0] for entry in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP] == ["res3", "res5avg"]
+    assert not plan.config.NEAREST_NEIGHBOR.USE_KNN and plan.config.CHECKPOINT.CHECKPOINT_FREQUENCY == -1
     hooks = [type(hook) for hook in build_hooks(plan)]
     assert hooks.count(type(HOOKS.get(name).build())) == 1
 
@@ -53,8 +53,8 @@ def test_the_saved_recipe_names_its_program():
 
 def test_knn_is_a_program_too():
     plan = _plan("engine_name=nearest_neighbor_test", "config.NEAREST_NEIGHBOR.USE_KNN=false")
-    assert plan.config["TEST_ONLY"] and plan.config["NEAREST_NEIGHBOR"]["USE_KNN"]
-    assert plan.config["NEAREST_NEIGHBOR"]["MAX_TRAIN_IMAGES"] == 10**8
+    assert plan.config.TEST_ONLY and plan.config.NEAREST_NEIGHBOR.USE_KNN
+    assert plan.config.NEAREST_NEIGHBOR.MAX_TRAIN_IMAGES == 10**8
 
 
 def test_an_svm_recipe_does_not_measure_knn_by_itself():
@@ -91,7 +91,7 @@ def test_what_low_shot_cannot_do_is_refused() -> None:
         assert "LAMBDA: must be a number above 0" in _refused(low_shot, f"{key}.LOGISTIC_REGRESSION.LAMBDA={wrong}")
     assert "SEEDS: must list a seed" in _refused(low_shot, f"{key}.LOGISTIC_REGRESSION.SEEDS=[]")
     assert "classifiers are tested on them" in _refused(low_shot, "config.DATA.TEST.DATA_SOURCES=[]")
-    assert _plan(low_shot, f"{key}.LOGISTIC_REGRESSION.LAMBDA=[1,0.1]").config["TEST_ONLY"]
+    assert _plan(low_shot, f"{key}.LOGISTIC_REGRESSION.LAMBDA=[1,0.1]").config.TEST_ONLY
     assert "must name weights" in _refused("engine_name=extract_cluster")
 
 
@@ -109,9 +109,9 @@ def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "RESIZE_IMG: must be a side in pixels" in _refused(*crop, f"{key}.RESIZE_IMG=-1")
     assert "WHITEN_IMG_LIST: must name a list" in _refused(retrieval, there, f"{key}.TRAIN_DATASET_NAME=whitening")
     plan = _plan(*rmac, LAYERS, f"{key}.GEM_POOL_POWER=3", f"{key}.USE_FEATURE_EXTRACTION_ENGINE=true")
-    settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
-    assert [entry[0] for entry in settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]] == ["res3"]  # VISSL takes the first
-    assert settings["SHOULD_FLATTEN_FEATS"] is False  # maps are pooled image by image
+    settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
+    assert [entry[0] for entry in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP] == ["res3"]  # VISSL takes the first
+    assert settings.SHOULD_FLATTEN_FEATS is False  # maps are pooled image by image
     assert any("GEM_POOL_POWER has no effect: FEATS_PROCESSING_TYPE is not gem" in note for note in plan.notes)
     assert any("USE_FEATURE_EXTRACTION_ENGINE" in note for note in plan.notes)
     words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{key}.N_PCA=9"]
@@ -157,6 +157,6 @@ def test_predictions_are_of_heads_that_have_weights(tmp_path: Path) -> None:
     assert "must name weights: new heads predict nothing" in _refused(name)
     assert "EVAL_TRUNK_AND_HEAD: must be true" in _refused(name, weights, *frozen)
     plan = _plan(name, weights, eval_heads, *frozen)
-    assert plan.config["TEST_ONLY"] and plan.config["LOSS"]["name"] == "CrossEntropyLoss"
-    assert len(plan.config["MODEL"]["HEAD"]["PARAMS"]) == 2
-    assert len(plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]["LINEAR_EVAL_FEAT_POOL_OPS_MAP"]) == 2
+    assert plan.config.TEST_ONLY and plan.config.LOSS["name"] == "CrossEntropyLoss"
+    assert len(plan.config.MODEL.HEAD.PARAMS) == 2
+    assert len(plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP) == 2

@@ -428,4 +428,4 @@ def _target(
         raise ConfigError(f"{program}: {words[0]!r} is neither a recipe (config=<recipe>) nor an override of one.")
     composed = compose(recipe, [word for word in words if not word.startswith("config=")])
     plan = resolve(composed.run, Path.cwd(), recipe=recipe, written=composed.written)
-    return shapes_of(plan.config["MODEL"]), as_data(plan)
+    return shapes_of(plan.config.MODEL), as_data(plan)

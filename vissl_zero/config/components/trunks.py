@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from vissl_zero.config.constraints import choice, constraint_problems, number
@@ -444,3 +444,36 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
     if config.w_0 is not None and config.w_0 % 8:
         found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
     return found
+
+
+def own_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
+    """Return what of a block belongs to a component: blocks also hold VISSL's other keys."""
+    assert schema is not None
+    kept: dict[str, Any] = {}
+    for item in fields(schema):
+        if item.name not in given:
+            continue
+        value = given[item.name]
+        default = item.default_factory() if callable(item.default_factory) else None
+        is_block = is_dataclass(default) and isinstance(value, Mapping)
+        kept[item.name] = own_fields(value, type(default)) if is_block else value
+    return kept
+
+
+def trunk_block_names(name: str) -> list[str]:
+    """Names of the blocks under ``MODEL.TRUNK`` that a trunk reads."""
+    further = [FURTHER_BLOCKS[name]] if name in FURTHER_BLOCKS else []
+    return [*further, TRUNK_BLOCKS.get(name, "PARAMS")]
+
+
+def own_trunk_keys(trunk: Any, schema: type) -> dict[str, Any]:
+    """Return the keys of a built-in trunk from its blocks.
+
+    Args:
+        trunk: the block ``MODEL.TRUNK``.
+        schema: dataclass of the keys that the trunk's constructor takes.
+    """
+    given: dict[str, Any] = {}
+    for name in trunk_block_names(trunk.NAME):
+        given |= asdict(getattr(trunk, name))
+    return own_fields(given, schema)
