@@ -19,7 +19,7 @@ from vissl_zero.reporting.out_of_memory import (
     requested_bytes,
     same_numbers,
 )
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 MIB = 2**20
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
