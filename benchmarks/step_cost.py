@@ -220,7 +220,7 @@ def allocator(name: str, level: str) -> dict[str, str]:
     """Environment for malloc."""
     if name != "launcher":
         return ALLOCATORS[name]
-    from vissl_zero.config.resolved import ShardingPlan
+    from vissl_zero.resolve.resolved import ShardingPlan
     from vissl_zero.sharding.allocator import allocator_environment
 
     return allocator_environment(ShardingPlan(level=int(level) if level.isdigit() else ALLOCATOR_LEVELS[level]), {})

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.host import MachineProfile
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
+from vissl_zero.resolve.host import MachineProfile
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.equal_units import recorded
 from vissl_zero.sharding.memory import Bytes, Storages
 from vissl_zero.sharding.memory_model import (

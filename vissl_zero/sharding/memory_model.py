@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule, update_rule
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import equal_values
 from vissl_zero.sharding.model.float8 import require_float8
 from vissl_zero.sharding.sharded_model import ShardedModel

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.checks.replica_check import require_equal_models
 from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms

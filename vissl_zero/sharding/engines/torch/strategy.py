@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.checks.replica_check import num_hooks
 from vissl_zero.sharding.engines.cpu_communicator import open_communicator
 from vissl_zero.sharding.engines.gradient_average import GradientAverage, OrderedMeans
