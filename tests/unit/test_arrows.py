@@ -169,7 +169,7 @@ def test_sharding_reads_no_private_attribute_of_torchs_objects():
     texts = {path: path.read_text() for path in (PACKAGE / "sharding").rglob("*.py")}
     own = {name for text in texts.values() for match in _OWN_PRIVATE.findall(text) for name in match if name}
     for path, text in texts.items():
-        if path.name == "torch_private.py" or path.parent.name == "fairscale_engine":
+        if path.name == "torch_private.py" or path.parent.name == "fairscale":
             continue
         read = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
         extra = {name for name in read - own if name.startswith("_") and not name.startswith("__")}

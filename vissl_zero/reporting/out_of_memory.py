@@ -17,7 +17,7 @@ from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
 from vissl_zero.resolve.resolved import Precision, ResolvedRun
 from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
 from vissl_zero.sharding.forecast import Forecast
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
 _MOST_OTHERS = 3

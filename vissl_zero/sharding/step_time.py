@@ -39,9 +39,9 @@ from vissl_zero.lifetime import forked
 from vissl_zero.resolve.host import MachineProfile, free_memory, read_profile
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
-from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory, stored_params
-from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.model.precision import dtype_of
 from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
 
 _MIB = 2**20

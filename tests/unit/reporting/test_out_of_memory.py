@@ -19,7 +19,7 @@ from vissl_zero.reporting.out_of_memory import (
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 MIB = 2**20
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
