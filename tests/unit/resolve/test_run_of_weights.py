@@ -68,7 +68,7 @@ def test_nothing_in_it_is_run(tmp_path, monkeypatch):
     del trunk["PARAMS"]
     plan = resolved(_run(tmp_path / "other", trunk, IMPORTS=["canary_module"]))
     assert "canary_module" not in sys.modules and plan.config.IMPORTS == []
-    assert "_target_" not in plan.config.MODEL.TRUNK.REGNET
+    assert "_target_" not in vars(plan.config.MODEL.TRUNK.REGNET)
 
 
 def test_a_trunk_of_ones_own_must_be_imported_by_the_user(tmp_path):
