@@ -61,6 +61,35 @@ def test_room_imports_only_what_the_arrows_allow(room):
         assert not extra, f"{path.relative_to(PACKAGE)} imports {sorted(extra)}"
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports anywhere, in functions too; type-checking-only ones left out."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        guards = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        for_types = {id(inner) for guard in guards for inner in ast.walk(guard)}
+        named: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and id(node) not in for_types:
+                named |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= parts & files.keys() or {node.module}
+        found[name] = named & files.keys() - {name}
+    return found
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    left = module_imports()
+    while ends := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in ends}
+    assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
 def test_every_folder_is_a_known_room():
     folders = {p.parent.name for p in PACKAGE.glob("*/__init__.py")} - {"conf"}
     assert folders == set(ALLOWED)

@@ -22,15 +22,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
     OmegaConfBaseException,
 )
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue, use_own_images
+from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
 from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
@@ -43,26 +40,6 @@ from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
 # The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
-
-
-_MOST_LISTED = 20
-# What people write for an everyday wish, in lower case without underscores -> the key that does it.
-EVERYDAY = {
-    "config.OPTIMIZER.lr": ("lr", "learningrate", "baselr", "maxlr", "rate"),
-    "config.OPTIMIZER.weight_decay": ("weightdecay", "wd", "decay"),
-    "config.OPTIMIZER.num_epochs": ("epochs", "epoch", "numepochs", "maxepochs", "nepochs"),
-    "config.TRAINER.MAX_STEPS": ("steps", "maxsteps", "numsteps", "maxiter", "maxiterations", "iterations"),
-    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA": ("batchsize", "batch", "bs", "batchsizeperreplica", "batchsizepergpu"),
-    "config.DATA.IMG_SIZE": ("imgsize", "imagesize", "size", "resolution", "cropsize", "inputsize"),
-    "config.DATA.TRAIN.DATA_PATHS": ("data", "datapath", "datapaths", "datadir", "dataset", "images", "trainpath"),
-    "config.DATA.NUM_DATALOADER_WORKERS": ("workers", "numworkers", "numdataloaderworkers"),
-    "config.ZERO.LEVEL": ("zero", "level", "stage", "zerolevel", "zerostage"),
-    "config.DISTRIBUTED.NUM_PROC_PER_NODE": ("gpus", "numgpus", "procs", "nproc", "nprocpernode", "numprocpernode"),
-    "config.MACHINE.DEVICE": ("device",),
-    "config.SEED_VALUE": ("seed",),
-    "config.CHECKPOINT.DIR": ("output", "outputdir", "out", "dir", "rundir", "outdir", "savedir"),
-    "config.MODEL.WEIGHTS_INIT.PARAMS_FILE": ("weights", "pretrained", "paramsfile", "checkpoint", "ckpt"),
-}
 
 
 def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
@@ -78,7 +55,7 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
     if isinstance(cause, OmegaConfBaseException):
-        return ConfigError([explain_value(cause)])
+        return ConfigError([explain_value(cause, schema())])
     if isinstance(error, MissingConfigException):
         return ConfigError([_missing_file(error, folders)])
     if isinstance(error, OverrideParseException):
@@ -108,7 +85,7 @@ def no_recipe(folders: Sequence[str] = ()) -> Problem:
 
 def _recipes(folders: Sequence[str]) -> str:
     names = recipe_names(folders)
-    return ", ".join(names if len(names) <= _MOST_LISTED else [*names[:_MOST_LISTED], "..."])
+    return ", ".join(names if len(names) <= MOST_LISTED else [*names[:MOST_LISTED], "..."])
 
 
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
@@ -167,99 +144,6 @@ def _yaml(error: YAMLError) -> Problem:
     return Problem(where, "", f"is not YAML ({what})", "Correct that line.")
 
 
-def explain_value(error: OmegaConfBaseException, prefix: str = "", tree: DictConfig | None = None) -> Problem:
-    """One mistyped key or value as a problem.
-
-    Args:
-        error: what OmegaConf raised.
-        prefix: of the key path, for nodes that were checked apart from the whole tree.
-        tree: that node; by default the whole tree.
-    """
-    key = prefix + str(error.full_key or error.key or "configuration")
-    first_line = str(error.msg or error).split("\n", 1)[0].strip()
-    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
-        return unknown_key(key.removeprefix(prefix), prefix, tree)
-    if isinstance(error, MissingMandatoryValue):
-        return Problem(key, "", "must be given", f"Write {key}=<value>.")
-    if isinstance(error, InterpolationResolutionError):
-        fix = "Correct the text in ${...}."
-        if missing := re.search(r"Environment variable '(\w+)' not found", first_line):
-            first_line = f"needs the environment variable {missing.group(1)}, which is not set"
-            fix = "Set it, or give a default as in ${oc.env:NAME,default}."
-        return Problem(key, "", first_line.rstrip("."), fix)
-    return _wrong_type(key, first_line)
-
-
-_REFUSALS: tuple[tuple[str, str], ...] = (
-    # OmegaConf's words, with the value if they have it -> what it must be
-    (r"Value '(?P<got>.*?)' (?:of type '\w+' )?could not be converted to Integer", "a whole number"),
-    (r"Value '(?P<got>.*?)' (?:of type '\w+' )?could not be converted to Float", "a number"),
-    (r"Value '(?P<got>.*)' is not a valid bool", "true or false"),
-    (r"Cannot convert '\w+' to string: '(?P<got>.*)'", "text"),
-    (r".*is not a ListConfig, list or tuple", "a list"),
-    (r"Cannot merge DictConfig with ListConfig", "a list"),
-    (r"Cannot merge ListConfig with DictConfig", "a block of keys"),
-    (r"Cannot assign container .* to Union\[int, str\]", "a number or a word"),
-    (r"list index out of range", "a position that the list has, counted from 0"),
-    (r"Invalid type assigned: \w+ is not a subclass of \w+. value: (?P<got>.*)", "a block of keys"),
-    (r"Cannot assign \w+ to .*Dict", "a block of keys"),
-    (r"Value '(?P<got>.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "a number or a word"),
-    (
-        r"Value '(?P<got>.*)' of type '\w+' is incompatible with type hint 'Union\[bool, float\]'",
-        "true, false or a number",
-    ),
-)
-
-
-def _wrong_type(key: str, message: str) -> Problem:
-    for pattern, must in _REFUSALS:
-        if found := re.match(pattern, message):
-            got = found.groupdict().get("got", "")
-            return Problem(key, repr(got) if got else "", f"must be {must}", f"Correct the value of {key}.")
-    if "not Optional" in message or "None" in message:
-        return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
-    return Problem(key, "", message.rstrip("."), "See docs/configuration.md.")
-
-
-def unknown_key(key: str, prefix: str = "", tree: DictConfig | None = None) -> Problem:
-    """The problem of an unknown key, with the closest keys beside it or the place where that key exists.
-
-    Args:
-        key: path in ``tree``.
-        prefix: of that path, for messages.
-        tree: where to look; by default the whole typed tree.
-    """
-    root: Any = schema() if tree is None else tree
-    node, parts, depth = root, key.split("."), 0
-    while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
-        node = node._get_node(parts[depth])
-        depth += 1
-    wrong, full = parts[depth], prefix + key
-    if "/" in wrong:
-        known = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
-        return Problem(f"+{full}", "", "must name a folder of recipes and a file in it", f"Parts: {known}.")
-    if OmegaConf.get_type(node) is dict:
-        near = did_you_mean(wrong, [str(name) for name in node or ()]).strip()
-        fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
-        return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
-    siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
-    if wish := _everyday(wrong):
-        return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
-    elsewhere = [prefix + path for path in _paths(root) if path.rsplit(".", 1)[-1] == wrong][:3]
-    fix = did_you_mean(wrong, siblings).strip()
-    if full.startswith("config.config"):
-        fix = "Start the recipe's file with the line '# @package _global_'."
-    if not fix and elsewhere:
-        fix = f"A key of that name stands at {', '.join(elsewhere)}."
-    return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:_MOST_LISTED])}.")
-
-
-def _everyday(word: str) -> str:
-    """The full key behind a short word; empty if unknown."""
-    plain = word.lower().replace("_", "").replace("-", "")
-    return next((key for key, words in EVERYDAY.items() if plain in words), "")
-
-
 def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
     """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
     problems: list[Problem] = []
@@ -268,19 +152,10 @@ def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
     for name in map(str, cfg):
         child = cfg._get_node(name)
         if names is not None and name not in names:
-            problems.append(unknown_key(f"{prefix}{name}"))
+            problems.append(unknown_key(f"{prefix}{name}", schema()))
         elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
             problems += added_keys(child, f"{prefix}{name}.")
     return problems
-
-
-def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every key path below a node."""
-    for name in map(str, node):
-        yield f"{prefix}{name}"
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none():
-            yield from _paths(child, f"{prefix}{name}.")
 
 
 # Keys that all of Detectron2's files have one of, at their root.
@@ -302,14 +177,14 @@ def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: st
     for name in map(str, given):
         child, below = given._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
-            problems += [] if is_open else [unknown_key(f"{prefix}{name}")]
+            problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
         elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
             problems += every_mistake(child, below, f"{prefix}{name}.")
         else:
             try:
                 node[name] = child._value() if isinstance(child, ValueNode) else child
             except OmegaConfBaseException as error:
-                problems.append(explain_value(error))
+                problems.append(explain_value(error, schema()))
     return problems
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import vissl_zero
 from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
@@ -26,6 +25,7 @@ from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
+from vissl_zero.version import __version__
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -277,7 +277,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
         engine=layout["engine"],
         global_batch=0,
         recipe="",
-        vissl_zero=vissl_zero.__version__,
+        vissl_zero=__version__,
         torch=str(torch.__version__),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         ranks={},

@@ -309,8 +309,8 @@ class SlurmTask:
             raise SystemExit(code)
 
     def _launch(self) -> int:
+        from vissl_zero.launch.launcher import launch_local, launch_member
         from vissl_zero.launch.rendezvous import LauncherSpec
-        from vissl_zero.launch.run import launch_local, launch_member
         from vissl_zero.resolve.resolve import load_resolved
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")

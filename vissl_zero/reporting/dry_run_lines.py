@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-import vissl_zero
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.errors import printable
@@ -15,6 +14,7 @@ from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 from vissl_zero.resolve.host import available_memory
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.memory import Bytes
+from vissl_zero.version import __version__
 
 # What the tiers of a rank are called, by device.
 PLACES = {
@@ -72,7 +72,7 @@ def verdict(run: DryRun) -> tuple[bool, list[str]]:
 
 def title(plan: ResolvedRun) -> str:
     """The first line, known before the rest has been found out."""
-    return f"vissl_zero {vissl_zero.__version__}, dry run of {plan.recipe}: nothing was started"
+    return f"vissl_zero {__version__}, dry run of {plan.recipe}: nothing was started"
 
 
 def dry_run_lines(run: DryRun) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import rich
 from rich.console import Console
 
-import vissl_zero
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
@@ -19,6 +18,7 @@ from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
+from vissl_zero.version import __version__
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
@@ -68,7 +68,7 @@ def opening_lines(run: Run) -> list[str]:
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     lines = [
-        f"vissl_zero {vissl_zero.__version__}: {plan.recipe}, ZeRO level {plan.sharding.level} "
+        f"vissl_zero {__version__}: {plan.recipe}, ZeRO level {plan.sharding.level} "
         f"({plan.sharding.engine} engine), {ranks} on {run.device.type}",
         f"{_length(run)}; run folder {run.folder}",
     ]

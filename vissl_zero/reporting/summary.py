@@ -11,13 +11,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-import vissl_zero
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
 from vissl_zero.reporting.weight_files import BEST_FILE_NAME
 from vissl_zero.sharding.memory import Bytes
+from vissl_zero.version import __version__
 
 FILE_NAME = "summary.json"
 _MOST_RANKS_SHOWN = 4
@@ -45,7 +45,7 @@ def summarise(run: Run) -> dict[str, Any]:
     """The content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
     losses = [record.loss for record in run.records if record.loss is not None]
     return {
-        "vissl_zero": vissl_zero.__version__,
+        "vissl_zero": __version__,
         "recipe": run.plan.recipe,
         "data": {split.lower(): described(run.plan.config.DATA, split) for split in ("TRAIN", "TEST")},
         "level": run.plan.sharding.level,

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import vissl_zero
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
 from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
@@ -24,6 +23,7 @@ from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.registry import HOOKS
 from vissl_zero.sharding.state.shard import WholeTensor
+from vissl_zero.version import __version__
 
 WEIGHTS_NAME = "weights.safetensors"
 BEST_FILE_NAME = "weights_best.safetensors"
@@ -151,7 +151,7 @@ class WeightAverageHook(Hook):
             return
         with run.sharded.averaged():
             run.sharded.consolidate_buffers()  # as in weights.safetensors
-            metadata = {"vissl_zero": vissl_zero.__version__, "recipe": run.plan.recipe, "step": str(run.step)}
+            metadata = {"vissl_zero": __version__, "recipe": run.plan.recipe, "step": str(run.step)}
             stream_weights(run.sharded.whole_tensors(), run.folder / AVERAGE_NAME, metadata, run.is_main)
 
 

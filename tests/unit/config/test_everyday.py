@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero import cli
-from vissl_zero.config.compose import EVERYDAY, compose
+from vissl_zero.config.compose import compose
+from vissl_zero.config.explanations import EVERYDAY
 from vissl_zero.errors import ConfigError
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun

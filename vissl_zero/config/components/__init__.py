@@ -163,15 +163,14 @@ def _plain(node: Any, key_path: str) -> dict[str, Any]:
         if problems := list(constraint_problems(typed, key_path)):
             raise ConfigError(problems)
     except OmegaConfBaseException as error:
-        raise ConfigError([_explained(error, key_path)]) from error
+        raise ConfigError([_explained(error, key_path, node)]) from error
     except ValueError as error:
         raise ConfigError([Problem(key_path, "", str(error).rstrip("."), "Correct the value.")]) from error
     return {str(name): value for name, value in OmegaConf.to_container(node, resolve=True).items()}  # type: ignore[union-attr]
 
 
-def _explained(error: OmegaConfBaseException, key_path: str, node: Any = None) -> Problem:
-    from vissl_zero.config.compose import (
-        explain_value,  # imports Hydra and the whole tree, for which every rank waits
-    )
+def _explained(error: OmegaConfBaseException, key_path: str, node: DictConfig) -> Problem:
+    # Imports Hydra, for which every rank would wait.
+    from vissl_zero.config.explanations import explain_value
 
-    return explain_value(error, f"{key_path}.", node)
+    return explain_value(error, node, f"{key_path}.")

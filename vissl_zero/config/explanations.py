@@ -1,0 +1,163 @@
+"""One sentence for each key or value that OmegaConf refuses: the key, what it must be, what to write instead."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import (
+    BooleanNode,
+    Container,
+    DictConfig,
+    FloatNode,
+    IntegerNode,
+    ListConfig,
+    Node,
+    OmegaConf,
+    StringNode,
+    UnionNode,
+)
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigIndexError,
+    ConfigKeyError,
+    ConfigTypeError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from vissl_zero.config.recipes import list_recipes
+from vissl_zero.errors import Problem, did_you_mean
+
+MOST_LISTED = 20
+
+
+# What people write for an everyday wish, in lower case without underscores -> the key that does it.
+EVERYDAY = {
+    "config.OPTIMIZER.lr": ("lr", "learningrate", "baselr", "maxlr", "rate"),
+    "config.OPTIMIZER.weight_decay": ("weightdecay", "wd", "decay"),
+    "config.OPTIMIZER.num_epochs": ("epochs", "epoch", "numepochs", "maxepochs", "nepochs"),
+    "config.TRAINER.MAX_STEPS": ("steps", "maxsteps", "numsteps", "maxiter", "maxiterations", "iterations"),
+    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA": ("batchsize", "batch", "bs", "batchsizeperreplica", "batchsizepergpu"),
+    "config.DATA.IMG_SIZE": ("imgsize", "imagesize", "size", "resolution", "cropsize", "inputsize"),
+    "config.DATA.TRAIN.DATA_PATHS": ("data", "datapath", "datapaths", "datadir", "dataset", "images", "trainpath"),
+    "config.DATA.NUM_DATALOADER_WORKERS": ("workers", "numworkers", "numdataloaderworkers"),
+    "config.ZERO.LEVEL": ("zero", "level", "stage", "zerolevel", "zerostage"),
+    "config.DISTRIBUTED.NUM_PROC_PER_NODE": ("gpus", "numgpus", "procs", "nproc", "nprocpernode", "numprocpernode"),
+    "config.MACHINE.DEVICE": ("device",),
+    "config.SEED_VALUE": ("seed",),
+    "config.CHECKPOINT.DIR": ("output", "outputdir", "out", "dir", "rundir", "outdir", "savedir"),
+    "config.MODEL.WEIGHTS_INIT.PARAMS_FILE": ("weights", "pretrained", "paramsfile", "checkpoint", "ckpt"),
+}
+
+
+def explain_value(error: OmegaConfBaseException, tree: DictConfig, prefix: str = "") -> Problem:
+    """Return one mistyped key or value as a problem.
+
+    Args:
+        error: what OmegaConf raised.
+        tree: the typed tree, or the block of it that was checked alone.
+        prefix: key path of that block, with a dot at its end.
+    """
+    key = prefix + str(error.full_key or error.key or "configuration")
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
+        return unknown_key(key.removeprefix(prefix), tree, prefix)
+    if isinstance(error, MissingMandatoryValue):
+        return Problem(key, "", "must be given", f"Write {key}=<value>.")
+    if isinstance(error, InterpolationResolutionError):
+        if missing := _unset_variable(error):
+            fix = "Set it, or give a default as in ${oc.env:NAME,default}."
+            return Problem(key, "", f"needs the environment variable {missing}, which is not set", fix)
+        return Problem(key, "", _sentence(error), "Correct the text in ${...}.")
+    return _wrong_type(key, error)
+
+
+def _sentence(error: OmegaConfBaseException) -> str:
+    return str(error.msg or error).split("\n", 1)[0].strip().rstrip(".")
+
+
+def _unset_variable(error: InterpolationResolutionError) -> str:
+    """Return the name of the environment variable that a value asks for and that is not set; empty if there is none."""
+    node = error.parent_node._get_node(error.key) if isinstance(error.parent_node, Container) else None
+    names = _VARIABLE.findall(str(node._value())) if isinstance(node, Node) else []
+    return next((name for name in names if name not in os.environ), "")
+
+
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+# What a typed node takes, in words.
+_TAKES: dict[type[Node], str] = {
+    IntegerNode: "a whole number",
+    FloatNode: "a number",
+    BooleanNode: "true or false",
+    StringNode: "text",
+    ListConfig: "a list",
+    DictConfig: "a block of keys",
+}
+_EITHER = {"typing.Union[int, str]": "a number or a word", "typing.Union[bool, float]": "true, false or a number"}
+
+
+def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
+    if isinstance(error, ConfigIndexError):
+        must, fix = "must be a position that the list has, counted from 0", f"Correct the value of {key}."
+        return Problem(key, "", must, fix)
+    node, value = error.child_node, error.value
+    if node is not None and value is None:
+        return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
+    if node is None and isinstance(error, ConfigTypeError):  # a list for a block, or the other way round
+        node = error.parent_node
+    takes = _EITHER.get(str(node._metadata.ref_type)) if isinstance(node, UnionNode) else _TAKES.get(type(node))
+    if not takes:
+        return Problem(key, "", _sentence(error), "See docs/configuration.md.")
+    got = "" if value is None else repr(str(value))
+    return Problem(key, got, f"must be {takes}", f"Correct the value of {key}.")
+
+
+def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
+    """Return the problem of an unknown key, with the closest keys beside it or the place where that key exists.
+
+    Args:
+        key: path in ``tree``.
+        tree: where to look.
+        prefix: of that path, for messages.
+    """
+    node: Any = tree
+    parts, depth = key.split("."), 0
+    while depth < len(parts) - 1 and isinstance(node, DictConfig) and parts[depth] in node:
+        node = node._get_node(parts[depth])
+        depth += 1
+    wrong, full = parts[depth], prefix + key
+    if "/" in wrong:
+        known = ", ".join(recipe.argument for recipe in list_recipes() if recipe.is_part)
+        return Problem(f"+{full}", "", "must name a folder of recipes and a file in it", f"Parts: {known}.")
+    if OmegaConf.get_type(node) is dict:
+        near = did_you_mean(wrong, [str(name) for name in node or ()]).strip()
+        fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
+        return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
+    siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
+    if wish := _everyday(wrong):
+        return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
+    elsewhere = [prefix + path for path in _paths(tree) if path.rsplit(".", 1)[-1] == wrong][:3]
+    fix = did_you_mean(wrong, siblings).strip()
+    if full.startswith("config.config"):
+        fix = "Start the recipe's file with the line '# @package _global_'."
+    if not fix and elsewhere:
+        fix = f"A key of that name stands at {', '.join(elsewhere)}."
+    return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:MOST_LISTED])}.")
+
+
+def _everyday(word: str) -> str:
+    """The full key behind a short word; empty if unknown."""
+    plain = word.lower().replace("_", "").replace("-", "")
+    return next((key for key, words in EVERYDAY.items() if plain in words), "")
+
+
+def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every key path below a node."""
+    for name in map(str, node):
+        yield f"{prefix}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _paths(child, f"{prefix}{name}.")
