@@ -14,9 +14,9 @@ from vissl_zero.config.host import Host
 from vissl_zero.config.resolve import resolve
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
+from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.weight_files import WeightAverageHook
 

@@ -20,13 +20,25 @@ ALLOWED = {
     "data": {"config"},
     "optim": {"config"},
     "sharding": {"config", "models", "methods", "data", "optim"},
-    "own_loop": {"config", "optim", "sharding", "checkpoint"},
+    "own_loop": {"config", "optim", "sharding", "checkpoint", "planner"},
     "engine": {"config", "models", "methods", "data", "optim", "sharding"},
+    "planner": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
     "checkpoint": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
     "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
-    "reporting": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "evaluation"},
-    "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
-    "commands": {"config", "engine", "checkpoint", "reporting", "launch"},
+    "reporting": {
+        "config",
+        "models",
+        "methods",
+        "data",
+        "optim",
+        "sharding",
+        "engine",
+        "planner",
+        "checkpoint",
+        "evaluation",
+    },
+    "launch": {"config", "sharding", "engine", "planner", "checkpoint", "evaluation", "reporting"},
+    "commands": {"config", "engine", "planner", "checkpoint", "reporting", "launch"},
 }
 
 
@@ -67,12 +79,17 @@ def test_every_folder_is_a_known_room():
     "word", ["fully_shard", "FSDPModule", "DistributedDataParallel", "fairscale", "sharding.level"]
 )
 def test_nothing_outside_sharding_asks_for_the_engine(word):
-    allowed = ("sharding/", "config/", "commands/", "conf/", "registry.py", "cli.py", "reporting/")
+    allowed = ("sharding/", "planner/", "config/", "commands/", "conf/", "registry.py", "cli.py", "reporting/")
     allowed += ("checkpoint/foreign_state.py",)  # reads files that VISSL and fairscale wrote
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
         if not name.startswith(allowed):
             assert word not in path.read_text(), f"{name} mentions {word}"
+
+
+def test_a_rank_that_trains_imports_no_planner():
+    code = "import vissl_zero.launch.worker, sys; sys.exit(any('vissl_zero.planner' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("module", ["cli", "config.resolve", "registry", "launch.run"])  # ranks alone need it

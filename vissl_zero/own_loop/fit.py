@@ -26,7 +26,7 @@ from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.own_loop.settings import ZeroSettings
 from vissl_zero.own_loop.user_optimizer import read_optimizer
-from vissl_zero.sharding.candidates import (
+from vissl_zero.planner.candidates import (
     Budget,
     because,
     chosen_of,
@@ -35,7 +35,7 @@ from vissl_zero.sharding.candidates import (
     nothing_fits,
     rank_candidates,
 )
-from vissl_zero.sharding.forecast import Forecaster, Subject
+from vissl_zero.planner.forecast import Forecaster, Subject
 
 _GIB = 2**30
 

@@ -15,7 +15,7 @@ from vissl_zero.models.model import Unit
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
 from vissl_zero.sharding.float8 import quantize_layers
-from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 from vissl_zero.sharding.precision import cast_to_master, dtype_of, run_in_precision
 from vissl_zero.sharding.replica_check import require_equal_models
 from vissl_zero.sharding.wrap_plan import WrapPlan, model_units, plan_wrap

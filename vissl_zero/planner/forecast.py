@@ -17,28 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.host import MachineProfile
 from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
-from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
-from vissl_zero.sharding.equal_units import recorded
-from vissl_zero.sharding.float8 import quantize_layers, require_float8
-from vissl_zero.sharding.memory import Storages
-from vissl_zero.sharding.memory_model import (
-    ModelFacts,
-    StepMemory,
-    UpdateFacts,
-    gathered_bytes,
-    param_facts,
-    step_memory,
-)
-from vissl_zero.sharding.precision import rounded, run_in_precision
-from vissl_zero.sharding.shard import Shard, whole_shard
-from vissl_zero.sharding.state import saved_buffers
-from vissl_zero.sharding.step_time import (
+from vissl_zero.planner.equal_units import recorded
+from vissl_zero.planner.machine_profile import MachineProfile
+from vissl_zero.planner.memory_model import ModelFacts, StepMemory, UpdateFacts, step_memory
+from vissl_zero.planner.step_time import (
     Rehearsal,
     Rehearsed,
     cause_of,
@@ -48,7 +35,14 @@ from vissl_zero.sharding.step_time import (
     step_seconds,
     work_seconds,
 )
-from vissl_zero.sharding.step_trace import Recorder, StepTrace
+from vissl_zero.planner.step_trace import Recorder, StepTrace
+from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.float8 import quantize_layers, require_float8
+from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
+from vissl_zero.sharding.precision import rounded, run_in_precision
+from vissl_zero.sharding.shard import Shard, whole_shard
+from vissl_zero.sharding.state import saved_buffers
 from vissl_zero.sharding.stepper import Clipping, Stepper
 from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vissl_zero.models.model import Unit
-from vissl_zero.sharding.step_trace import Mark, Moment, Recorder, StepTrace, Work, record_step
+from vissl_zero.planner.step_trace import Mark, Moment, Recorder, StepTrace, Work, record_step
 from vissl_zero.sharding.wrap_plan import WrapPlan
 
 _FEWEST = 6  # with fewer, next to nothing is passed over
