@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from tests.dist.training import DOUBLE, Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import TRUNKS
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.replica_check import ModelsDifferError, require_equal_models
 from vissl_zero.sharding.shard import Shard
 from vissl_zero.sharding.stepper import Stepper

@@ -13,8 +13,8 @@ from tests.dist.test_average import _Stored
 from tests.dist.test_behaviour import _copied
 from tests.dist.training import Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.resolve.resolved import Precision
 from vissl_zero.sharding.strategy import Sharded
 
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "num_steps": 3, "lr": 0.02, "is_shallow": True}

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.training import Case, Outcome, build, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.strategy import Sharded
 
 LEVELS = pytest.mark.parametrize("level", [1, 2, 3])

@@ -14,9 +14,9 @@ from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.test_memory import _Stack, _train
 from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.fairscale_engine.flat_sharded import FsdpUnit
 from vissl_zero.sharding.strategy import Sharded
 

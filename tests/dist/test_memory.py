@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.strategy import Sharded
 from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
 

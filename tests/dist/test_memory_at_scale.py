@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.test_memory import _Stack, _train
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.strategy import Sharded
 from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy

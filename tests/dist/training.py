@@ -25,12 +25,12 @@ from tests.dist.case import (
 )
 from tests.dist.plain import train_plainly
 from vissl_zero import collectives
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
 from vissl_zero.optim.elementwise import adam, adamw, sgd
 from vissl_zero.optim.whole_tensor import adamw_8bit, lamb, muon
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.strategy import Sharded, StepResult
 
 __all__ = ["Case", "Outcome", "build", "loss_of", "micro_batches", "shard", "train_plainly", "train_step"]

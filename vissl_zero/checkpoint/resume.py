@@ -23,10 +23,10 @@ from vissl_zero.checkpoint.folder import (
     stem_of,
 )
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError, printable
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import as_data
 from vissl_zero.sharding.state import restore_counters
 from vissl_zero.sharding.strategy import Sharded
 

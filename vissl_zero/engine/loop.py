@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, sum_later
-from vissl_zero.config.derive.optimizer_plan import peak
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
@@ -30,6 +28,8 @@ from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random
 from vissl_zero.models.weight_names import without_wrappers
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.schedules import build_schedule
+from vissl_zero.resolve.optimizer_plan import peak
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.batch_norm import frozen_statistics
 from vissl_zero.sharding.strategy import Sharded, StepResult
 

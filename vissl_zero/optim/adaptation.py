@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
+from vissl_zero.config.components.optimizers import TRUST_COEFFICIENT, TRUST_EPS
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.config.host import torchrun_ranks
-from vissl_zero.config.resolved import ResolvedRun, shards_parameters
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
@@ -37,6 +35,8 @@ from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.planner.step_time import measured_machine
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
+from vissl_zero.resolve.host import torchrun_ranks
+from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.teacher import require_wide
 

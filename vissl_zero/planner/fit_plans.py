@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, STARTED, Outcome, measured_peaks, note, outcomes
+from vissl_zero.resolve.resolved import ResolvedRun
 
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
+    from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.resolved import ResolvedRun
 
 SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
 _GIB = 2**30

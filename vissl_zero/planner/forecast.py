@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
@@ -36,6 +35,7 @@ from vissl_zero.planner.step_time import (
     work_seconds,
 )
 from vissl_zero.planner.step_trace import Recorder, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
 from vissl_zero.sharding.float8 import quantize_layers, require_float8
 from vissl_zero.sharding.memory import Storages

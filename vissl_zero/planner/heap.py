@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import KEPT_BYTES, MAPPED_BYTES
 
 _PAGE = 4096

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.planner.heap import heap_of
 from vissl_zero.planner.resident import BlockReplay, process_bytes
 from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.offload.block_file import pages

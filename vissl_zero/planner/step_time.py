@@ -35,12 +35,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero.atomic import replacing
-from vissl_zero.config.host import free_memory
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.lifetime import forked
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.planner.memory_model import ModelFacts, StepMemory
 from vissl_zero.planner.step_trace import Kernel, StepTrace, Work
+from vissl_zero.resolve.host import free_memory
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
 from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.param_facts import ParamFacts, stored_params

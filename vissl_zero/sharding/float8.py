@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.resolved import Float8Plan
 from vissl_zero.sharding.torch_private import reshaped, scaled_product
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

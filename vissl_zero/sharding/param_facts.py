@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.float8 import sent_weights
 from vissl_zero.sharding.offload.layout import kept_in_memory
 from vissl_zero.sharding.precision import dtype_of

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.keyed_random import element_bits, stable_hash
 from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.offload.state_place import UpdateKernel, UpdatePiece
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.shard import Shard

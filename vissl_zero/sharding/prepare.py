@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.compilation import compile_units
 from vissl_zero.sharding.float8 import quantize_layers

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import element_keys
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, empty_state

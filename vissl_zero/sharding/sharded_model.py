@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding import teacher as teaching
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (

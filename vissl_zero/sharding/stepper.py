@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.precision import LossScale
 from vissl_zero.sharding.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.strategy import StepResult

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule, update_rule
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.float8 import require_float8
 from vissl_zero.sharding.replica_check import equal_values
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import CheckpointError, ConfigError, Problem, VisslZeroError
+from vissl_zero.resolve.resolved import Precision
 from vissl_zero.sharding.shard import Shard
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.update_rule import counter_keys
+from vissl_zero.resolve.resolved import OffloadPlan
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.block_file import OffloadError
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore

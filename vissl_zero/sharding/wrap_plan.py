@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import ShardingPlan
 
 ROOT = ""
 

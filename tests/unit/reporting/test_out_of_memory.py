@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.out_of_memory import (
     explain,
@@ -18,6 +15,9 @@ from vissl_zero.reporting.out_of_memory import (
     requested_bytes,
     same_numbers,
 )
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.memory import is_out_of_memory
 from vissl_zero.sharding.strategy import Bytes
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.float8_by_hand import as_sent_by_hand, multiply_by_hand, representable, rounded, rounded_in_blocks
-from vissl_zero.config.resolved import Float8Plan, ShardingPlan
 from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.resolved import Float8Plan, ShardingPlan
 from vissl_zero.sharding import float8
 from vissl_zero.sharding.float8 import (
     Blocks,

@@ -10,7 +10,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import TEXTS, Texts
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @with_vissl_keys("CHECKPOINT")

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.collectives import world_size
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.fairscale_engine.flat_sharded import FlatSharded
 from vissl_zero.sharding.gradient_average import GradientAverage
 from vissl_zero.sharding.prepare import prepare

@@ -20,9 +20,9 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.bare import Fill
 from vissl_zero.models.model import is_recomputing
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.shard import MIN_ROW_NORM, Shard
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel

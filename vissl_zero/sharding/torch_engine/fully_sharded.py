@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.cpu_communicator import CpuCommunicator, open_communicator
 from vissl_zero.sharding.float8 import sent_weights
 from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter

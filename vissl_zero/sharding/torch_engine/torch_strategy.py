@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.cpu_communicator import open_communicator
 from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
 from vissl_zero.sharding.offload.tier import offloaded
