@@ -902,7 +902,7 @@ def _stepped(optimizer: Any, params: Sequence[nn.Parameter], change: Callable[[i
 
 
 def _adapted(adaptation: Any, lr: float, decay: float, momentum: float) -> list[Tensor]:
-    """Ours, as ``sharding/stepper.py`` runs it: coefficients from the norms, then the base optimizer without decay."""
+    """Ours, as ``update/stepper.py`` runs it: coefficients from the norms, then the base optimizer without decay."""
     params = [nn.Parameter(param.clone()) for param, _ in _layers()]
     optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=decay)
     count = len(params)

@@ -21,7 +21,7 @@ from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
 PROTOTYPES = "heads.0.prototypes0.weight"
@@ -36,7 +36,7 @@ def _on_cpu(level: int) -> AbstractContextManager[None]:
     return streams_on_cpu() if level == 3 else nullcontext()
 
 
-def _fairscale(case: Case, level: int, **changes: Any) -> Sharded:
+def _fairscale(case: Case, level: int, **changes: Any) -> ShardedModel:
     precision = Precision(case.dtype, None, case.dtype, case.dtype, use_loss_scale=True)
     return shard(case, level, engine="fairscale", **{"precision": precision, **changes})
 

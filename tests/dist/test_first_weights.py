@@ -24,8 +24,8 @@ from vissl_zero.models.model import build_model
 from vissl_zero.reporting.weight_files import stream_weights
 from vissl_zero.resolve.resolved import OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.sharding.allocator import give_back_large_blocks
+from vissl_zero.sharding.checks.replica_check import ModelsDifferError
 from vissl_zero.sharding.memory import peak_bytes, resident_bytes
-from vissl_zero.sharding.replica_check import ModelsDifferError
 
 CPU = torch.device("cpu")
 

@@ -91,6 +91,11 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
             assert word not in path.read_text(), f"{name} mentions {word}"
 
 
+def test_a_rank_that_trains_imports_no_planner():
+    code = "import vissl_zero.launch.worker, sys; sys.exit(any('vissl_zero.planner' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("module", ["cli", "resolve.resolve", "registry", "launch.run"])  # ranks alone need it
 def test_configuration_and_launcher_import_no_torch(module):
     code = f"import vissl_zero.{module}, sys; sys.exit('torch' in sys.modules)"
@@ -172,7 +177,7 @@ def test_sharding_reads_no_private_attribute_of_torchs_objects():
     texts = {path: path.read_text() for path in (PACKAGE / "sharding").rglob("*.py")}
     own = {name for text in texts.values() for match in _OWN_PRIVATE.findall(text) for name in match if name}
     for path, text in texts.items():
-        if path.name == "torch_private.py" or path.parent.name == "fairscale_engine":
+        if path.name == "torch_private.py" or path.parent.name == "fairscale":
             continue
         read = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
         extra = {name for name in read - own if name.startswith("_") and not name.startswith("__")}

@@ -26,7 +26,7 @@ from vissl_zero.checkpoint.shard_file import bytes_of
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.resolve.saved import as_data
-from vissl_zero.sharding.state import Part
+from vissl_zero.sharding.state.saved_state import Part
 from vissl_zero.version import __version__
 
 

@@ -27,7 +27,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.model_rules import no_teacher
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import return_free_pages
-from vissl_zero.sharding.precision import cast_to_master, dtype_of
+from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
 # Puts weights into a model, where it has memory for them; gives what reads them, by full name.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from vissl_zero.engine.stopping import Stop
-from vissl_zero.sharding.strategy import Bytes, Sharded
+from vissl_zero.sharding.memory import Bytes
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
@@ -144,7 +145,7 @@ class Run:
     """
 
     plan: ResolvedRun
-    sharded: Sharded
+    sharded: ShardedModel
     method: Method
     loader: Loader
     device: torch.device

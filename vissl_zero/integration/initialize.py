@@ -28,8 +28,8 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.allocator import return_free_pages
-from vissl_zero.sharding.float8 import require_float8
-from vissl_zero.sharding.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.model.float8 import require_float8
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,7 +10,7 @@ from typing import Any
 from vissl_zero.errors import Problem
 from vissl_zero.planner.forecast import Forecast, Forecaster, Recomputable
 from vissl_zero.resolve.resolved import TIERS, ShardingPlan
-from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.model.precision import dtype_of
 
 _GIB = 2**30
 _TRIES = 3  # recordings of a plan

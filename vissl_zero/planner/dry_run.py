@@ -37,8 +37,8 @@ from vissl_zero.planner.step_time import measured_machine
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.resolve.host import torchrun_ranks
 from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
-from vissl_zero.sharding.precision import cast_to_master, dtype_of
-from vissl_zero.sharding.teacher import require_wide
+from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
+from vissl_zero.sharding.state.teacher import require_wide
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's

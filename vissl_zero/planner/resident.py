@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from vissl_zero.planner.heap import Heap
 from vissl_zero.planner.step_trace import Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.cpu_communicator import MAX_BACKLOG_BYTES
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 
 _MIB = 2**20
 # Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks (docs/plan.md).

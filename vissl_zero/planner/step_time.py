@@ -42,9 +42,9 @@ from vissl_zero.planner.step_trace import Kernel, StepTrace, Work
 from vissl_zero.resolve.host import free_memory
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
-from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding.model.precision import dtype_of
 from vissl_zero.sharding.param_facts import ParamFacts, stored_params
-from vissl_zero.sharding.precision import dtype_of
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core

@@ -14,7 +14,7 @@ from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbe
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 from vissl_zero.resolve.host import available_memory
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 # What the tiers of a rank are called, by device.
 PLACES = {

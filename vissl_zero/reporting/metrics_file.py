@@ -19,7 +19,7 @@ from rich.console import Console
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
 from vissl_zero.reporting.quantity import KINDS
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

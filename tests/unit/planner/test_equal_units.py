@@ -12,7 +12,7 @@ from vissl_zero.planner.equal_units import recorded
 from vissl_zero.planner.forecast import fake_
 from vissl_zero.planner.step_trace import StepTrace, record_step
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.wrap_plan import plan_wrap
+from vissl_zero.sharding.model.wrap_plan import plan_wrap
 
 
 class Counted(nn.Module):

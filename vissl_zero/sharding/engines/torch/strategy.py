@@ -22,21 +22,22 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill
-from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
-from vissl_zero.sharding.cpu_communicator import open_communicator
-from vissl_zero.sharding.gradient_average import GradientAverage, OrderedMeans
+from vissl_zero.sharding.checks.replica_check import num_hooks
+from vissl_zero.sharding.engines.cpu_communicator import open_communicator
+from vissl_zero.sharding.engines.gradient_average import GradientAverage, OrderedMeans
+from vissl_zero.sharding.engines.torch.fully_sharded import FullySharded
+from vissl_zero.sharding.engines.torch.gradient_messages import GradientMessages, ParameterMessages, plan_messages
+from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.offload.tier import offloaded
-from vissl_zero.sharding.prepare import prepare
-from vissl_zero.sharding.replica_check import num_hooks
-from vissl_zero.sharding.shard import RowShard, row_shards
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, StepResult, Strategy
-from vissl_zero.sharding.torch_engine.fully_sharded import FullySharded
-from vissl_zero.sharding.torch_engine.gradient_messages import GradientMessages, ParameterMessages, plan_messages
+from vissl_zero.sharding.state.shard import RowShard, row_shards
+from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.update.stepper import StepResult
 
 
 @STRATEGIES.register("torch")
@@ -54,7 +55,7 @@ class TorchStrategy(Strategy):
         plan: ShardingPlan,
         device: torch.device,
         fill: Fill,
-    ) -> Sharded:
+    ) -> ShardedModel:
         """See ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
 
         Raises:
@@ -187,7 +188,7 @@ class ReplicatedParameters(ShardedModel):
         return (self._gradients if self._means is None else self._means).backward_pass()
 
     def step(self) -> StepResult:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         result = super().step()
         if not result.skipped:
             # A skipped step has changed nothing to tell.
@@ -195,13 +196,13 @@ class ReplicatedParameters(ShardedModel):
         return result
 
     def zero_grad(self) -> None:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         super().zero_grad()
         if self._means is None:
             self._gradients.forget()
 
     def replicated(self) -> dict[str, Tensor]:
-        """See ``Sharded``. All parameters are whole on every rank."""
+        """See ``ShardedModel``. All parameters are whole on every rank."""
         return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
 
     def _after_shards_change(self) -> None:

@@ -9,7 +9,7 @@ reduce-scatter add up in an order that depends on sizes, places and algorithms, 
 Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
 does not depend on what else travels with it. Gradients in half precision are summed in float32, and their mean is
 rounded once. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
-go through ``sharding/cpu_communicator.py``, which adds up in the same order.
+go through ``sharding/engines/cpu_communicator.py``, which adds up in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.sharding.cpu_communicator import add_in_order
+from vissl_zero.sharding.engines.cpu_communicator import add_in_order
 from vissl_zero.sharding.torch_private import call_after_backward, call_on_gradient, real_grad, set_real_grad
 
 # As DistributedDataParallel has it.

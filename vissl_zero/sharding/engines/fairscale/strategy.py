@@ -25,16 +25,17 @@ from vissl_zero import collectives
 from vissl_zero.collectives import world_size
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
-from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.fairscale_engine.flat_sharded import FlatSharded
-from vissl_zero.sharding.gradient_average import GradientAverage
-from vissl_zero.sharding.prepare import prepare
-from vissl_zero.sharding.shard import Shard, divide_by_norms, whole_shard
+from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
+from vissl_zero.sharding.engines.gradient_average import GradientAverage
+from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.strategy import OptimizerFactory, Sharded, StepResult, Strategy
+from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
+from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.update.stepper import StepResult
 
 _TORCH = "Write config.ZERO.ENGINE=torch"
 
@@ -102,7 +103,7 @@ class FairscaleStrategy(Strategy):
         plan: ShardingPlan,
         device: torch.device,
         fill: Fill,
-    ) -> Sharded:
+    ) -> ShardedModel:
         """See ``Strategy``. Collective; the process group must be up.
 
         Raises:
@@ -111,7 +112,7 @@ class FairscaleStrategy(Strategy):
         """
         wrap_plan = prepare(model, plan, device)
         setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
-        sharded: Sharded
+        sharded: ShardedModel
         if plan.level == 3:
             sharded = FlatSharded(setup)
         else:
@@ -238,7 +239,7 @@ class _OwnedByRank(ShardedModel):
         )
 
     def replicated(self) -> dict[str, Tensor]:
-        """See ``Sharded``. All parameters are whole on every rank."""
+        """See ``ShardedModel``. All parameters are whole on every rank."""
         return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
 
     def _after_shards_change(self) -> None:
@@ -247,7 +248,7 @@ class _OwnedByRank(ShardedModel):
             shard.share()
 
     def describe(self) -> str:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         shares = [0] * dist.get_world_size()
         for shard in self._owned:
             shares[shard.owner] += shard.source.numel()
@@ -325,7 +326,7 @@ class GradientSharded(_OwnedByRank):
                 yield
 
     def step(self) -> StepResult:
-        """See ``Sharded``.
+        """See ``ShardedModel``.
 
         Raises:
             VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
@@ -339,7 +340,7 @@ class GradientSharded(_OwnedByRank):
         return super().step()
 
     def zero_grad(self) -> None:
-        """See ``Sharded``. In place: a gradient set to None silently leaves fairscale's buffers (fairscale #354)."""
+        """See ``ShardedModel``. In place: a gradient set to None leaves fairscale's buffers (fairscale #354)."""
         self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
         for shard in self._owned:
             shard.local.grad = None

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.state.shard import Shard
 from vissl_zero.sharding.torch_private import (
     is_building_data_parallel,
     left_to_itself,

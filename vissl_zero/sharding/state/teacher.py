@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.errors import CheckpointError, ConfigError, Problem, VisslZeroError
 from vissl_zero.resolve.resolved import Precision
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.state.shard import Shard
 
 if TYPE_CHECKING:
     from vissl_zero.sharding.sharded_model import ShardedModel
@@ -65,7 +65,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Take over saved averages: entries as ``sharding/rank_state.py`` has them.
+        """Take over saved averages: entries as ``sharding/state/rank_state.py`` has them.
 
         Raises:
             CheckpointError: they are of another model.

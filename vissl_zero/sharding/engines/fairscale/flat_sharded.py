@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from vissl_zero.models.bare import Fill
 from vissl_zero.models.model import is_recomputing
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.shard import MIN_ROW_NORM, Shard
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, PlannedUnit, WrapPlan
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.wrap_plan import ROOT, PlannedUnit, WrapPlan
+from vissl_zero.sharding.state.shard import MIN_ROW_NORM, Shard
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ class FlatSharded(ShardedModel):
         return FlatSharded(setup)
 
     def describe(self) -> str:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         num_joined = sum(unit._num_flatten_params for unit in self._units)
         return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
 

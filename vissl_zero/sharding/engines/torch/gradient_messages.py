@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.cpu_communicator import MAX_BACKLOG_BYTES, CpuCommunicator, add_in_order
-from vissl_zero.sharding.shard import RowShard, WholeParameter
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES, CpuCommunicator, add_in_order
+from vissl_zero.sharding.state.shard import RowShard, WholeParameter
 from vissl_zero.sharding.torch_private import (
     call_after_backward,
     call_on_gradient,

@@ -2,7 +2,7 @@
 
 ``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
 ``restore_state`` reads the runs that this rank needs from such a store, whatever the layout that wrote it.
-``sharding/rank_state.py`` has the same layout's form, one dict a rank.
+``sharding/state/rank_state.py`` has the same layout's form, one dict a rank.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
+from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates
-from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard, empty_state
-from vissl_zero.sharding.teacher import WeightAverage
+from vissl_zero.sharding.state.shard import Shard, empty_state
+from vissl_zero.sharding.state.teacher import WeightAverage
 from vissl_zero.sharding.torch_private import unsaved_buffers
-from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.replica_check import digest_of
+from vissl_zero.sharding.checks.replica_check import digest_of
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
     finish_unit_after_backward,

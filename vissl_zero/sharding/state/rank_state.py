@@ -18,10 +18,9 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import complete_momenta
 from vissl_zero.optim.update_rule import element_keys
 from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
-from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard, empty_state
-from vissl_zero.sharding.state import (
+from vissl_zero.sharding.state.saved_state import (
     check_names,
     check_optimizer,
     check_same_update,
@@ -29,8 +28,9 @@ from vissl_zero.sharding.state import (
     state_shards,
     take_group_options,
 )
-from vissl_zero.sharding.teacher import WeightAverage
-from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
+from vissl_zero.sharding.state.shard import Shard, empty_state
+from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 
 def rank_state(

@@ -29,10 +29,10 @@ from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.offload.state_place import UpdateKernel, UpdatePiece
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.state.shard import Shard
 
 if TYPE_CHECKING:  # it reads this file
-    from vissl_zero.sharding.strategy import OptimizerFactory
+    from vissl_zero.optim.adaptation import OptimizerFactory
 
 
 @dataclass

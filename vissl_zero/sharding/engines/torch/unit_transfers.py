@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from vissl_zero.collectives import all_gather_into
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.float8 import Rows, packed, unpacked
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.model.float8 import Rows, packed, unpacked
+from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.torch_private import (
@@ -37,7 +38,6 @@ from vissl_zero.sharding.torch_private import (
     shard_data,
     unit_state,
 )
-from vissl_zero.sharding.wrap_plan import WrapPlan
 
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 

@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.update_rule import counter_keys
 from vissl_zero.resolve.resolved import OffloadPlan
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.block_file import OffloadError
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import copied
 from vissl_zero.sharding.offload.streamed_optimizer import WholeStates
 from vissl_zero.sharding.offload.tier import whole_states
-from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.state.shard import Shard
 
 ROUND_ELEMENTS = 2**20  # of a rank's full tensors at once, where these rest on a disk: fewer rounds, fewer messages
 

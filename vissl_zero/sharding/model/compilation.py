@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from vissl_zero import collectives
 from vissl_zero.models.keyed_random import KeyedDropout, KeyedDropPath, change_drawing
 from vissl_zero.models.model import Unit
-from vissl_zero.sharding.batch_norm import BatchNorm
+from vissl_zero.sharding.model.batch_norm import BatchNorm
 from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, has_forward_hooks, left_out_of_graphs
 
 _log = logging.getLogger(__name__)

@@ -23,24 +23,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator, open_communicator
-from vissl_zero.sharding.float8 import sent_weights
-from vissl_zero.sharding.gradient_average import OrderedMeans, OrderedReduceScatter
-from vissl_zero.sharding.offload.parameter_store import ParameterStore, disk_shard, host_shard, needs_host_shards
-from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
-from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.shard import hide_gradient, shards_of
-from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.torch_engine.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
-from vissl_zero.sharding.torch_engine.unit_transfers import (
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, open_communicator
+from vissl_zero.sharding.engines.gradient_average import OrderedMeans, OrderedReduceScatter
+from vissl_zero.sharding.engines.torch.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
+from vissl_zero.sharding.engines.torch.unit_transfers import (
     PackedAllGather,
     UnitOnDisk,
     packing_of,
     stored_params,
     use_communicator,
 )
+from vissl_zero.sharding.model.float8 import sent_weights
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan
+from vissl_zero.sharding.offload.parameter_store import ParameterStore, disk_shard, host_shard, needs_host_shards
+from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.shard import hide_gradient, shards_of
 from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
-from vissl_zero.sharding.wrap_plan import PlannedUnit, WrapPlan
 
 
 class FullySharded(ShardedModel):
@@ -125,12 +125,12 @@ class FullySharded(ShardedModel):
         self._guard.end_micro_batch()
 
     def zero_grad(self) -> None:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         super().zero_grad()
         self._guard.forget()
 
     def close(self) -> None:
-        """See ``Sharded``."""
+        """See ``ShardedModel``."""
         super().close()
         if self._own_store is not None:
             self._own_store.close()

@@ -389,3 +389,19 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
         shard.local = nn.Parameter(flat.view(-1, *source.shape[1:]) if shard.row_numel else flat)
         shard.first_element = start
         yield shard
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter or buffer that can be gathered in full, one at a time.
+
+    Attributes:
+        name: full name.
+        dtype, shape: of the full tensor.
+        read: gathers it; only rank 0 uses the result. A collective: every rank reads the same ones in the same order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]

@@ -16,10 +16,39 @@ from torch import Tensor
 
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
-from vissl_zero.sharding.strategy import StepResult
+from vissl_zero.sharding.model.precision import LossScale
+from vissl_zero.sharding.state.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on every rank.
+
+    Attributes:
+        grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
+            synchronises).
+        skipped: the gradients held an inf or NaN under dynamic loss scaling, so nothing was updated.
+        loss_scale: the scale that was used, 1.0 without loss scaling.
+        names: full names of the parameters that took part, in the order of the optimizer's groups.
+        grad_sq: (len(names),) squared norms of their gradients, on the device.
+    """
+
+    grad_norm: Tensor
+    skipped: bool
+    loss_scale: float
+    names: Sequence[str]
+    grad_sq: Tensor
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Full names of the parameters whose gradient held an inf or NaN on any rank. Waits for the device."""
+        finite = self.grad_sq.isfinite().tolist()
+        return [name for name, is_finite in zip(self.names, finite, strict=True) if not is_finite]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Skipped with a loss that was not scaled up any more: the next steps would be skipped as well."""
+        return self.skipped and self.loss_scale <= 1.0
 
 
 def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import stat
 import pytest
 import torch
 
-from tests.unit.offload.test_nvme_folder import in_child
+from tests.unit.sharding.offload.test_nvme_folder import in_child
 from vissl_zero.sharding.offload.block_file import (
     PAGE,
     BlockFile,

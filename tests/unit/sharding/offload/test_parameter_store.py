@@ -12,7 +12,7 @@ from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
-from vissl_zero.sharding.shard import squared_norms
+from vissl_zero.sharding.state.shard import squared_norms
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))
 
