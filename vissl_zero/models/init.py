@@ -68,7 +68,7 @@ class FirstWeights:
             self.fill_("")
 
     def of_copy(self, model: nn.Module) -> FirstWeights:
-        """Return the same weights for a copy of the model, which may lack parts; filled parts of the model are so there."""
+        """Return the same weights for a copy of the model, which may lack parts; parts filled here are filled there."""
         other = copy.copy(self)
         other._waiting = {name: m for name, m in model.named_modules(remove_duplicate=False) if name in self._waiting}
         return other
