@@ -39,7 +39,7 @@ _AFTER_FIRST_S = 2.0
 
 
 def rank_device(plan: ResolvedRun) -> torch.device:
-    """This rank's device: the CPU, or the GPU of its local rank."""
+    """Return this rank's device: the CPU, or the GPU of its local rank."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device == "cuda" else torch.device("cpu")
 
 
@@ -114,7 +114,7 @@ def fail(error: BaseException) -> int:
 
 
 def main() -> int:
-    """A rank started by ``RankGroup``: ``argv[1]`` is the run folder."""
+    """Run a rank that ``RankGroup`` has started: ``argv[1]`` is the run folder."""
     take_place()
     try:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))

@@ -41,7 +41,7 @@ class Switch:
 
 
 def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> OutOfMemoryError:
-    """The error to raise instead: bytes by kind, the cheapest change that would help, and some others.
+    """Build the error to raise instead: bytes by kind, the cheapest change that would help, and some others.
 
     Cost: forecasts of the run's other plans, a few seconds.
 
@@ -118,7 +118,7 @@ def _time(then: Forecast, now: Forecast) -> str:
 
 
 def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """Changes that train something else, the mildest first."""
+    """List changes that train something else, the mildest first."""
     before = _peak(plan)
     if before is None:
         return
