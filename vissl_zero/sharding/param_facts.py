@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.float8 import sent_weights
+from vissl_zero.sharding.model.float8 import sent_weights
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.offload.layout import kept_in_memory
-from vissl_zero.sharding.precision import dtype_of
-from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 
 @dataclass(frozen=True)
