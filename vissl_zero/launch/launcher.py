@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vissl_zero.config.fit_plans import FitRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure, first_failure
@@ -27,6 +26,7 @@ from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import prepare_folder
 from vissl_zero.lifetime import Scratch, apart
+from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.host import RESERVE, num_oom_kills, settled_free_memory
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
@@ -151,7 +151,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 
 
 def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
-    """The exit code of a run that was asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
+    """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
     # The request is for this process too, which may have other runs to start.
     stopping.ask(asked.reason, asked.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
@@ -171,7 +171,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 
 
 def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
-    """What the ranks inherit."""
+    """Build the environment that the ranks inherit."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
     if rendezvous is not None:
@@ -267,7 +267,7 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
 
 
 def _fingerprint(plan: ResolvedRun) -> str:
-    """A digest of what must be equal on all machines: the plan without folders and machine-specific values."""
+    """Digest what must be equal on all machines: the plan without folders and machine-specific values."""
     found = asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
         del found[name]

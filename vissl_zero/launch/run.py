@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.fit_plans import FitRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.launcher import launch_local, launch_machine
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
+from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
 
@@ -85,7 +85,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
 
 def _submission(plan: ResolvedRun) -> str:
-    """The sbatch script of a run that would be submitted, else nothing."""
+    """Return the sbatch script of a run that would be submitted, else nothing."""
     if not plan.config.SLURM.USE_SLURM:
         return ""
     from vissl_zero.launch.slurm import script
@@ -110,7 +110,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
     import rich
 
     from vissl_zero.checkpoint.first_weights import load_first_weights
-    from vissl_zero.engine.dry_run import dry_run
+    from vissl_zero.planner.dry_run import dry_run
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
     out = console or rich.get_console()
@@ -125,7 +125,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
 
 
 def _resumed(plan: ResolvedRun) -> list[str]:
-    """What the run would do with what its folder already holds; the checkpoint's data are not read.
+    """Describe what the run would do with its folder's contents; the data of checkpoints are not read.
 
     Raises:
         ConfigError, CheckpointError, LaunchError: as the run would, where it cannot start or resume there.

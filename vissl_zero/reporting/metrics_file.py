@@ -98,7 +98,7 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
 
 
 def record_from(entry: Mapping[str, Any]) -> StepRecord:
-    """The record that ``line`` wrote; what was not finite is None.
+    """Read the record that ``line`` wrote; what was not finite is None.
 
     Raises:
         KeyError, TypeError: it is no such line.
@@ -193,7 +193,7 @@ class TensorBoard(Hook):
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """What is written for one step: tag -> finite number."""
+    """Return what is written for one step: tag -> finite number."""
     found = {
         "train/loss": record.loss,
         "train/lr": record.lr,
