@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tests.unit.config.example_config import CPU_HOST, complaints, config
 from vissl_zero.config.compose import load
 from vissl_zero.config.run_config import Root
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.inactive import no_effect, refused
 from vissl_zero.resolve.resolve import problems
 from vissl_zero.vissl.keys import OTHER_LOSSES, vissl_keys, without_vissl_keys
@@ -68,7 +69,7 @@ def composed(tmp_path, monkeypatch):
 
 def test_keys_without_effect_are_accepted_in_a_file_and_listed_once(composed):
     cfg = composed(False)
-    assert problems(cfg, CPU_HOST) == []
+    assert problems(Decisions(cfg, CPU_HOST)) == []
     assert no_effect(cfg) == [
         "Keys without effect here: VERBOSE, HOOKS.PERF_STATS.MONITOR_PERF_STATS, HOOKS.LOG_GPU_STATS, "
         "DATA.TRAIN.COPY_TO_LOCAL_DISK, METERS.accuracy_list_meter.num_meters, "
@@ -78,7 +79,7 @@ def test_keys_without_effect_are_accepted_in_a_file_and_listed_once(composed):
 
 
 def test_keys_that_would_change_the_result_are_refused_by_name(composed):
-    said = [str(problem) for problem in problems(composed(True), CPU_HOST)]
+    said = [str(problem) for problem in problems(Decisions(composed(True), CPU_HOST))]
     key, why = "config.REPRODUCIBILITY.CUDDN_DETERMINISTIC", "TRAINER.DETERMINISTIC fixes the order of sums here."
     assert said == [f"{key}: must be False: nothing else is implemented (got True). {why} Leave the key out."]
 

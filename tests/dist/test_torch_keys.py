@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.dist.training import Case, loss_of, micro_batches, shard
 from tests.ranks import run_on_ranks
 from tests.unit.config.example_config import CPU_HOST, config
-from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolved import Precision
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
@@ -82,7 +82,7 @@ def test_compute_dtype_and_fp32_reduce_scatter_on_torch(compute: str, reduce: st
 @pytest.mark.parametrize("path", NO_EFFECT)
 def test_what_only_fairscale_reads_is_said_once_on_torch(path: str) -> None:
     cfg = config(ZERO__LEVEL=3, **{path: NO_EFFECT[path]})
-    notes = sharding_plan(cfg, placement(cfg, CPU_HOST))[1]
+    notes = sharding_plan(Decisions(cfg, CPU_HOST))[1]
     assert notes == (f"config.{path.replace('__', '.')} has no effect on the torch engine.",)
 
 

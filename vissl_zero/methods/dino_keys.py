@@ -15,7 +15,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -80,7 +80,7 @@ class DINOSpec(MethodSpec):
         counts = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
         return {"output_dim": (counts[0] if counts else None, "head")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two crops or more, one head with one layer of prototypes."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
@@ -217,7 +217,7 @@ class IBOTSpec(MethodSpec):
             "patch_out_dim": (clusters[-1], "head"),
         }
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer with a mask token, one head, two crops or more, numbers in range."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
@@ -305,7 +305,7 @@ class DINOv2Spec(IBOTSpec):
         crops = crops_of(cfg)
         return {"num_global_crops": (crops[0] if crops else None, "transforms")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """As iBOT."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability)

@@ -16,7 +16,7 @@ from vissl_zero.resolve.saved import RESOLVED_FILE
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 _CLASSIFIERS = (
@@ -137,16 +137,16 @@ class SwAVDistillationLossConfig:
 _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 
-def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
+def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
     from vissl_zero.resolve import model_rules as rules
     from vissl_zero.resolve.inactive import refused
 
     shadow, found = as_teacher(cfg), list[Problem]()
     for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):
-        said = rule(shadow, host)
+        said = rule(shadow, decided)
         found += [said] if isinstance(said, Problem) else said or []
-    found += [problem for problem in refused(shadow, host) if problem.key.startswith("config.MODEL.")]
+    found += [problem for problem in refused(shadow, decided) if problem.key.startswith("config.MODEL.")]
     path = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE
     if not path or not Path(path).expanduser().exists():
         must, fix = "must name the teacher's weights", f"Write {_TEACHER}.WEIGHTS_INIT.PARAMS_FILE=<file>."
@@ -185,16 +185,16 @@ class DistillationSpec(MethodSpec):
             return {**crops, "num_global_crops": (counts[0] if counts else None, "transforms")}
         return crops if cfg.LOSS["name"] == "dino_distillation_loss" else {}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One head, a teacher that is there, labels where they count, crops for the teacher."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         if cfg.LOSS["name"] == "swav_distillation_loss":
-            return [*_swav_problems(cfg), *_teacher_problems(cfg, host)]
+            return [*_swav_problems(cfg), *_teacher_problems(cfg, decided)]
         if cfg.LOSS["name"] == "ibot_distillation_loss":
             found = patch_distillation(cfg, path.removeprefix("config."), keys.mask_ratio, keys.mask_probability)
             of_teacher = one_head(as_teacher(cfg), *IBOT_HEADS)
             found += [replace(problem, key=f"{_TEACHER}.HEAD.PARAMS") for problem in of_teacher]
-            return [*found, *_teacher_problems(cfg, host)]
+            return [*found, *_teacher_problems(cfg, decided)]
         if cfg.LOSS["name"] == "dino_distillation_loss":
             found = patch_trunk(cfg) if keys.patch_drop else []
             found += one_head(cfg, "mlp", "dino_head", "swav_head")
@@ -202,10 +202,10 @@ class DistillationSpec(MethodSpec):
             if keys.teacher_num_crops > crops - keys.swapped_assignment:
                 must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"
                 found.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
-            return [*found, *_teacher_problems(cfg, host)]
+            return [*found, *_teacher_problems(cfg, decided)]
         found = one_head(cfg, *_CLASSIFIERS)
         if not keys.teacher:
-            found += _teacher_problems(cfg, host)
+            found += _teacher_problems(cfg, decided)
         elif lacking := [n for n in (RESOLVED_FILE, WEIGHTS_FILE) if not (teacher_folder(keys.teacher) / n).is_file()]:
             must = f"must be the folder of a run that has ended: it has no {' and no '.join(lacking)}"
             fix = "Train a classifier (vissl-zero config=supervised/...) and write its run folder."

@@ -14,7 +14,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MAESpec(MethodSpec):
     views = "crops of one size; a quarter of the patches"
     recipe = "digits/mae"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer, a predictor, one size of crops."""
         return [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
 
@@ -71,7 +71,7 @@ class SimMIMSpec(MethodSpec):
     views = "crops of one size, masked"
     recipe = "digits/simmim"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer with a mask token, a head of pixels, one size of crops."""
         return [*one_head(cfg, "pixel_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
 
@@ -106,7 +106,7 @@ class IJEPASpec(MethodSpec):
     teacher_follows = True
     recipe = "digits/ijepa"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer, a predictor, one size of crops, room for context beside the targets."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
@@ -157,7 +157,7 @@ class Data2VecSpec(MethodSpec):
     teacher_follows = True
     recipe = "digits/data2vec"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer with a mask token and enough blocks, a head of latents, one size of crops."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "latent_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]

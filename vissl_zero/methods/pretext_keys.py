@@ -27,7 +27,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 NUM_ANGLES = 4
 
@@ -50,7 +50,7 @@ class RotNetSpec(MethodSpec):
     views = "1 or more square crops of one size, each at 4 angles, or at one"
     recipe = "digits/rotnet"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One size, a head with an output per angle."""
         return [*one_head(cfg, "mlp"), *one_size(cfg), *self._outputs(cfg)]
 
@@ -120,7 +120,7 @@ class JigsawSpec(MethodSpec):
             "are_cut": (are_cut(cfg), "transforms"),
         }
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One size, a head that takes tiles, no more orders than there are, a file of them that exists."""
         return [
             *one_head(cfg, "jigsaw_head", *["mlp"] * (towers_of(cfg, None) is not None)),
@@ -226,7 +226,7 @@ class NPIDSpec(MethodSpec):
         """embedding_dim from the head."""
         return {"embedding_dim": (head_width(cfg), "head")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One view, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
@@ -291,7 +291,7 @@ class PIRLSpec(MethodSpec):
             "are_cut": (are_cut(cfg), "transforms"),
         }
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, or one and tiles; a head that takes tiles."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [

@@ -24,7 +24,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -67,7 +67,7 @@ class DeepClusterV2Spec(MethodSpec):
         """embedding_dim from the head."""
         return {"embedding_dim": (head_width(cfg), "head")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One projection head, clusters, crops that there are."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         found = one_head(cfg, "mlp")
@@ -141,7 +141,7 @@ class MSNSpec(MethodSpec):
         counts = options.get("num_clusters") or [options.get("num_prototypes")]
         return {"output_dim": (counts[0], "head")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """A vision transformer, one head with one layer of prototypes of unit length, two large crops."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "swav_head", "msn_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]

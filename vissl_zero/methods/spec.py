@@ -15,7 +15,7 @@ from vissl_zero.registry import HEADS, METHODS, TRUNKS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 class MethodSpec:
@@ -54,7 +54,7 @@ class MethodSpec:
         """Whether the teacher is the model under DISTILLATION, with weights of its own."""
         return False
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """What is wrong with a recipe that names one of ``losses``; the types of the keys have been checked."""
         return []
 

@@ -13,7 +13,7 @@ from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SupervisedSpec(MethodSpec):
     couples = "nothing"
     recipe = "digits/supervised"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """There are classes to tell apart."""
         keys, found = loss_keys(cfg), list[Problem]()
         if keys.weight is not None and cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:

@@ -11,11 +11,10 @@ from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS
-from vissl_zero.resolve.placement_plan import micro_batch
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -118,7 +117,7 @@ class SwAVSpec(MethodSpec):
             "embedding_dim": (dims[-1] if dims else None, "head"),
         }
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """One head of prototypes, two crops or more, a queue that takes a whole micro-batch, numbers in range."""
         keys: SwAVLossConfig = loss_keys(cfg)
         path = f"LOSS.{cfg.LOSS['name']}"
@@ -128,7 +127,7 @@ class SwAVSpec(MethodSpec):
             *_lengths(cfg, keys, path),
             *self._crops(cfg, keys, path),
             *_prototypes(keys, path),
-            *_queue(keys, path, micro_batch(cfg, host)),
+            *_queue(keys, path, decided.micro_batch),
         ]
 
     def _crops(self, cfg: RunConfig, keys: SwAVLossConfig, path: str) -> list[Problem]:
@@ -188,6 +187,6 @@ class SwAVMomentumSpec(SwAVSpec):
     teacher_follows = True
     recipe = "digits/swav_momentum"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """SwAV's, and a momentum below 1."""
-        return [*super().problems(cfg, host), *share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)]
+        return [*super().problems(cfg, decided), *share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)]

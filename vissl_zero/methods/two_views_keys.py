@@ -9,11 +9,10 @@ from vissl_zero.config.constraints import above_zero, at_least
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS
-from vissl_zero.resolve.placement_plan import micro_batch
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.host import Host
+    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -52,7 +51,7 @@ class SimCLRSpec(MethodSpec):
             return {}
         return {"num_crops": (sum(crops_of(cfg) or []) or None, "transforms")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, or more; one projection head."""
         temperature = above_zero(f"LOSS.{cfg.LOSS['name']}.temperature", loss_keys(cfg).temperature)
         return [*one_head(cfg, "mlp"), *two_views(cfg, not _has_many_crops(cfg)), *temperature]
@@ -95,9 +94,9 @@ class MoCoV2Spec(MethodSpec):
         dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
         return {"embedding_dim": (dims[-1] if dims else None, "head")}
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, one projection head, a queue that takes a whole micro-batch."""
-        keys, path, batch = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}", micro_batch(cfg, host)
+        keys, path, batch = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}", decided.micro_batch
         fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
         return [
             *one_head(cfg, "mlp"),
@@ -131,7 +130,7 @@ class MoCoV3Spec(MethodSpec):
     couples = "negatives: the teacher's keys of the batch"
     recipe = "digits/moco_v3"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, a projector and a predictor."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         numbers = [*share(f"{path}.momentum", keys.momentum), *above_zero(f"{path}.temperature", keys.temperature)]
@@ -158,7 +157,7 @@ class BYOLSpec(MethodSpec):
     teacher_follows = True
     recipe = "digits/byol"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, a projector and a predictor."""
         momentum = share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)
         return [*one_head(cfg, "siamese_head"), *two_views(cfg), *momentum]
@@ -179,7 +178,7 @@ class SimSiamSpec(MethodSpec):
     views = "2 crops"
     recipe = "digits/simsiam"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, a projector and a predictor."""
         return [*one_head(cfg, "siamese_head"), *two_views(cfg)]
 
@@ -205,7 +204,7 @@ class BarlowTwinsSpec(MethodSpec):
     couples = "cross-correlation over the batch"
     recipe = "digits/barlow_twins"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         numbers = [*at_least(f"{path}.lambda_", keys.lambda_, 0), *above_zero(f"{path}.scale_loss", keys.scale_loss)]
@@ -235,7 +234,7 @@ class VICRegSpec(MethodSpec):
     couples = "variance and covariance over the batch"
     recipe = "digits/vicreg"
 
-    def problems(self, cfg: RunConfig, host: Host) -> list[Problem]:
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Two views, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         names = ("sim_coeff", "std_coeff", "cov_coeff")

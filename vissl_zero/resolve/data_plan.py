@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
@@ -22,9 +22,10 @@ from vissl_zero.config.programs import RETRIEVAL
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
-from vissl_zero.resolve.host import Host
-from vissl_zero.resolve.placement_plan import micro_batch, ranks
 from vissl_zero.vissl.programs import SEGMENTATION
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 _MULTI_CROP, _PATCHES_AND_IMAGE = ("size_crops",), ("crop_size_image", "crop_size_patches")
 _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop", "TenCrop")
@@ -99,7 +100,7 @@ def splits(cfg: RunConfig) -> dict[str, Split]:
     return {"TRAIN": cfg.DATA.TRAIN} | ({"TEST": cfg.DATA.TEST} if cfg.DATA.TEST.DATA_SOURCES else {})
 
 
-def sources(cfg: RunConfig, host: Host) -> list[Problem]:
+def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Each split names one known source."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
@@ -117,7 +118,7 @@ def sources(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def labels(cfg: RunConfig, host: Host) -> list[Problem]:
+def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Labels come from the folders or from files that exist."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
@@ -134,7 +135,7 @@ def labels(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def datasets(cfg: RunConfig, host: Host) -> list[Problem]:
+def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Data sets that are named without paths are in a catalogue, and have classes of images, not of pixels."""
     found = missing(cfg.DATA)
     for name, split in splits(cfg).items():
@@ -144,7 +145,7 @@ def datasets(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def image_size(cfg: RunConfig, host: Host) -> list[Problem]:
+def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """IMG_SIZE has something to scale."""
     size = cfg.DATA.IMG_SIZE
     if size is not None and size >= 1 and largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
@@ -153,7 +154,7 @@ def image_size(cfg: RunConfig, host: Host) -> list[Problem]:
     return []
 
 
-def whole_patches(cfg: RunConfig, host: Host) -> list[Problem]:
+def whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """A vision transformer cuts its crops into patches, with nothing left over."""
     side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
     must = f"must be a multiple of the trunk's patches of {side} pixels"
@@ -172,7 +173,7 @@ def _multiples(size: int, side: int) -> str:
     return f"{below} or {below + side}" if below else str(side)
 
 
-def transforms(cfg: RunConfig, host: Host) -> list[Problem]:
+def transforms(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Every transform is ours, torchvision's or registered."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
@@ -252,7 +253,7 @@ def torchvision_names() -> frozenset[str]:
     return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration
 
 
-def same_origin(cfg: RunConfig, host: Host) -> Problem | None:
+def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """A user's own images are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
     train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
     if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
@@ -267,7 +268,7 @@ NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 _MAX_DEPTH = 32
 
 
-def paths(cfg: RunConfig, host: Host) -> list[Problem]:
+def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """A disk_folder has folders that exist and hold images.
 
     A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
@@ -363,10 +364,10 @@ def num_images(name: str, split: Split, most: int) -> int | None:
     return min(count, split.DATA_LIMIT) if split.DATA_LIMIT > 0 else count
 
 
-def enough(cfg: RunConfig, host: Host) -> Problem | None:
+def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Every process has an image, and an epoch a step."""
-    train, world_size = cfg.DATA.TRAIN, ranks(cfg, host)[0]
-    step = micro_batch(cfg, host) * max(1, cfg.ZERO.gradient_accumulation_steps)
+    train, world_size = cfg.DATA.TRAIN, decided.world_size
+    step = decided.micro_batch * max(1, cfg.ZERO.gradient_accumulation_steps)
     count = num_images("TRAIN", train, max(world_size, step))
     if not count:
         return None  # no path, an unknown source: other rules speak
@@ -381,7 +382,7 @@ def enough(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
-def mixing(cfg: RunConfig, host: Host) -> list[Problem]:
+def mixing(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Images are mixed in training, by keys that make sense, for a loss whose labels are mixed too or that has none."""
     found, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:

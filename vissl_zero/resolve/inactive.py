@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.machine import Slurm
@@ -22,9 +22,11 @@ from vissl_zero.config.programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROG
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.resolve.components import takes_other_model
-from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.optimizer_plan import KEYS, one_rate
 from vissl_zero.vissl.keys import OTHER_LOSSES, VisslKey, vissl_keys
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"
@@ -419,12 +421,12 @@ def _value(cfg: RunConfig, path: str) -> Any:
     return node
 
 
-def refused(cfg: RunConfig, host: Host) -> list[Problem]:
+def refused(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Keys whose value would change what is trained."""
     return [_problem(key, value) for key, value in _set_keys(cfg) if key.is_refused]
 
 
-def meters(cfg: RunConfig, host: Host) -> list[Problem]:
+def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Figures on TEST that are measured here."""
     names = [cfg.METERS.name, *cfg.METERS.names] if cfg.METERS.name else cfg.METERS.names
     must = f"must be {' or '.join(METERS)}: each image has one class here"

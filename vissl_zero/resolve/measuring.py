@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.output import NearestNeighbor
@@ -22,18 +22,20 @@ from vissl_zero.config.programs import (
 )
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.resolve.host import Host
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 # Names of features that are no inner layer's.
 PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
 
 
-def program(cfg: RunConfig, host: Host) -> list[Problem]:
+def program(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The program is known."""
     return one_of("PROGRAM", cfg.PROGRAM, [TRAIN, *PROGRAMS])
 
 
-def svm(cfg: RunConfig, host: Host) -> list[Problem]:
+def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """SVMs are tested on TEST's images; LinearSVC solves what is asked for."""
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
@@ -58,7 +60,7 @@ def svm(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def clusters(cfg: RunConfig, host: Host) -> list[Problem]:
+def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The layer that is clustered is one of those that are extracted."""
     if cfg.PROGRAM != CLUSTERING:
         return []
@@ -70,7 +72,7 @@ def clusters(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem("config.CLUSTERFIT.FEATURES.LAYER_NAME", repr(name), must, "Correct it, or the map of layers.")]
 
 
-def low_shot(cfg: RunConfig, host: Host) -> list[Problem]:
+def low_shot(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Penalties are numbers above 0; there are images to test on."""
     if cfg.PROGRAM != LOW_SHOT:
         return []
@@ -103,7 +105,7 @@ def _no_test_images(cfg: RunConfig, tested: str) -> list[Problem]:
     return [Problem("config.DATA.TEST.DATA_SOURCES", "[]", must, fix)]
 
 
-def retrieval(cfg: RunConfig, host: Host) -> list[Problem]:
+def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """There are images to search; pooling, whitening and scales go together."""
     if cfg.PROGRAM != RETRIEVAL:
         return []
@@ -136,7 +138,7 @@ def retrieval(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def predictions(cfg: RunConfig, host: Host) -> list[Problem]:
+def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Heads that predict have weights."""
     settings, weights = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
     if cfg.PROGRAM not in (PREDICTIONS, ASSIGNMENTS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
@@ -28,11 +28,13 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import HEADS, LOSSES, TRUNKS
 from vissl_zero.resolve.components import loss_options, method_of, missing_weights, trunk_options
-from vissl_zero.resolve.host import Host
 from vissl_zero.vissl.keys import NO_EFFECT, OTHER_LOSSES
 
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
-def known(cfg: RunConfig, host: Host) -> list[Problem]:
+
+def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The loss is known and has the keys it is given; no other block is mistyped."""
     name = cfg.LOSS.get("name")
     blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
@@ -67,14 +69,14 @@ def _known() -> str:
     return f"Known: {', '.join(LOSSES)}."
 
 
-def method(cfg: RunConfig, host: Host) -> list[Problem]:
+def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """What the method says of the recipe."""
     name = str(cfg.LOSS.get("name"))
     spec = method_of(name)
-    return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, host)
+    return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, decided)
 
 
-def evaluated_model(cfg: RunConfig, host: Host) -> list[Problem]:
+def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Only a momentum copy can be evaluated in the student's place; of a loss of yours that shows as it is built."""
     spec = method_of(cfg.LOSS.get("name"))
     is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
@@ -91,7 +93,7 @@ _HEADS = "config.MODEL.HEAD.PARAMS"
 _CLASSIFIERS = ("mlp", "eval_mlp")
 
 
-def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
+def trunk(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The trunk is known and has the keys it is given."""
     if trunk_component(cfg.MODEL.TRUNK.NAME) not in TRUNKS:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
@@ -112,7 +114,7 @@ def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
 _INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_colorization")}
 
 
-def input_type(cfg: RunConfig, host: Host) -> Problem | None:
+def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """The trunk can look at images in this way, as in VISSL."""
     key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
     if name == "alexnet_colorization" and given != "lab":
@@ -123,13 +125,13 @@ def input_type(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem(key, given, f"must be rgb for {name}", f"Trunks for {given}: {', '.join(_INPUT_TYPES[given])}.")
 
 
-def vision_transformer(cfg: RunConfig, host: Host) -> list[Problem]:
+def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Heads divide the width of a vision transformer, and patches its image."""
     is_used = cfg.MODEL.TRUNK.NAME == "vision_transformer"
     return vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS) if is_used else []
 
 
-def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
+def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """A RegNet has a name or all of its parameters, and they make one."""
     if cfg.MODEL.TRUNK.NAME != "regnet":
         return []
@@ -166,7 +168,7 @@ def _stretches(block: RegNetBlock, key: str) -> Problem | None:
 _SIZED = ("beit", "xcit", "convnext", "swin_transformer")
 
 
-def trunk_sizes(cfg: RunConfig, host: Host) -> list[Problem]:
+def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Heads divide the width of a transformer, patches its image, and lists of stages are as long as each other."""
     name = cfg.MODEL.TRUNK.NAME
     if name == "convit":
@@ -193,7 +195,7 @@ def _not_in_convit(cfg: RunConfig) -> list[Problem]:
     ]
 
 
-def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
+def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """What is frozen for a time has a name and a number of steps."""
     key, found = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
@@ -204,7 +206,7 @@ def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def heads(cfg: RunConfig, host: Host) -> list[Problem]:
+def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Every head is ["name", {keys}], known, and has the keys it is given."""
     if not cfg.MODEL.HEAD.PARAMS:
         fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
@@ -282,7 +284,7 @@ def _widths(name: str, dims: list[int]) -> list[Problem]:
     return []
 
 
-def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
+def evaluation(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Settings of evaluation need their mode, as in VISSL, where they would be ignored without it."""
     settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
     if settings.EVAL_MODE_ON:
@@ -292,7 +294,7 @@ def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
 
 
-def sweep(cfg: RunConfig, host: Host) -> list[Problem]:
+def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Heads at several learning rates do not touch each other: what couples them is refused."""
     factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not factors:
@@ -309,7 +311,7 @@ def sweep(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def taps(cfg: RunConfig, host: Host) -> list[Problem]:
+def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
     found = tap_problems(cfg)
     if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
@@ -318,7 +320,7 @@ def taps(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def probe(cfg: RunConfig, host: Host) -> Problem | None:
+def probe(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """A probe that is trained is measured on images it has not seen."""
     if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
         return None
@@ -326,7 +328,7 @@ def probe(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.DATA.TEST.DATA_SOURCES", "[]", "must name the images that the probe is measured on", fix)
 
 
-def weights(cfg: RunConfig, host: Host) -> Problem | None:
+def weights(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """The initial weights exist."""
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.blocks.optimizer import LinearEvalHead, Optimizer, ParamGroupKeys, Scheduler
 from vissl_zero.config.components import component_keys, typed_options
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import OPTIMIZERS, SCHEDULERS
-from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolved import LarcPlan, OptimizerPlan
 from vissl_zero.vissl.keys import ALIASES
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 _KEY = "config.OPTIMIZER"
 _WRITE = f"Write {_KEY}.base_optimizer.name=sgd, for example, or {_KEY}.name=sgd with {_KEY}.use_zero=True."
 
 
-def form(cfg: RunConfig, host: Host) -> list[Problem]:
+def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """One optimizer is named, once, or twice by the same name."""
     block, nested = cfg.OPTIMIZER, cfg.OPTIMIZER.base_optimizer.name
     if nested == "zero":
@@ -45,9 +47,9 @@ def form(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def known(cfg: RunConfig, host: Host) -> list[Problem]:
+def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The optimizer is known and has the keys it is given."""
-    if form(cfg, host):
+    if form(cfg, decided):
         return []
     if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
         return [OPTIMIZERS.unknown(base_name(cfg.OPTIMIZER))]
@@ -67,7 +69,7 @@ def known(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def larc(cfg: RunConfig, host: Host) -> list[Problem]:
+def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """LARC is not put on top of an optimizer that adapts its rates by itself."""
     block, found = cfg.OPTIMIZER, []
     if uses_larc(block) and base_name(block) == "lars":
@@ -76,7 +78,7 @@ def larc(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def groups(cfg: RunConfig, host: Host) -> list[Problem]:
+def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Rates of several heads need groups of heads; parameters with rates of their own, keys that are known."""
     block = cfg.OPTIMIZER
     try:
@@ -135,7 +137,7 @@ def used(cfg: RunConfig) -> dict[str, Scheduler]:
     return found | {name: schedule for name, schedule in named.items() if schedule.name}
 
 
-def well_formed(cfg: RunConfig, host: Host) -> list[Problem]:
+def well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Every schedule is known and has what it needs; parts of a composite too."""
     found: list[Problem] = []
     for name, schedule in used(cfg).items():
@@ -203,7 +205,7 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
     return found
 
 
-def auto_scaling(cfg: RunConfig, host: Host) -> list[Problem]:
+def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Scaling by the batch has a base and something to scale."""
     found: list[Problem] = []
     for name, schedule in used(cfg).items():
@@ -216,7 +218,7 @@ def auto_scaling(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def peak_value(cfg: RunConfig, host: Host) -> list[Problem]:
+def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """OPTIMIZER.lr has a schedule that can be scaled to it."""
     value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
     if value is None:

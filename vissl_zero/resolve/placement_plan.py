@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem, did_you_mean
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.host import Host
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 GPU_NAMES = ("gpu", "cuda")
 
@@ -91,37 +95,30 @@ def _device(cfg: RunConfig, host: Host, procs: int) -> str:
     return "cuda" if cfg.MACHINE.DEVICE == "auto" and fits else "cpu"
 
 
-def micro_batch(cfg: RunConfig, host: Host) -> int:
-    """Source images per micro-batch over all ranks."""
-    return cfg.DATA.TRAIN.BATCHSIZE_PER_REPLICA * ranks(cfg, host)[0]
-
-
-def global_batch(cfg: RunConfig, host: Host) -> int:
-    """Source images per optimizer step over all ranks and micro-batches."""
-    return micro_batch(cfg, host) * cfg.ZERO.gradient_accumulation_steps
-
-
-def gpu(cfg: RunConfig, host: Host) -> Problem | None:
+def gpu(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Requested GPUs exist, one per process, and use nccl."""
     if cfg.MACHINE.DEVICE not in GPU_NAMES:
         return None
     key, got = "config.MACHINE.DEVICE", repr(cfg.MACHINE.DEVICE)
-    if host.num_gpus == 0:
-        return Problem(key, got, f"cannot be used here: {host.why_no_gpu}", f"Write {key}=auto or {key}=cpu.")
+    if decided.host.num_gpus == 0:
+        return Problem(key, got, f"cannot be used here: {decided.host.why_no_gpu}", f"Write {key}=auto or {key}=cpu.")
     if cfg.DISTRIBUTED.BACKEND == "gloo":
         fix = "Write auto, or train on the CPU."
         return Problem("config.DISTRIBUTED.BACKEND", "'gloo'", "must be nccl on GPUs", fix)
-    procs = ranks(cfg, host)[1]
-    if procs > host.num_gpus:
-        key, must = "config.DISTRIBUTED.NUM_PROC_PER_NODE", f"must be at most the number of GPUs, {host.num_gpus}"
-        return Problem(key, str(procs), must, f"Write {key}={host.num_gpus}, or config.MACHINE.DEVICE=cpu.")
+    procs = decided.placement.procs_per_node
+    if procs > decided.host.num_gpus:
+        key, must = (
+            "config.DISTRIBUTED.NUM_PROC_PER_NODE",
+            f"must be at most the number of GPUs, {decided.host.num_gpus}",
+        )
+        return Problem(key, str(procs), must, f"Write {key}={decided.host.num_gpus}, or config.MACHINE.DEVICE=cpu.")
     return None
 
 
-def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
+def several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Several machines know where to meet."""
     distributed = cfg.DISTRIBUTED
-    if distributed.NUM_NODES <= 1 or host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
+    if distributed.NUM_NODES <= 1 or decided.host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
         return None
     host_name, _, port = distributed.RUN_ID.rpartition(":")
     if host_name and port.isdigit() and 0 < int(port) < 65536:
@@ -137,12 +134,12 @@ def several_machines(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.DISTRIBUTED.RUN_ID", repr(distributed.RUN_ID), must, "Write such as 10.0.0.1:29500.")
 
 
-def hooks(cfg: RunConfig, host: Host) -> list[Problem]:
+def hooks(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Every extra hook is registered."""
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
 
 
-def folder(cfg: RunConfig, host: Host) -> list[Problem]:
+def folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The run folder has a name."""
     if cfg.CHECKPOINT.DIR is None or (cfg.CHECKPOINT.DIR and "\0" not in cfg.CHECKPOINT.DIR):
         return []
@@ -150,7 +147,7 @@ def folder(cfg: RunConfig, host: Host) -> list[Problem]:
     return [Problem("config.CHECKPOINT.DIR", repr(cfg.CHECKPOINT.DIR), "must name a folder", fix)]
 
 
-def allowed(cfg: RunConfig, host: Host) -> list[Problem]:
+def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """What may change is a key or a block that there is."""
     found, known = [], [field.name for field in fields(cfg)]
     for key in cfg.CHECKPOINT.ALLOW_CHANGED:
@@ -160,7 +157,7 @@ def allowed(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def restarts(cfg: RunConfig, host: Host) -> list[Problem]:
+def restarts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Restarts need a number of tries and a checkpoint to resume from."""
     found = []
     distributed = cfg.DISTRIBUTED
@@ -205,7 +202,7 @@ _DECIDED = {
 }
 
 
-def _texts(cfg: RunConfig, host: Host) -> list[Problem]:
+def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Names and comments are one line each: a second one would be read as an option or a command."""
     slurm, found = cfg.SLURM, []
     for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
@@ -226,7 +223,7 @@ def _texts(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def _setup(cfg: RunConfig, host: Host) -> list[Problem]:
+def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """SETUP is shell, and nothing but shell."""
     must = "must be shell commands, not options of sbatch"
     fix = "Put options into config.SLURM.ADDITIONAL_PARAMETERS."
@@ -237,7 +234,7 @@ def _setup(cfg: RunConfig, host: Host) -> list[Problem]:
     ]
 
 
-def _additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
+def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
     """Further options are well formed and are not those that other keys decide."""
     for name, value in cfg.SLURM.ADDITIONAL_PARAMETERS.items():
         option, key = str(name).replace("_", "-"), f"config.SLURM.ADDITIONAL_PARAMETERS.{name}"
@@ -254,7 +251,7 @@ def _additional(cfg: RunConfig, host: Host) -> Iterator[Problem]:
             yield _one_line(key, str(value))
 
 
-def _numbers(cfg: RunConfig, host: Host) -> list[Problem]:
+def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """There is time to run, and to save before it ends."""
     slurm = cfg.SLURM
     found = []
@@ -274,11 +271,11 @@ def is_submitted(cfg: RunConfig) -> bool:
     return cfg.SLURM.USE_SLURM
 
 
-def slurm_job(cfg: RunConfig, host: Host) -> list[Problem]:
+def slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """What a job of a cluster may be called and ask for, where one is submitted."""
     if not is_submitted(cfg):
         return []
-    return [*_texts(cfg, host), *_setup(cfg, host), *_additional(cfg, host), *_numbers(cfg, host)]
+    return [*_texts(cfg, decided), *_setup(cfg, decided), *_additional(cfg, decided), *_numbers(cfg, decided)]
 
 
 def is_unsafe(value: object) -> bool:

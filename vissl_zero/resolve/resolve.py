@@ -29,6 +29,7 @@ from vissl_zero.resolve.components import (
     with_run_of_weights,
 )
 from vissl_zero.resolve.data_plan import DATA_RULES, with_image_size
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.resolve.inactive import VISSL_RULES, inactive_keys, no_effect
 from vissl_zero.resolve.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
@@ -37,9 +38,7 @@ from vissl_zero.resolve.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
 from vissl_zero.resolve.placement_plan import (
     GPU_NAMES,
     PLACEMENT_RULES,
-    global_batch,
     is_submitted,
-    placement,
     ranks,
 )
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -49,9 +48,9 @@ from vissl_zero.resolve.sharding_plan import SHARDING_RULES, sharding_plan
 __all__ = ["load_resolved", "resolve", "save_resolved"]
 
 
-Rule = Callable[[RunConfig, Host], Problem | list[Problem] | None]
+Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 
-# All of them run, and all problems are reported together. A rule is a pure function of the configuration and the host.
+# All of them run, and all problems are reported together. A rule is a pure function of the configuration and of what is decided.
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *MODEL_RULES,
@@ -92,12 +91,12 @@ def resolve(
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = with_image_size(with_run_of_weights(without_training(cfg)))
-    host = host or _host(cfg)
+    decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
-    if found := problems(cfg, host):
+    if found := problems(decided):
         raise ConfigError([*found, *broken])
-    place, step = placement(cfg, host), global_batch(cfg, host)
-    sharding, sharding_notes = sharding_plan(cfg, place)
+    place, step = decided.placement, decided.global_batch
+    sharding, sharding_notes = sharding_plan(decided)
     optimizer, optimizer_notes = optimizer_plan(cfg, step, place.num_nodes)
     notes = (*map(str, broken), *notes, *place.notes, *sharding_notes, *optimizer_notes)
     if only_measures(cfg) and cfg.PROGRAM == TRAIN:
@@ -108,7 +107,7 @@ def resolve(
 
     def derived(changed: RunConfig) -> dict[str, Any]:
         return {
-            "sharding": asdict(sharding_plan(changed, place)[0]),
+            "sharding": asdict(sharding_plan(Decisions(changed, decided.host))[0]),
             "optimizer": asdict(optimizer_plan(changed, step, place.num_nodes)[0]),
         }
 
@@ -138,12 +137,13 @@ def resolve(
     )
 
 
-def problems(cfg: RunConfig, host: Host) -> list[Problem]:
+def problems(decided: Decisions) -> list[Problem]:
     """Everything that is wrong with a configuration: values by themselves, then keys together; each problem once."""
+    cfg = decided.cfg
     found = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
     for rule in RULES:
         try:
-            verdict = rule(cfg, host)
+            verdict = rule(cfg, decided)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
             if not found:
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
@@ -12,18 +12,20 @@ from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.resolve.optimizer_plan import base_name, uses_larc
-from vissl_zero.resolve.placement_plan import Placement, is_submitted, placement, ranks
+from vissl_zero.resolve.placement_plan import Placement, is_submitted
 from vissl_zero.resolve.resolved import NO_UNITS, Float8Plan, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.vissl.keys import TASK_LEVELS
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 _ENGINE = "config.ZERO.ENGINE"
 _NVME_FIX = "Give a folder of yours on a local disk."
 
 
-def level_value(cfg: RunConfig, host: Host) -> Problem | None:
+def level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """The level is auto or a number from 0 to 3, and ``type`` says nothing else."""
     zero, chosen = cfg.ZERO, chosen_level(cfg)
     if str(zero.LEVEL) == "fit":
@@ -43,7 +45,7 @@ def level_value(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
-def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
+def one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
     both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
     if not both or chosen_level(cfg) is not None:
@@ -53,22 +55,22 @@ def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.MODEL.SHARDED_DDP_SETUP.USE_SDP", "True", must, fix)
 
 
-def engine(cfg: RunConfig, host: Host) -> Problem | None:
+def engine(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """The engine is installed, and runs on this device."""
     name = cfg.ZERO.ENGINE
-    if name == "fairscale" and level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
+    if name == "fairscale" and decided.level == 3 and decided.placement.device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs level 3 on any device.")
-    if name == "fairscale" and level(cfg)[0] == 0:
+    if name == "fairscale" and decided.level == 0:
         must = "fairscale has no level 0, where nothing is sharded"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=1.")
-    if name == "fairscale" and level(cfg)[0] == 3 and cfg.TRAINER.DTYPE == "float64":
+    if name == "fairscale" and decided.level == 3 and cfg.TRAINER.DTYPE == "float64":
         must = "fairscale shards parameters (level 3) in float32 only, and config.TRAINER.DTYPE is float64"
         return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=2.")
     return None if name == "auto" or name in STRATEGIES else STRATEGIES.unknown(name)
 
 
-def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
+def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Both switches for clipping say the same."""
     old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
     if not old.USE_GRAD_CLIP:
@@ -84,9 +86,9 @@ def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
+def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Groups of synchronised batch norm divide the world."""
-    sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, ranks(cfg, host)[0]
+    sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, decided.world_size
     size = min(sync.GROUP_SIZE, world_size)
     if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
         return None
@@ -94,9 +96,9 @@ def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE", str(sync.GROUP_SIZE), must, "Write -1.")
 
 
-def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
+def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Groups that share a copy of the state divide the world, on an engine that has them."""
-    size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, ranks(cfg, host)[0]
+    size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, decided.world_size
     if size in (-1, world_size):
         return None
     key = "config.ZERO.SHARD_GROUP_SIZE"
@@ -110,10 +112,10 @@ def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
     return None
 
 
-def offload(cfg: RunConfig, host: Host) -> list[Problem]:
+def offload(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Each tier can be had at this level, on this engine and device."""
     optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
-    found = offload_problems(optimizer, params, level(cfg)[0], "config.ZERO")
+    found = offload_problems(optimizer, params, decided.level, "config.ZERO")
     if found or {optimizer.device, params.device} == {"none"}:
         return found
     if cfg.ZERO.ENGINE == "fairscale":
@@ -132,14 +134,14 @@ _FSDP = "MODEL.FSDP_CONFIG"
 _RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 
-def names(cfg: RunConfig, host: Host) -> list[Problem]:
+def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """AMP_TYPE is one of the known, in one of its spellings."""
     if amp_type(cfg) is not None:
         return []
     return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
 
 
-def opt_level(cfg: RunConfig, host: Host) -> Problem | None:
+def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """apex's other levels are not supported; torch's autocast has none, in VISSL too."""
     given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
     is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
@@ -150,7 +152,7 @@ def opt_level(cfg: RunConfig, host: Host) -> Problem | None:
     return Problem(key, repr(given), "must be O1: autocast replaces apex here", fix)
 
 
-def float64(cfg: RunConfig, host: Host) -> list[Problem]:
+def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """float64 is for everything or nothing."""
     if cfg.TRAINER.DTYPE != "float64":
         return []
@@ -164,7 +166,7 @@ def float64(cfg: RunConfig, host: Host) -> list[Problem]:
     return found
 
 
-def bfloat16(cfg: RunConfig, host: Host) -> list[Problem]:
+def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Parameters in bfloat16 can be updated, and nothing asks for another format."""
     if cfg.TRAINER.DTYPE != "bfloat16":
         return []
@@ -199,7 +201,7 @@ SENDS_NOTHING = (
 )
 
 
-def float8(cfg: RunConfig, host: Host) -> list[Problem]:
+def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
         key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
@@ -215,7 +217,7 @@ _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
 REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
 
 
-def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
+def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Engine, groups and optimizer are ones whose sums have one order."""
     if not cfg.TRAINER.DETERMINISTIC:
         return []
@@ -223,7 +225,7 @@ def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
     if cfg.ZERO.ENGINE == "fairscale":
         must = "is not available on fairscale, which sums over ranks in its own order"
         found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
-    if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, ranks(cfg, host)[0]):
+    if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, decided.world_size):
         must = "is not available with shard groups, which sum inside each group first"
         found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
     if cfg.TRAINER.COMPILE:
@@ -263,9 +265,10 @@ _FAIRSCALE_KEYS = {
 }
 
 
-def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
+def sharding_plan(decided: Decisions) -> tuple[ShardingPlan, tuple[str, ...]]:
     """The sharding plan of a run, and the notes to print about it."""
-    number, level_notes = level(cfg)
+    cfg, place = decided.cfg, decided.placement
+    number, level_notes = decided.level_and_notes
     formats, precision_notes = precision(cfg, number)
     zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
     recomputation, recompute_notes = _recomputation(cfg)

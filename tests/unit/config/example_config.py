@@ -8,6 +8,7 @@ from typing import Any
 
 from vissl_zero.config.compose import load
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import problems
 
@@ -38,4 +39,4 @@ def config(**values: Any) -> RunConfig:
 
 def complaints(host: Host = CPU_HOST, **values: Any) -> list[str]:
     """What the rules say about the quickstart recipe with these values."""
-    return [str(problem) for problem in problems(config(**values), host)]
+    return [str(problem) for problem in problems(Decisions(config(**values), host))]

@@ -18,6 +18,7 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.mlp_heads import EvalMLP
 from vissl_zero.models.model import build_model
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolve import problems
 
 B, C, SIDE = 6, 5, 16
@@ -139,9 +140,9 @@ def test_a_recipe_writes_it_where_vissl_has_it():
         "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS",
     )
     cfg = load("digits/supervised", [*words, f"+{params}={{cutmix_alpha: 1, num_classes: 10}}"])
-    assert problems(cfg, CPU_HOST) == []
+    assert problems(Decisions(cfg, CPU_HOST)) == []
     cfg = load("digits/supervised", [*words, f"+{params}={{cutmix: 1, mixup_alpha: 7}}"])
-    said = " ".join(map(str, problems(cfg, CPU_HOST)))
+    said = " ".join(map(str, problems(Decisions(cfg, CPU_HOST))))
     assert "COLLATE_FUNCTION_PARAMS.cutmix: is not a key" in said
     mixes = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator"}
     assert not complaints(**mixes)  # SwAV, whose images alone are mixed

@@ -23,6 +23,7 @@ from vissl_zero.methods.pretext import (
 )
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.resolve.components import method_of
+from vissl_zero.resolve.decisions import Decisions
 
 
 def test_tiles_are_cut_row_by_row_and_the_rest_is_left_out():
@@ -129,7 +130,7 @@ def test_pirl_projects_an_image_and_its_tiles_by_heads_of_their_own():
 )
 def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said):
     cfg = compose(f"digits/{recipe}", [override]).run
-    (problem,) = method_of(cfg.LOSS["name"]).problems(cfg, CPU_HOST)
+    (problem,) = method_of(cfg.LOSS["name"]).problems(Decisions(cfg, CPU_HOST))
     assert said in problem.must
     assert problem.fix
 
@@ -137,4 +138,4 @@ def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said
 @pytest.mark.parametrize("recipe", ["npid", "pirl", "deepcluster_v2", "distillation", "rotnet", "jigsaw"])
 def test_the_recipes_themselves_are_not(recipe):
     cfg = compose(f"digits/{recipe}").run
-    assert method_of(cfg.LOSS["name"]).problems(cfg, CPU_HOST) == []
+    assert method_of(cfg.LOSS["name"]).problems(Decisions(cfg, CPU_HOST)) == []

@@ -16,8 +16,8 @@ from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.timm_trunk import BeitTrunk, build_xcit
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.registry import TRUNKS
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.host import Host
-from vissl_zero.resolve.placement_plan import placement
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 BEIT = {
@@ -74,7 +74,7 @@ def test_flags_say_which_stretches_are_recomputed(switch, flags, ends):
     activation = "MODEL__ACTIVATION_CHECKPOINTING__USE_ACTIVATION_CHECKPOINTING"
     cfg = config(**{f"{key}s": [[1], [2, 3]], f"{key}ing": flags, activation: switch})
     host = Host(num_gpus=0, why_no_gpu="", num_cores=1)
-    assert sharding_plan(cfg, placement(cfg, host))[0].stage_checkpoints == ends
+    assert sharding_plan(Decisions(cfg, host))[0].stage_checkpoints == ends
 
 
 @pytest.mark.parametrize("flags", [[[True, True]], [[True], [False, True]]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import GPU_HOST, complaints, config
-from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 SDP, FSDP = "MODEL__SHARDED_DDP_SETUP__", "MODEL__FSDP_CONFIG__"
@@ -21,7 +21,7 @@ AT_LEVEL_3 = {
 
 def _plan(level, **values):
     cfg = config(ZERO__ENGINE="fairscale", ZERO__LEVEL=level, **values)
-    return sharding_plan(cfg, placement(cfg, GPU_HOST))
+    return sharding_plan(Decisions(cfg, GPU_HOST))
 
 
 @pytest.mark.parametrize(("path", "value"), [*AT_LEVEL_2.items(), *AT_LEVEL_3.items()])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.sharding import FsdpConfig, ShardedDdpSetup
-from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 ROOT = Path(__file__).parents[3]
@@ -45,5 +45,5 @@ def test_every_row_has_tests_that_exist():
 )
 def test_both_switches_are_levels(engine, path, level):
     cfg = config(ZERO__LEVEL="auto", ZERO__ENGINE=engine, **{path: True})
-    plan, _ = sharding_plan(cfg, placement(cfg, CPU_HOST))
+    plan, _ = sharding_plan(Decisions(cfg, CPU_HOST))
     assert (plan.level, plan.engine) == (level, engine)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.host import Host
-from vissl_zero.resolve.placement_plan import placement
 from vissl_zero.resolve.resolve import problems
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.resolve.sharding_plan import IMPLIED, sharding_plan
@@ -61,9 +61,9 @@ KEYS: dict[str, Any] = {
 def _answer(host: Host, values: dict[str, Any]) -> tuple[ShardingPlan | None, set[str]]:
     """The plan and what is said; no plan where it is refused."""
     cfg = config(DISTRIBUTED__NUM_PROC_PER_NODE=2 if host.num_gpus else 4, **values)
-    if found := problems(cfg, host):
+    if found := problems(Decisions(cfg, host)):
         return None, set(map(str, found))
-    plan, notes = sharding_plan(cfg, placement(cfg, host))
+    plan, notes = sharding_plan(Decisions(cfg, host))
     return plan, set(notes)
 
 

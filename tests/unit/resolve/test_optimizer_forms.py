@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.optimizer_plan import optimizer_plan
 from vissl_zero.resolve.resolve import problems
 from vissl_zero.resolve.resolved import LarcPlan
@@ -77,7 +78,7 @@ def test_every_row_of_the_table_is_tested():
 def test_form(row):
     block, others, base, expected_level = FORMS[row]
     cfg = with_optimizer(block, **others)
-    assert problems(cfg, CPU_HOST) == []
+    assert problems(Decisions(cfg, CPU_HOST)) == []
     assert optimizer_plan(cfg, 256, 1)[0].name == base
     assert level(cfg) == (expected_level, ())
 
@@ -85,7 +86,7 @@ def test_form(row):
 @pytest.mark.parametrize("row", REFUSED)
 def test_refused_form_says_why(row):
     block, others, text = REFUSED[row]
-    said = [str(problem) for problem in problems(with_optimizer(block, **others), CPU_HOST)]
+    said = [str(problem) for problem in problems(Decisions(with_optimizer(block, **others), CPU_HOST))]
     assert len(said) == 1
     assert text in said[0]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import cells
 from tests.unit.config.example_config import CPU_HOST, complaints, config
-from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 _FOUR = {"DISTRIBUTED__NUM_PROC_PER_NODE": 4}
@@ -48,5 +48,5 @@ def test_every_reason_is_told():
 def test_an_excluded_combination_is_refused_or_said(reason):
     for values, text in TOLD[reason]:
         cfg = config(**values)
-        said = complaints(**values) or sharding_plan(cfg, placement(cfg, CPU_HOST))[1]
+        said = complaints(**values) or sharding_plan(Decisions(cfg, CPU_HOST))[1]
         assert any(text in sentence for sentence in said), (values, said)

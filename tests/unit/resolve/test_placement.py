@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
 from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.host import (
     Host,
     _shares,
@@ -17,7 +18,7 @@ from vissl_zero.resolve.host import (
     this_host,
     torchrun_ranks,
 )
-from vissl_zero.resolve.placement_plan import global_batch, placement
+from vissl_zero.resolve.placement_plan import placement
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -174,7 +175,7 @@ LOCAL_2 = {"LOCAL_WORLD_SIZE": "2"}
 
 
 def test_global_batch_counts_accumulation():
-    assert global_batch(config(ZERO__gradient_accumulation_steps=3), CPU_HOST) == 32 * 2 * 3
+    assert Decisions(config(ZERO__gradient_accumulation_steps=3), CPU_HOST).global_batch == 32 * 2 * 3
 
 
 def test_this_host_has_a_core():
@@ -186,7 +187,7 @@ def test_this_host_has_a_core():
 
 def plan_of(**values):
     cfg = config(**values)
-    return sharding_plan(cfg, placement(cfg, CPU_HOST))
+    return sharding_plan(Decisions(cfg, CPU_HOST))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
 from vissl_zero.resolve.components import loss_options
+from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.inactive import no_effect
 from vissl_zero.resolve.resolve import problems
 
@@ -56,7 +57,7 @@ MSN = [
 def run_of(recipe, *overrides):
     """The typed configuration, which no rule has anything against."""
     composed = compose(recipe, ["config.DRY_RUN=true", *overrides])
-    assert problems(composed.run, CPU_HOST) == []
+    assert problems(Decisions(composed.run, CPU_HOST)) == []
     return composed.run, composed.notes
 
 
@@ -100,7 +101,7 @@ def test_jigsaw(file, used):
 def test_jigsaw_refuses_other_tiles_than_the_head_takes():
     heads = f"[{TOWER},[siamese_concat_view,{{num_towers: 9}}],[mlp,{{dims:[72,20]}}]]"
     cfg = compose("digits/jigsaw", [f"{TRAIN}=[{CUT}]", f"config.MODEL.HEAD.PARAMS={heads}"]).run
-    (problem,) = problems(cfg, CPU_HOST)
+    (problem,) = problems(Decisions(cfg, CPU_HOST))
     assert (problem.must, problem.fix) == ("must make the 9 tiles that the head takes", "Write num_patches: 9.")
 
 
@@ -130,7 +131,7 @@ def test_pirl():
     ],
 )
 def test_what_is_not_exactly_the_form_stays_refused(override, key):
-    found = problems(compose("digits/pirl", [*PIRL, override]).run, CPU_HOST)
+    found = problems(Decisions(compose("digits/pirl", [*PIRL, override]).run, CPU_HOST))
     assert any(key in problem.key for problem in found)
 
 
@@ -203,5 +204,5 @@ def test_distillation_of_ibot(tmp_path):
     keys = loss_options(run)
     assert (keys["num_global_crops"], keys["student_num_crops"], keys["mask_ratio"]) == (2, 3, [0.1, 0.5])
     run.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS = [["mlp", {"dims": [768, 30]}]]
-    (problem,) = problems(run, CPU_HOST)
+    (problem,) = problems(Decisions(run, CPU_HOST))
     assert (problem.key, problem.got) == ("config.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS", "['mlp']")
