@@ -51,7 +51,7 @@ def test_every_key_of_vissl_has_its_place():
 
 def test_defaults_say_nothing():
     cfg = config()
-    assert refused(cfg, CPU_HOST) == []
+    assert refused(cfg, Decisions(cfg, CPU_HOST)) == []
     assert no_effect(cfg) == []
 
 

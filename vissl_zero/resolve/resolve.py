@@ -50,7 +50,7 @@ __all__ = ["load_resolved", "resolve", "save_resolved"]
 
 Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 
-# All of them run, and all problems are reported together. A rule is a pure function of the configuration and of what is decided.
+# All of them run, and all problems are reported together. A rule is a pure function of configuration and decisions.
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *MODEL_RULES,
