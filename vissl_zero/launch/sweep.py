@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,14 @@ class LocalLauncherConfig:
 def register_launcher() -> None:
     """Make ``hydra/launcher=local`` known. Registering again changes nothing."""
     ConfigStore.instance().store("local", LocalLauncherConfig, group="hydra/launcher", provider="vissl_zero")
-    if SideBySide not in Plugins.instance().discover(Launcher):
-        Plugins.instance().register(SideBySide)
+    # Hydra discovers no plugins in packages installed with ``pip install -e``: the namespace package (which
+    # hydra-submitit-launcher brings) gets our folder here, and Hydra our class.
+    namespace, folder = import_module("hydra_plugins"), str(Path(__file__).parent / "hydra_plugins")
+    if folder not in namespace.__path__:
+        namespace.__path__.append(folder)
+    launcher = import_module("hydra_plugins.vissl_zero_local").SideBySide
+    if launcher not in Plugins.instance().discover(Launcher):
+        Plugins.instance().register(launcher)
 
 
 @dataclass
@@ -312,10 +319,6 @@ class SideBySide(Launcher):
                 _finish(job, total)
 
 
-# Hydra starts launchers of this package only, and discovers none in packages installed with ``pip install -e``: ours is
-# registered by us, under a name that it accepts.
-SideBySide.__module__ = "hydra_plugins.vissl_zero_local"
-sys.modules[SideBySide.__module__] = sys.modules[__name__]
 _DECIDES = re.compile(r"[+~]*(config=|config/|config\.(DISTRIBUTED|MACHINE)\b)")
 _NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "hydra.run.dir", "hydra/sweeper")
 

@@ -25,7 +25,7 @@ from vissl_zero.sharding.model.precision import dtype_of
 from vissl_zero.sharding.offload.block_file import pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
-from vissl_zero.sharding.param_facts import ParamFacts, share_of, stored_params, whole_units
+from vissl_zero.sharding.param_facts import ParamFacts, params_on_disk, share_of, whole_units
 from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS
 
 KINDS = (
@@ -192,8 +192,8 @@ class _Step:
         self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
         self.has_shards = shards_parameters(plan, num_ranks, world_size, device_type)
         self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
-        self.stored = stored_params(facts.params, plan, num_ranks)
-        self.stored_teacher = stored_params(facts.teacher, plan, num_ranks)
+        self.stored = params_on_disk(facts.params, plan, num_ranks)
+        self.stored_teacher = params_on_disk(facts.teacher, plan, num_ranks)
         self.units: dict[str, list[str]] = {}
         for name, param in facts.params.items():
             if param.shape:  # scalars are not cut

@@ -44,7 +44,7 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
 from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
 from vissl_zero.sharding.model.precision import dtype_of
-from vissl_zero.sharding.param_facts import ParamFacts, stored_params
+from vissl_zero.sharding.param_facts import ParamFacts, params_on_disk
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core
@@ -553,10 +553,10 @@ def step_seconds(
     elif optimizer_place == "host":
         update += moved / machine.host
     if params_place == "disk":
-        own = stored_params(facts.params, plan, num_ranks).values()
+        own = params_on_disk(facts.params, plan, num_ranks).values()
         values = sum(param.num_bytes for param in own) / num_ranks
         trained = sum(param.num_bytes for param in own if param.is_trained) / num_ranks
-        follows = sum(param.num_bytes for param in stored_params(facts.teacher, plan, num_ranks).values()) / num_ranks
+        follows = sum(param.num_bytes for param in params_on_disk(facts.teacher, plan, num_ranks).values()) / num_ranks
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * values + 2 * values + 2 * micro_batches * trained) / machine.disk
@@ -587,7 +587,7 @@ def _overhead_seconds(
         units, taught = ({param.unit for param in params.values()} for params in (facts.params, facts.teacher))
         transfers: float = _TRANSFERS * len(units) + len(taught)
         num_ranks = plan.ranks_per_copy(world_size)
-        stored = sum(len(stored_params(params, plan, num_ranks)) for params in (facts.params, facts.teacher))
+        stored = sum(len(params_on_disk(params, plan, num_ranks)) for params in (facts.params, facts.teacher))
         transfers += _STREAMED_TRANSFERS * stored
         seconds += transfers * machine.transfer_s
     return seconds

@@ -89,7 +89,7 @@ def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, i
     return found
 
 
-def stored_params(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
+def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
     """Parameters that rest on a disk: all that are cut, but for the first ones, which ``max_in_cpu`` has room for.
 
     Args:

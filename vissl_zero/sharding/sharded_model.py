@@ -22,7 +22,7 @@ from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
+from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, equal_values, text_digest
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (
     ActivationCounter,
@@ -177,8 +177,10 @@ class ShardedModel:
         """What must be the same on every rank in this step."""
         rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         return {
-            "the learning rate or weight decay of a group. Set them to the same values on every rank": digest_of(rates),
-            "which parameters are frozen. Freeze the same ones on every rank": digest_of(
+            "the learning rate or weight decay of a group. Set them to the same values on every rank": text_digest(
+                rates
+            ),
+            "which parameters are frozen. Freeze the same ones on every rank": text_digest(
                 sorted(self._frozen), [shard.source.requires_grad for shard in self._trained]
             ),
         }

@@ -159,7 +159,7 @@ class StepCheck:
         return marks
 
 
-def digest_of(*values: object) -> int:
+def text_digest(*values: object) -> int:
     """32 bits of the text of ``values``; the same in every process."""
     return zlib.crc32(repr(values).encode())
 

@@ -120,7 +120,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """State that has an element for each of a parameter's."""
         return tuple(self._kernel.keys)
 
-    def stored_params(self) -> list[nn.Parameter]:
+    def params_with_state(self) -> list[nn.Parameter]:
         """Parameters that have state: all those updated so far."""
         return self._place.params_with_state()
 

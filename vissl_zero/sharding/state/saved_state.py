@@ -192,7 +192,7 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
     found: dict[str, dict[str, Any]] = {}
     per_element = _element_keys(optimizer)
     if isinstance(optimizer, StreamedOptimizer):
-        items = [(param, optimizer.scalars_of(param)) for param in optimizer.stored_params()]
+        items = [(param, optimizer.scalars_of(param)) for param in optimizer.params_with_state()]
     elif isinstance(optimizer, WholeTensorOptimizer) and (place := optimizer.on_disk) is not None:
         items = [(param, place.numbers(param)) for param in place]
     else:
@@ -398,7 +398,7 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
     """State on the disk, read when it is written: all keys of a parameter one after the other, so it is read once."""
     names = {id(shard.local): name for name, shard in shards.items()}
     read = _reader(optimizer.read_state)
-    for param in optimizer.stored_params():
+    for param in optimizer.params_with_state():
         shard = shards[names[id(param)]]
         begin, end = _own_run(shard, param.numel())
         for key in optimizer.keys if begin < end else ():

@@ -161,7 +161,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     Args:
         tensors: T shards of any shapes, one device; an empty shard counts as zero.
     Returns:
-        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_ranks``.
+        Shape (T,), float32 (float64 for float64 input). Not a collective: see ``sum_over_group``.
     """
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     dtype = wide_dtype(tensors)

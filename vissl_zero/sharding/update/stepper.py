@@ -62,7 +62,7 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     return in_place_of_empty(lefts, products, dtype)
 
 
-def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_group(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``partials`` summed over the ranks that hold shards of the same tensors, in place.
 
     Args:
@@ -195,7 +195,7 @@ class Stepper:
         if any(shard.is_on_disk for shard in shards):
             table = self._with_stored(shards, table)
         # One message for all rows: another all-reduce would pay its latency a second time.
-        table = sum_over_ranks(table.T.contiguous(), self._group)
+        table = sum_over_group(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
         # Without adaptation nothing reads these two; they only fill the type.
         param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)

@@ -30,7 +30,7 @@ from vissl_zero.sharding.engines.torch.unit_transfers import (
     PackedAllGather,
     UnitOnDisk,
     packing_of,
-    stored_params,
+    planned_shards,
     use_communicator,
 )
 from vissl_zero.sharding.model.float8 import sent_weights
@@ -55,7 +55,7 @@ class FullySharded(ShardedModel):
         mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
         trained = setup.trained
         self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
-        store = stored_parameters(stored_params(module, setup.wrap_plan, trained, mesh), plan.offload_params)
+        store = stored_parameters(planned_shards(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
         with ExitStack() as undo:
             if store is not None:

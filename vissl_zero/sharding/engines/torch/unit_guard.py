@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.checks.replica_check import digest_of
+from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
@@ -119,7 +119,7 @@ class UnitGuard:
 
     def order(self) -> int:
         """A digest of which units were gathered and reduced since ``forget``, and in which order."""
-        return digest_of(self._ran)
+        return text_digest(self._ran)
 
     def tell(self, number: int, *, is_reduce: bool) -> None:
         """Before a message of unit ``number``: all ranks must be at the same one.

@@ -367,7 +367,7 @@ class UnitOnDisk:
                 set_shard_data(param, torch.empty_like(shard_data(param), device="meta"))
 
 
-def stored_params(
+def planned_shards(
     module: nn.Module, wrap_plan: WrapPlan, trained: set[str], mesh: DeviceMesh
 ) -> list[list[StoredParam]]:
     """The shards of each unit that ``fully_shard`` will cut, before it has cut them.

@@ -1,0 +1,1 @@
+"""The folder that ``sweep.register_launcher`` adds to the namespace package ``hydra_plugins``."""
