@@ -23,6 +23,7 @@ from vissl_zero.config.derive.components import (
 )
 from vissl_zero.config.derive.data_plan import DATA_RULES, with_image_size
 from vissl_zero.config.derive.inactive import VISSL_RULES, inactive_keys, no_effect
+from vissl_zero.config.derive.logger_rules import LOGGER_RULES
 from vissl_zero.config.derive.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
 from vissl_zero.config.derive.model_rules import MODEL_RULES
 from vissl_zero.config.derive.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     *SHARDING_RULES,
     *PLACEMENT_RULES,
     *PROGRAM_RULES,
+    *LOGGER_RULES,
     *VISSL_RULES,
 )
 

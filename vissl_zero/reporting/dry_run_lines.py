@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 import vissl_zero
+from vissl_zero.config.derive.logger_rules import logger_names
 from vissl_zero.config.host import available_memory
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import PART, described
@@ -122,7 +123,7 @@ def _classes(names: Sequence[str]) -> str:
 
 
 def _has_events(plan: ResolvedRun) -> bool:
-    return bool(plan.config["HOOKS"]["TENSORBOARD_SETUP"]["USE_TENSORBOARD"])
+    return "tensorboard" in logger_names(plan.config["HOOKS"])
 
 
 def _ranks(plan: ResolvedRun) -> str:
