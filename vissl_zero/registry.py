@@ -483,9 +483,9 @@ STRATEGIES = Registry(
     "sharding engine",
     "config.ZERO.ENGINE",
     {
-        "torch": ("vissl_zero.sharding.torch_engine.torch_strategy", "Replicas at level 0, fully_shard at 1 to 3."),
+        "torch": ("vissl_zero.sharding.engines.torch.strategy", "Replicas at level 0, fully_shard at 1 to 3."),
         "fairscale": (
-            "vissl_zero.sharding.fairscale_engine.fairscale_strategy",
+            "vissl_zero.sharding.engines.fairscale.strategy",
             "fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (3 on CUDA only).",
         ),
     },

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.derive.model_rules import no_teacher
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.hook import Run
@@ -26,8 +24,10 @@ from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.model_rules import no_teacher
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import return_free_pages
-from vissl_zero.sharding.precision import cast_to_master, dtype_of
+from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
 # Puts weights into a model, where it has memory for them; gives what reads them, by full name.

@@ -27,7 +27,7 @@ from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.hook import Run
 from vissl_zero.methods.method import join_rows
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding.batch_norm import frozen_statistics
+from vissl_zero.sharding.model.batch_norm import frozen_statistics
 
 
 def accumulate_exactly(

@@ -20,10 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vissl_zero.config.fit_plans import FitRun
-from vissl_zero.config.host import RESERVE, num_oom_kills, settled_free_memory
-from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure, first_failure
@@ -32,6 +28,10 @@ from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
 from vissl_zero.lifetime import Scratch, apart
+from vissl_zero.resolve.host import RESERVE, num_oom_kills, settled_free_memory
+from vissl_zero.resolve.resolve import save_resolved
+from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
+from vissl_zero.resolve.saved import as_data
 from vissl_zero.sharding.allocator import allocator_environment
 from vissl_zero.version import __version__
 

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from vissl_zero.atomic import irregular, replacing
-from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
+from vissl_zero.resolve.resolve import save_resolved
+from vissl_zero.resolve.resolved import ResolvedRun
 
 _OUR_FILES = {
     "config.resolved.yaml",

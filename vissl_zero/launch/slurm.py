@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.config.derive.placement_plan import is_unsafe
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.stopping import STOPPED
 from vissl_zero.errors import LaunchError, VisslZeroError
 from vissl_zero.launch.run_folder import prepare_folder
+from vissl_zero.resolve.placement_plan import is_unsafe
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:
@@ -309,9 +309,9 @@ class SlurmTask:
             raise SystemExit(code)
 
     def _launch(self) -> int:
-        from vissl_zero.config.resolve import load_resolved
         from vissl_zero.launch.rendezvous import LauncherSpec
         from vissl_zero.launch.run import launch_local, launch_member
+        from vissl_zero.resolve.resolve import load_resolved
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")

@@ -28,14 +28,14 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from vissl_zero.config.derive.placement_plan import is_unsafe
-from vissl_zero.config.host import Host, this_host
-from vissl_zero.config.saved import leaves
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote, is_done, read_note
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
 from vissl_zero.launch.slurm import private_folder, requeue
 from vissl_zero.lifetime import SWEEP_VARIABLE
+from vissl_zero.resolve.host import Host, this_host
+from vissl_zero.resolve.placement_plan import is_unsafe
+from vissl_zero.resolve.saved import leaves
 
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.
 _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")

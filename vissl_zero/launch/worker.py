@@ -19,8 +19,6 @@ from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.checkpoint.snapshot import RankCheck
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run
@@ -34,6 +32,8 @@ from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
 from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
 from vissl_zero.reporting.quantity import FitMeasurement
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import load_resolved
 
 _AFTER_FIRST_S = 2.0
 

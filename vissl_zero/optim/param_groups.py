@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vissl_zero.collectives import rank
-from vissl_zero.config.resolved import OptimizerPlan
-from vissl_zero.config.vissl import ALIASES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.registry import OPTIMIZERS
+from vissl_zero.resolve.resolved import OptimizerPlan
+from vissl_zero.vissl.keys import ALIASES
 
 _HEAD_PREFIX = "heads."
 _BLOCK = re.compile(r"trunk\.(?:net\.)?blocks\.(\d+)\.")

@@ -7,9 +7,7 @@ from rich.console import Console
 
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.config.derive.logger_rules import logger_names
-from vissl_zero.config.resolved import OffloadPlan, ResolvedRun
-from vissl_zero.config.vissl_programs import PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
@@ -22,6 +20,8 @@ from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
+from vissl_zero.resolve.logger_rules import logger_names
+from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 FILE_NAME = "metrics.jsonl"
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vissl_zero.config.resolved import Precision, ResolvedRun
 from vissl_zero.engine.dry_run import dry_run, set_stage
 from vissl_zero.errors import OutOfMemoryError
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
+from vissl_zero.resolve.resolved import Precision, ResolvedRun
 from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
 from vissl_zero.sharding.forecast import Forecast
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
 _MOST_OTHERS = 3

@@ -27,7 +27,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import DataError
 from vissl_zero.reporting.quantity import bytes_text, largest, shown_kinds, total
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 WIDTH = 1600  # pixels
 DPI = 100

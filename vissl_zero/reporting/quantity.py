@@ -15,8 +15,7 @@ import torch
 from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.fit_plans import note_running
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
-from vissl_zero.sharding.memory import mapped_bytes, resident_bytes
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes, mapped_bytes, resident_bytes
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 _HEIGHTS = "▁▂▃▄▅▆▇█"

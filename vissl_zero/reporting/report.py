@@ -45,7 +45,7 @@ from vissl_zero.reporting.panels import (
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
 from vissl_zero.reporting.summary import percent, summarise
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 _INNER = WIDTH - 2 * MARGIN
 _HEADER = 226

@@ -17,7 +17,7 @@ from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
 from vissl_zero.reporting.weight_files import BEST_FILE_NAME
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 FILE_NAME = "summary.json"
 _MOST_RANKS_SHOWN = 4

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.saved import leaves
 from vissl_zero.registry import LOGGERS
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger
+from vissl_zero.resolve.saved import leaves
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
