@@ -63,10 +63,7 @@ class Logging(Hook):
             self._loggers.clear()
             return
         facts = LoggedRun(run.folder, run_id(run.folder), run.plan.recipe, run.plan.config, run.step)
-        for name, logger in list(self._loggers.items()):
-            self._guarded(
-                name, lambda logger=logger, name=name: self._held.update({name: logger.open(facts) or _NOTHING})
-            )
+        self._each(lambda name, logger: self._held.update({name: logger.open(facts) or _NOTHING}))
         self._fill_up(run)
         if not run.is_resumed:
             self._row = (0, {})
@@ -83,14 +80,12 @@ class Logging(Hook):
         self._add_results(run)
         self._send_row()
         files = [path for name in _ATTACHED if (path := run.folder / name).is_file()]
-        for name, logger in list(self._loggers.items()):
-            self._guarded(name, lambda logger=logger: logger.attach(files))
+        self._each(lambda _, logger: logger.attach(files))
         self._is_over = True
 
     def close(self, run: Run) -> None:
         self._send_row()
-        for name, logger in list(self._loggers.items()):
-            self._guarded(name, lambda logger=logger: logger.close(self._is_over))
+        self._each(lambda _, logger: logger.close(self._is_over))
         self._loggers.clear()
 
     def _fill_up(self, run: Run) -> None:
@@ -125,25 +120,24 @@ class Logging(Hook):
         self._row = None
 
     def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, logger in list(self._loggers.items()):
+        def log(name: str, logger: Logger) -> None:
             if step > self._held[name]:
                 self._held[name] = step
-                self._guarded(name, lambda logger=logger: logger.log(figures, step))
+                logger.log(figures, step)
 
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
-        """Call; a logger that raises, for whatever reason, is left out from here on and does not end the run."""
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - a library of another place, or the user's own class
-            self._loggers.pop(name, None)
-            self._held.pop(name, None)
-            text = " ".join(str(error).split()) or type(error).__name__
-            self._console.print(
-                f"warning: the logger {name} fails ({text}) and is left out; training continues.",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+        self._each(log)
+
+    def _each(self, call: Callable[[str, Logger], None]) -> None:
+        """Call for each logger; one that raises, for whatever reason, is left out and does not end the run."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                call(name, logger)
+            except Exception as error:  # noqa: BLE001 - a library of another place, or the user's own class
+                self._loggers.pop(name)
+                self._held.pop(name, None)
+                why = " ".join(str(error).split()) or type(error).__name__
+                text = f"warning: the logger {name} fails ({why}) and is left out; training continues."
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:
