@@ -109,7 +109,7 @@ def build_run(
 
 
 def first_weights(model: Model, plan: ResolvedRun, load: Load | None) -> FirstWeights:
-    """The first weights of the model that is trained: drawn, then replaced by what ``load`` gives."""
+    """Draw the first weights of the trained model, then replace them by what ``load`` gives."""
     drawn_as = {}
     if plan.optimizer.head_lr_factors:  # a sweep: the rates alone differ
         for index, head in enumerate(model.heads[1:], 1):
@@ -131,7 +131,7 @@ def first_teacher(
     num_classes: int,
     load: Load | None,
 ) -> tuple[Model, Callable[[str], None]] | None:
-    """The teacher, and what gives its modules their weights by name; None without one.
+    """Build the teacher, and what gives its modules their weights by name; None without one.
 
     Args:
         plan: of the run.
@@ -158,7 +158,7 @@ def first_teacher(
 def _origin(
     plan: ResolvedRun, model: Model, weights: FirstWeights, num_classes: int, load: Load | None
 ) -> tuple[Model, FirstWeights]:
-    """What a method makes its teacher of: the model under DISTILLATION, or a copy of the one that is trained."""
+    """Return what a method makes its teacher of: the model under DISTILLATION, or a copy of the trained one."""
     if plan.config.get("DISTILLATION") is None:
         copied = copy.deepcopy(model)
         return copied, weights.of_copy(copied)
@@ -194,7 +194,7 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
 
 
 def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
-    """The model under DISTILLATION, without its weights; None where the teacher is another.
+    """Build the model under DISTILLATION, without its weights; None where the teacher is another.
 
     Args:
         plan: of the run.

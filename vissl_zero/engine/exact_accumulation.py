@@ -111,7 +111,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes: Sequence[int], index: int) -> Tensor:
-    """A number whose gradient with respect to the outputs is what the loss of all micro-batches gave."""
+    """Return a scalar whose gradient with respect to the outputs is that of the loss of all micro-batches."""
     terms = []
     for output, gradient in zip(outputs, gradients, strict=True):
         if isinstance(output, Tensor) and output.requires_grad:

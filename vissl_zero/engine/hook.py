@@ -237,4 +237,4 @@ class Hook:
         """After the last step of the run (not after an error)."""
 
     def close(self, run: Run) -> None:
-        """Always, also after an error: release files and the terminal. Never a collective; must not raise."""
+        """Release files and the terminal. Runs always, also after an error. Never a collective; must not raise."""

@@ -68,7 +68,7 @@ class Schedules:
         self._wd_of = {g.name: wd_head if g.is_head else wd for g in groups if g.is_decayed}
 
     def lr(self, step: int) -> float:
-        """The trunk's learning rate at optimizer step ``step`` (from 0)."""
+        """Return the trunk's learning rate at optimizer step ``step`` (from 0)."""
         return self._lr(step)
 
     def apply(self, sharded: ShardedModel, step: int) -> float:
@@ -302,7 +302,7 @@ def _accumulate(
 
 @torch.no_grad()
 def _taught(sharded: ShardedModel, method: Method, batch: ImageBatch) -> list[Any] | None:
-    """The teacher's outputs, where there is a teacher."""
+    """Run the teacher, where there is one, and return its outputs."""
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
@@ -325,7 +325,7 @@ class DivergedError(VisslZeroError):
 
 
 def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: Tensor) -> DivergedError:
-    """The error to raise; rank 0 writes ``diverged.json`` into the run folder.
+    """Build the error to raise; rank 0 writes ``diverged.json`` into the run folder.
 
     Args:
         run: in progress, perhaps a step further.

@@ -87,7 +87,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def require_free(folder: Path, plan: ResolvedRun) -> None:
-    """The folder holds no run, or one that can be continued: it has a checkpoint, or ended before its first."""
+    """Require that the folder holds no run, or one to continue: it has a checkpoint, or ended before its first."""
     if not (folder / "metrics.jsonl").exists():
         return
     has_checkpoint = any(folder.glob("checkpoints/step_*"))

@@ -46,7 +46,7 @@ class Adaptation(ABC):
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What to do with each gradient: it becomes ``scale * (grad + decay * param)``.
+        """Compute what each gradient becomes: ``scale * (grad + decay * param)``.
 
         The decay is in the gradient then, so the base optimizer must run without: see ``decay_absorbed``.
 

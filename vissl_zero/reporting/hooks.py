@@ -25,7 +25,7 @@ from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
-    """The hooks a configuration asks for. Every rank builds the same list: some hooks are collective.
+    """Build the hooks that a configuration asks for. Every rank builds the same list: some hooks are collective.
 
     The display comes first, so that something is seen before the first evaluation and its last frame stands above what
     the others print at the end; the file of metrics before anything that may fail; what adds results (evaluation, the
@@ -65,7 +65,7 @@ class Opening(Hook):
 
 
 def opening_lines(run: Run) -> list[str]:
-    """The lines, ASCII but for what the user named."""
+    """Write the opening lines, ASCII but for what the user named."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     lines = [

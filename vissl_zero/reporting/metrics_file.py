@@ -90,7 +90,7 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
 
 
 def record_from(entry: Mapping[str, Any]) -> StepRecord:
-    """The record that ``line`` wrote; what was not finite is None.
+    """Read the record that ``line`` wrote; what was not finite is None.
 
     Raises:
         KeyError, TypeError: it is no such line.

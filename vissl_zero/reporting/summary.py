@@ -42,7 +42,7 @@ class Summary(Hook):
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
+    """Build the content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
     losses = [record.loss for record in run.records if record.loss is not None]
     return {
         "vissl_zero": vissl_zero.__version__,
@@ -71,7 +71,7 @@ def images_per_s(records: Sequence[StepRecord]) -> float | None:
 
 
 def table(run: Run, summary: dict[str, Any]) -> RenderableType:
-    """The summary for people."""
+    """Format the summary for people."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True, style="bold")
     rows.add_column(overflow="fold")

@@ -85,7 +85,7 @@ def write_sweep(sweep_dir: Path, rows: Sequence[Row]) -> None:
 
 
 def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
-    """The table: a line per job."""
+    """Print the table: a line per job."""
     out = console or rich.get_console()
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []

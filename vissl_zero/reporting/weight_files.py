@@ -51,7 +51,7 @@ class BestWeights(Hook):
         self._best: list[float] = []  # [step, top-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far."""
+        """Return the best weights so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

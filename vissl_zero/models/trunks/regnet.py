@@ -51,7 +51,7 @@ class RegNet(StagedTrunk):
 
 
 def regnet_names() -> list[str]:
-    """Published networks that ``REGNET.name`` can say."""
+    """List the published networks that ``REGNET.name`` accepts."""
     return sorted(name for name in MODEL_REGISTRY if name.startswith("regnet_"))
 
 
