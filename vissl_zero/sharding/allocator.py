@@ -83,12 +83,12 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
 
 
 def heap_of(plan: ShardingPlan) -> Heap:
-    """An empty heap of a rank that vissl-zero starts, with the settings above."""
+    """Return an empty heap of a rank that vissl-zero starts, with the settings above."""
     return Heap(MAPPED_BYTES[plan.level], _KEPT_BYTES)
 
 
 def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:
-    """The note to print on a CPU rank that another launcher started without these variables; else ""."""
+    """Return the note for a CPU rank that another launcher started without these variables; else ""."""
     missing = allocator_environment(plan, environment)
     if not missing:
         return ""
@@ -134,7 +134,7 @@ class Heap:
         return self._end + self._mapped
 
     def allocate(self, num_bytes: int) -> int:
-        """A block's number, for ``free``."""
+        """Allocate a block and return its number, for ``free``."""
         self._number += 1
         if num_bytes >= self._mapped_bytes:
             size = -(-num_bytes // _PAGE) * _PAGE
@@ -171,7 +171,7 @@ class Heap:
             self._end = self._top
 
     def _place(self, size: int) -> int:
-        """The smallest hole that is large enough, else the end."""
+        """Return the smallest hole that is large enough, else the end."""
         index = bisect_left(self._holes, (size + _SPARE, 0))
         if index < len(self._holes):
             room, start = self._holes[index]
