@@ -23,7 +23,7 @@ setup(
             "py.typed",
             "conf/**/*.yaml",
             "vissl/*.yaml",
-            "config/machines/*.yaml",
+            "planner/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
         ]

@@ -8,8 +8,8 @@ import torch
 
 import vissl_zero
 from vissl_zero.data.source import PART, described
-from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.errors import printable
+from vissl_zero.planner.dry_run import DryRun
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
 from vissl_zero.resolve.host import available_memory

@@ -104,6 +104,13 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def resident_bytes() -> int | None:
     """Return the resident memory of this process; None where the system does not report it."""
     return _status("VmRSS")

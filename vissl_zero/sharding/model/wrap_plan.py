@@ -49,7 +49,7 @@ class WrapPlan:
         units: in the order in which they are to be wrapped.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
         whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
-            (``memory_model.gathered_bytes``).
+            (``param_facts.gathered_bytes``).
     """
 
     level: int
