@@ -96,6 +96,7 @@ _TAKES: dict[type[Node], str] = {
     ListConfig: "a list",
     DictConfig: "a block of keys",
 }
+_ITEMS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _EITHER = {"typing.Union[int, str]": "a number or a word", "typing.Union[bool, float]": "true, false or a number"}
 
 
@@ -109,9 +110,11 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
     if node is None and isinstance(error, ConfigTypeError):  # a list for a block, or the other way round
         node = error.parent_node
     takes = _EITHER.get(str(node._metadata.ref_type)) if isinstance(node, UnionNode) else _TAKES.get(type(node))
+    if node is None and isinstance(error.parent_node, ListConfig):  # one of its items
+        takes = _ITEMS.get(error.parent_node._metadata.element_type)
     if not takes:
         return Problem(key, "", _sentence(error), "See docs/configuration.md.")
-    got = "" if value is None else repr(str(value))
+    got = "" if value is None or isinstance(node, ListConfig) else repr(str(value))
     return Problem(key, got, f"must be {takes}", f"Correct the value of {key}.")
 
 

@@ -137,7 +137,9 @@ def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
 def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
     if isinstance(values[0], dict) and any(values):
         block: type = _extend(_empty_block(path), path, values)
-        return name, _registered(block), field(default_factory=block)
+        if not path.startswith("LOSS."):
+            globals()[block.__name__] = block  # where pickle looks for it
+        return name, block, field(default_factory=block)
     value = values[0].values[0] if isinstance(values[0], OneOf) else values[0]
     if isinstance(value, dict):
         return name, dict[str, Any], field(default_factory=dict)
@@ -148,13 +150,8 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
 def _empty_block(path: str) -> type:
     no_fields: list[tuple[str, Any]] = []
     block = make_dataclass(path.replace(".", "_"), no_fields)
+    # Found there once the tree is imported; keys of losses never are: jobs of a sweep get those pickled by value.
     block.__module__ = __name__
-    return block
-
-
-def _registered(block: type) -> type:
-    """Make a block that no file spells out an attribute of this module, where pickle looks for it."""
-    globals()[block.__name__] = block
     return block
 
 
