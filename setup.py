@@ -22,7 +22,7 @@ setup(
         "vissl_zero": [
             "py.typed",
             "conf/**/*.yaml",
-            "config/*.yaml",
+            "vissl/*.yaml",
             "config/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",

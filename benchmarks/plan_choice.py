@@ -45,9 +45,9 @@ from typing import Any
 from memory_group import NO_LIMIT, MemoryGroup
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2

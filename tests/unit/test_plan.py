@@ -24,11 +24,11 @@ from vissl_zero.config.fit_plans import (
     shortfall,
     with_settings,
 )
-from vissl_zero.config.resolve import resolve, save_resolved
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
+from vissl_zero.resolve.resolve import resolve, save_resolved
 
 pytestmark = pytest.mark.usefixtures("by_roofline")
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.resolve import resolve
 
 DEFAULT_STEPS = 5
 DEFAULT_TOLERANCE = 1e-10

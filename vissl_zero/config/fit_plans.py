@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.run_config import RunConfig
-
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
+    from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.resolved import ResolvedRun
 
 FILE_NAME = "forecasts.jsonl"
 STARTED, RUNNING, OUT_OF_MEMORY = "started", "running", "out of memory"

@@ -29,13 +29,13 @@ from vissl_zero.config.fit_plans import (
     shortfall,
     with_option,
 )
-from vissl_zero.config.host import RESERVE, MachineProfile, free_memory
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.resolve.host import RESERVE, MachineProfile, free_memory
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import load_resolved
 from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
 from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for, one_thread
 

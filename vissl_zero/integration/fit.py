@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero import collectives
-from vissl_zero.config.host import RESERVE, free_memory
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.integration.settings import ZeroSettings
 from vissl_zero.integration.user_optimizer import read_optimizer
+from vissl_zero.resolve.host import RESERVE, free_memory
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.candidates import (
     Budget,
     because,

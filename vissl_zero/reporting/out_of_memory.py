@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vissl_zero.config.resolved import Precision, ResolvedRun
 from vissl_zero.engine.dry_run import dry_run, set_stage
 from vissl_zero.errors import OutOfMemoryError
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
+from vissl_zero.resolve.resolved import Precision, ResolvedRun
 from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
 from vissl_zero.sharding.forecast import Forecast
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
 _MOST_OTHERS = 3
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> OutOfMemoryError:
-    """The error to raise instead: bytes by kind, the cheapest change that would help, and some others.
+    """Build the error to raise instead: bytes by kind, the cheapest change that would help, and some others.
 
     Cost: forecasts of the run's other plans, a few seconds.
 
@@ -127,7 +127,7 @@ def _time(then: Forecast, now: Forecast) -> str:
 
 
 def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """Changes that train something else, the mildest first."""
+    """List changes that train something else, the mildest first."""
     before = _peak(plan)
     if before is None:
         return

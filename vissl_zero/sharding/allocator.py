@@ -19,7 +19,7 @@ import os
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 
 # As glibc's malloc.h numbers it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

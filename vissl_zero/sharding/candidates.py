@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
-from vissl_zero.config.resolved import TIERS, ShardingPlan
 from vissl_zero.errors import Problem
+from vissl_zero.resolve.resolved import TIERS, ShardingPlan
 from vissl_zero.sharding.forecast import Forecast, Forecaster, Recomputable
-from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.sharding.model.precision import dtype_of
 
 _GIB = 2**30
 _TRIES = 3  # recordings of a plan

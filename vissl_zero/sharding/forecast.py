@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.config.host import MachineProfile
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
+from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
-from vissl_zero.sharding.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.resolve.host import MachineProfile
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.equal_units import recorded
-from vissl_zero.sharding.float8 import quantize_layers, require_float8
-from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.memory import Bytes, Storages
 from vissl_zero.sharding.memory_model import (
     ModelFacts,
     StepMemory,
@@ -35,9 +34,12 @@ from vissl_zero.sharding.memory_model import (
     param_facts,
     step_memory,
 )
-from vissl_zero.sharding.precision import rounded, run_in_precision
-from vissl_zero.sharding.shard import Shard, whole_shard
-from vissl_zero.sharding.state import saved_buffers
+from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
+from vissl_zero.sharding.model.precision import rounded, run_in_precision
+from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.state.saved_state import saved_buffers
+from vissl_zero.sharding.state.shard import Shard, whole_shard
 from vissl_zero.sharding.step_time import (
     Rehearsal,
     Rehearsed,
@@ -49,11 +51,10 @@ from vissl_zero.sharding.step_time import (
     work_seconds,
 )
 from vissl_zero.sharding.step_trace import Recorder, StepTrace
-from vissl_zero.sharding.stepper import Clipping, Stepper
-from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, update_rule_of
+from vissl_zero.sharding.strategy import update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
-from vissl_zero.sharding.whole_tensors import deal
-from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.update.stepper import Clipping, Stepper
+from vissl_zero.sharding.update.whole_tensors import deal
 
 
 @dataclass(frozen=True)

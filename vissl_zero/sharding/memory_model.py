@@ -15,19 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
 from vissl_zero.sharding.allocator import heap_of
-from vissl_zero.sharding.cpu_communicator import SLOT_BYTES, CpuCommunicator
-from vissl_zero.sharding.float8 import sent_weights
-from vissl_zero.sharding.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
+from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.model.float8 import sent_weights
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.offload.block_file import pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS, kept_in_memory
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
-from vissl_zero.sharding.precision import dtype_of
 from vissl_zero.sharding.resident import BlockReplay, process_bytes
 from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
-from vissl_zero.sharding.whole_tensors import ROUND_ELEMENTS
-from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
+from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS
 
 KINDS = (
     "params",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import Heap
-from vissl_zero.sharding.cpu_communicator import MAX_BACKLOG_BYTES
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 _MIB = 2**20

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.sharding.memory import Storages, tensors_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.torch_private import (
     ATTENTION_ON_CPU,
     object_address,
@@ -33,7 +34,6 @@ from vissl_zero.sharding.torch_private import (
     overloads_of,
     writes_in_place,
 )
-from vissl_zero.sharding.wrap_plan import ROOT, WrapPlan
 
 _BINS = 14  # of arithmetic per byte, by powers of two; the last has all above
 

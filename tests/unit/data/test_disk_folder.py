@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.data.conftest import MakeData, save_image
-from vissl_zero.config.derive.data_plan import image_files
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.errors import DataError
+from vissl_zero.resolve.data_plan import image_files
 
 
 def names(source: Source, root: Path) -> list[str]:

@@ -13,7 +13,6 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from tests.unit.data.conftest import MULTI_CROP, MakeData
-from vissl_zero.config.derive.fast_forms import FAST_FORMS, refused
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.fast.color import Colors
@@ -23,6 +22,7 @@ from vissl_zero.data.fast.transforms import FORMS, draw_box
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.pipeline import build_pipeline
 from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.fast_forms import FAST_FORMS, refused
 
 Entry = dict[str, Any]
 END = [{"name": "ToTensor"}]

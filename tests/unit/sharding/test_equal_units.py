@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.equal_units import recorded
 from vissl_zero.sharding.forecast import fake_
+from vissl_zero.sharding.model.wrap_plan import plan_wrap
 from vissl_zero.sharding.step_trace import StepTrace, record_step
-from vissl_zero.sharding.wrap_plan import plan_wrap
 
 
 class Counted(nn.Module):

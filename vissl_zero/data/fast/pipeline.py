@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vissl_zero.config.derive.fast_forms import ENDS, refused
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.picture import EncodedPicture, Finished, Picture, opened
 from vissl_zero.data.fast.transforms import FORMS, CutBoxes, Form, Replicate
 from vissl_zero.data.pipeline import Pipeline, argument, build_pipeline
 from vissl_zero.data.source import Source, encoded_image
 from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.resolve.fast_forms import ENDS, refused
 
 cv2.setNumThreads(1)  # crops are small, and the cores are other ranks' and workers'
 

@@ -1,6 +1,6 @@
 """Fast forms of transforms, by the names of the originals: the same random numbers in the same order, on arrays.
 
-``config/derive/fast_forms.py`` lists them, with the arguments that each takes; all others are refused at the start.
+``resolve/fast_forms.py`` lists them, with the arguments that each takes; all others are refused at the start.
 """
 
 from __future__ import annotations
