@@ -23,7 +23,7 @@ setup(
             "py.typed",
             "conf/**/*.yaml",
             "vissl/*.yaml",
-            "config/machines/*.yaml",
+            "planner/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
         ]
@@ -66,6 +66,10 @@ setup(
         "arrow": ["pyarrow>=17"],
         "lmdb": ["lmdb>=1.5"],
         "hdf5": ["h5py>=3.11"],
+        # Loggers (config.HOOKS.LOGGERS). mlflow-skinny with the two packages of its database: all of mlflow is 1 GB.
+        "wandb": ["wandb>=0.18"],
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
+        "trackio": ["trackio>=0.20"],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

@@ -11,9 +11,9 @@ from tests.ranks import run_on_ranks
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
+from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.weight_files import WeightAverageHook
 from vissl_zero.resolve.host import Host

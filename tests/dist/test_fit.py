@@ -9,10 +9,10 @@ import torch
 
 from tests.ranks import run_on_ranks
 from vissl_zero.config.compose import compose
-from vissl_zero.config.fit_plans import with_settings
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.planning import fitted, plan_run
+from vissl_zero.planner.fit_plans import with_settings
+from vissl_zero.planner.planning import fitted, plan_run
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import vissl_zero
 from vissl_zero.integration.fit import forecaster_of
+from vissl_zero.planner.memory_model import StepMemory
+from vissl_zero.planner.step_trace import StepTrace
 from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.memory import ActivationCounter, Storages
-from vissl_zero.sharding.memory_model import StepMemory
-from vissl_zero.sharding.step_trace import StepTrace
 
 CPU = torch.device("cpu")
 

@@ -23,13 +23,15 @@ ALLOWED = {
     "data": _BASE,
     "optim": _BASE | {"vissl"},
     "sharding": _BASE | {"models", "methods", "data", "optim"},
-    "integration": _BASE | {"optim", "sharding", "checkpoint"},
+    "integration": _BASE | {"optim", "sharding", "checkpoint", "planner"},
     "engine": _BASE | {"models", "methods", "data", "optim", "sharding"},
+    "planner": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
     "checkpoint": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
     "evaluation": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
-    "reporting": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "evaluation"},
-    "launch": _BASE | {"sharding", "engine", "checkpoint", "evaluation", "reporting"},
-    "commands": _BASE | {"vissl", "engine", "checkpoint", "reporting", "launch"},
+    "reporting": _BASE
+    | {"models", "methods", "data", "optim", "sharding", "engine", "planner", "checkpoint", "evaluation"},
+    "launch": _BASE | {"sharding", "engine", "planner", "checkpoint", "evaluation", "reporting"},
+    "commands": _BASE | {"vissl", "engine", "planner", "checkpoint", "reporting", "launch"},
 }
 
 
@@ -72,6 +74,7 @@ def test_every_folder_is_a_known_room():
 def test_nothing_outside_sharding_asks_for_the_engine(word):
     allowed = (
         "sharding/",
+        "planner/",
         "config/",
         "resolve/",
         "vissl/",
@@ -86,6 +89,11 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
         name = str(path.relative_to(PACKAGE))
         if not name.startswith(allowed):
             assert word not in path.read_text(), f"{name} mentions {word}"
+
+
+def test_a_rank_that_trains_imports_no_planner():
+    code = "import vissl_zero.launch.worker, sys; sys.exit(any('vissl_zero.planner' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("module", ["cli", "resolve.resolve", "registry", "launch.run"])  # ranks alone need it

@@ -131,8 +131,8 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
-    from vissl_zero.engine.planning import fitted
     from vissl_zero.launch.run import run
+    from vissl_zero.planner.planning import fitted
 
     extra = compose(recipe, overrides).run.HOOKS.EXTRA
     forced = [*_COMMON, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}"]

@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.fit_plans import FitRun
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure, first_failure
@@ -28,6 +27,7 @@ from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
 from vissl_zero.lifetime import Scratch, apart
+from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.host import RESERVE, num_oom_kills, settled_free_memory
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
@@ -130,7 +130,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
     import rich
 
     from vissl_zero.checkpoint.first_weights import load_first_weights
-    from vissl_zero.engine.dry_run import dry_run
+    from vissl_zero.planner.dry_run import dry_run
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
     out = console or rich.get_console()

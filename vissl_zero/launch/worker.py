@@ -30,10 +30,10 @@ from vissl_zero.registry import load_plugins
 from vissl_zero.reporting import summary
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
-from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
 from vissl_zero.reporting.quantity import FitMeasurement
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import load_resolved
+from vissl_zero.sharding.memory import is_out_of_memory
 
 _AFTER_FIRST_S = 2.0
 
@@ -77,6 +77,8 @@ def train_rank(plan: ResolvedRun) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        from vissl_zero.reporting.out_of_memory import explain  # the planner, which training does without
+
         raise explain(error, plan, run.sharded.ledger() if run else None) from error
     finally:
         if run is not None:

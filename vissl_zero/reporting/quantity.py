@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 import torch
 
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.config.fit_plans import note_running
+from vissl_zero.engine.forecast_log import note_running
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.sharding.memory import Bytes, mapped_bytes, resident_bytes
 

@@ -10,9 +10,9 @@ from vissl_zero.atomic import is_folder
 from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
 from vissl_zero.config.constraints import one_of, pattern_problems
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import Problem
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.host import Host, read_profile
+from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.offload import DEVICES, offload_notes, offload_plans, offload_problems
 from vissl_zero.resolve.optimizer_plan import base_name, uses_larc
 from vissl_zero.resolve.placement_plan import Placement, is_submitted, placement, ranks
@@ -41,16 +41,6 @@ def level_value(cfg: RunConfig, host: Host) -> Problem | None:
         fix = "Leave one of them out."
         return Problem("config.ZERO.LEVEL", str(zero.LEVEL), f"contradicts config.ZERO.type={zero.type}", fix)
     return None
-
-
-def machine_profile(cfg: RunConfig, host: Host) -> list[Problem]:
-    """The machine described can be read."""
-    try:
-        if cfg.ZERO.MACHINE_PROFILE:
-            read_profile(cfg.ZERO.MACHINE_PROFILE)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
@@ -247,7 +237,6 @@ def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
 
 SHARDING_RULES = (
     level_value,
-    machine_profile,
     one_switch,
     engine,
     clipping,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
-from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 
 HALF = Precision(compute="bfloat16")
 

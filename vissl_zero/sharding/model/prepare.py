@@ -13,12 +13,12 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.checks.replica_check import require_equal_models
-from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.model.compilation import compile_units
 from vissl_zero.sharding.model.float8 import quantize_layers
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of, run_in_precision
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, model_units, plan_wrap
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 
 
 def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:

@@ -22,25 +22,10 @@ from vissl_zero.models.model import Unit
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
-from vissl_zero.resolve.host import MachineProfile
-from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
-from vissl_zero.sharding.equal_units import recorded
-from vissl_zero.sharding.memory import Bytes, Storages
-from vissl_zero.sharding.memory_model import (
-    ModelFacts,
-    StepMemory,
-    UpdateFacts,
-    gathered_bytes,
-    param_facts,
-    step_memory,
-)
-from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
-from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
-from vissl_zero.sharding.model.precision import rounded, run_in_precision
-from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
-from vissl_zero.sharding.state.saved_state import saved_buffers
-from vissl_zero.sharding.state.shard import Shard, whole_shard
-from vissl_zero.sharding.step_time import (
+from vissl_zero.planner.equal_units import recorded
+from vissl_zero.planner.machine_profile import MachineProfile
+from vissl_zero.planner.memory_model import ModelFacts, StepMemory, UpdateFacts, step_memory
+from vissl_zero.planner.step_time import (
     Rehearsal,
     Rehearsed,
     cause_of,
@@ -50,7 +35,16 @@ from vissl_zero.sharding.step_time import (
     step_seconds,
     work_seconds,
 )
-from vissl_zero.sharding.step_trace import Recorder, StepTrace
+from vissl_zero.planner.step_trace import Recorder, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.sharding.memory import Bytes, Storages
+from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
+from vissl_zero.sharding.model.precision import rounded, run_in_precision
+from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
+from vissl_zero.sharding.state.saved_state import saved_buffers
+from vissl_zero.sharding.state.shard import Shard, whole_shard
 from vissl_zero.sharding.strategy import update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vissl_zero.planner.step_trace import Kernel, Recorder, WorkCounter, kernel_of
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
-from vissl_zero.sharding.step_trace import Kernel, Recorder, WorkCounter, kernel_of
 from vissl_zero.sharding.torch_private import pretended_ranks
 
 

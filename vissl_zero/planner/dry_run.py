@@ -30,14 +30,15 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
+from vissl_zero.planner.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
+from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
+from vissl_zero.planner.machine_profile import MachineProfile, read_profile
+from vissl_zero.planner.step_time import measured_machine
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.resolve.host import MachineProfile, read_profile, torchrun_ranks
+from vissl_zero.resolve.host import torchrun_ranks
 from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
-from vissl_zero.sharding.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
-from vissl_zero.sharding.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
-from vissl_zero.sharding.step_time import measured_machine
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's

@@ -12,22 +12,12 @@ import pytest
 
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.config.fit_plans import (
-    OUT_OF_MEMORY,
-    STARTED,
-    FitOption,
-    FitPlans,
-    FitRun,
-    Outcome,
-    note_running,
-    outcomes,
-    shortfall,
-    with_settings,
-)
-from vissl_zero.engine.dry_run import dry_run
-from vissl_zero.engine.planning import fit_plans, fitted, history, plan_run
+from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, STARTED, Outcome, note_running, outcomes
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import apart
+from vissl_zero.planner.dry_run import dry_run
+from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
+from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
 pytestmark = pytest.mark.usefixtures("by_roofline")

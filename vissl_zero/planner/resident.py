@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
+from vissl_zero.planner.heap import Heap
+from vissl_zero.planner.step_trace import Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.allocator import Heap
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
-from vissl_zero.sharding.step_trace import Moment, StepTrace
 
 _MIB = 2**20
 # Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks (docs/plan.md).

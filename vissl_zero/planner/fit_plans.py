@@ -1,55 +1,25 @@
-"""``ZERO.LEVEL: fit`` without torch: the possible plans, the chosen one, and the outcome of each.
-
-The last stands in ``forecasts.jsonl`` in the run folder, where a plan is started, where rank 0 has done its first step,
-and where memory ran out.
-"""
+"""``ZERO.LEVEL: fit`` without torch: the possible plans, the chosen one, and the outcome of each."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, STARTED, Outcome, measured_peaks, note, outcomes
+from vissl_zero.resolve.resolved import ResolvedRun
 
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
     from vissl_zero.config.run_config import RunConfig
     from vissl_zero.resolve.resolved import ResolvedRun
 
-FILE_NAME = "forecasts.jsonl"
-STARTED, RUNNING, OUT_OF_MEMORY = "started", "running", "out of memory"
 SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A line of the log.
-
-    Attributes:
-        plan, forecast_bytes, budget_bytes: as of ``FitChoice``.
-        outcome: ``STARTED`` by the launcher, ``RUNNING`` in a process of rank 0, or ``OUT_OF_MEMORY``.
-        step: RUNNING: optimizer steps done when that process began; OUT_OF_MEMORY: the last one that is known of it.
-        held_bytes: RUNNING: what rank 0 holds beside the plan: before the model was built, and code mapped since.
-        peak_bytes: OUT_OF_MEMORY: most that rank 0 has held, ``held_bytes`` included, as far as it is known.
-    """
-
-    plan: str
-    forecast_bytes: int
-    budget_bytes: int
-    outcome: str
-    step: int | None = None
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
-
-    @property
-    def measured_bytes(self) -> int | None:
-        """What the forecast is about, measured; None: not known."""
-        return None if self.peak_bytes is None or self.held_bytes is None else self.peak_bytes - self.held_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +57,7 @@ class FitPlans:
     """All plans, cheapest first, of which one is running.
 
     Args:
-        options: of ``engine/planning.py``; the first of them that fits is taken.
+        options: of ``planner/planning.py``; the first of them that fits is taken.
         budget_bytes: that it fits into.
         given_bytes: where the user has said what a rank may use; None: what is free counts.
         why: the sentence on the first choice.
@@ -216,39 +186,6 @@ def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
     left.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
     left.get("MODEL", {}).pop("ACTIVATION_CHECKPOINTING", None)
     return left
-
-
-def note(folder: Path, row: Outcome) -> None:
-    """Append a line. A disk that takes nothing more ends no run."""
-    entry = {name: value for name, value in asdict(row).items() if value is not None}
-    with suppress(OSError), (folder / FILE_NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-
-
-def note_running(folder: Path, step: int, held_bytes: int) -> None:
-    """Rank 0 of the plan that was started last has done its first step; see ``Outcome``."""
-    if rows := outcomes(folder):
-        note(folder, replace(rows[-1], outcome=RUNNING, step=step, held_bytes=held_bytes, peak_bytes=None))
-
-
-def outcomes(folder: Path) -> list[Outcome]:
-    """The lines of a run folder in order; damaged ones are passed over."""
-    found = []
-    with suppress(OSError, UnicodeDecodeError):
-        for line in (folder / FILE_NAME).read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, TypeError):
-                found.append(Outcome(**json.loads(line)))
-    return found
-
-
-def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:
-    """Steps beyond ``after`` in ``metrics.jsonl``, and the peak of rank 0 until then, bytes."""
-    with suppress(OSError, UnicodeDecodeError):
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                entry = json.loads(line)
-                if entry["step"] > after:
-                    yield int(entry["step"]), int(entry["bytes"]["peak"])
 
 
 def most_bytes(rows: Sequence[Outcome]) -> int | None:

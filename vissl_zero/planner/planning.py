@@ -17,27 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vissl_zero.config.compose import Composed
-from vissl_zero.config.fit_plans import (
-    OUT_OF_MEMORY,
-    RUNNING,
-    FitOption,
-    FitPlans,
-    Outcome,
-    measured_peaks,
-    most_bytes,
-    outcomes,
-    shortfall,
-    with_option,
-)
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.engine.dry_run import Stage, described_machine, dry_run, set_stage
+from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, Outcome, measured_peaks, outcomes
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.resolve.host import RESERVE, MachineProfile, free_memory
+from vissl_zero.planner.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
+from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
+from vissl_zero.planner.fit_plans import FitOption, FitPlans, most_bytes, shortfall, with_option
+from vissl_zero.planner.machine_profile import MachineProfile
+from vissl_zero.planner.step_time import cache_file, calibrate, machine_for, one_thread
+from vissl_zero.resolve.host import RESERVE, free_memory
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import load_resolved
-from vissl_zero.sharding.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
-from vissl_zero.sharding.step_time import cache_file, calibrate, machine_for, one_thread
 
 FIT = "fit"
 DONE, NOT_DONE = "done", "not done"

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.models.model import Unit
+from vissl_zero.planner.equal_units import recorded
+from vissl_zero.planner.forecast import fake_
+from vissl_zero.planner.step_trace import StepTrace, record_step
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.equal_units import recorded
-from vissl_zero.sharding.forecast import fake_
 from vissl_zero.sharding.model.wrap_plan import plan_wrap
-from vissl_zero.sharding.step_trace import StepTrace, record_step
 
 
 class Counted(nn.Module):

@@ -8,25 +8,24 @@ does at these moments: which units are gathered, when gradients leave, what comm
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from vissl_zero.planner.heap import heap_of
+from vissl_zero.planner.resident import BlockReplay, process_bytes
+from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
-from vissl_zero.sharding.allocator import heap_of
 from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
-from vissl_zero.sharding.model.float8 import sent_weights
 from vissl_zero.sharding.model.precision import dtype_of
-from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.offload.block_file import pages
-from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS, kept_in_memory
+from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
-from vissl_zero.sharding.resident import BlockReplay, process_bytes
-from vissl_zero.sharding.step_trace import Mark, Moment, StepTrace
+from vissl_zero.sharding.param_facts import ParamFacts, share_of, stored_params, whole_units
 from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS
 
 KINDS = (
@@ -44,45 +43,6 @@ _NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/of
 _NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients in memory
 _HUGE_PAGE = 2**21
 _POINTS = 400  # of a drawn timeline
-
-
-@dataclass(frozen=True)
-class ParamFacts:
-    """A parameter as far as memory goes.
-
-    Attributes:
-        shape: of the whole.
-        itemsize: bytes of an element.
-        unit: first module of the unit that holds it at level 3.
-        is_trained: an optimizer updates it.
-        is_float8: level 3 sends it in float8.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    unit: str
-    is_trained: bool
-    is_float8: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the full parameter."""
-        return torch.Size(self.shape).numel() * self.itemsize
-
-    def padded(self, num_ranks: int) -> int:
-        """Bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
-        if not self.shape:
-            return self.itemsize
-        return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
-
-    def sent(self, num_ranks: int, share: float) -> float:
-        """Bytes of that part in a message of level 3, which has ``share`` of the bytes in the master format."""
-        if not self.is_float8:
-            return self.padded(num_ranks) * share
-        return self.padded(num_ranks) // self.itemsize + self._rows(num_ranks)  # a scale for each row
-
-    def _rows(self, num_ranks: int) -> int:
-        return -(-self.shape[0] // num_ranks)
 
 
 @dataclass(frozen=True)
@@ -186,88 +146,6 @@ class StepMemory:
     phases: list[str]
 
 
-def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -> dict[str, ParamFacts]:
-    """Facts of all parameters; tied ones once.
-
-    Args:
-        model: whole.
-        wrap_plan: its units at level 3.
-        trained: full names.
-    """
-    owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
-    updated, sent = set(trained), sent_weights(model)
-    found = {}
-    for name, param in model.named_parameters():
-        module = name.rpartition(".")[0]
-        while module not in owners:
-            module = module.rpartition(".")[0]
-        found[name] = ParamFacts(
-            tuple(param.shape),
-            param.element_size(),
-            owners[module],
-            name in updated and param.requires_grad,
-            param in sent,
-        )
-    return found
-
-
-def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
-    """Bytes of each unit while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
-    found: dict[str, int] = {}
-    for param in params.values():
-        if param.shape:
-            # Padding included: torch gathers parts of equal length.
-            found[param.unit] = found.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
-    return found
-
-
-def stored_params(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
-    """Parameters that rest on a disk: all that are cut, but for the first ones, which ``max_in_cpu`` has room for.
-
-    Args:
-        params: facts of a model's parameters.
-        plan: where they rest.
-        num_ranks: that share one copy of the state.
-    """
-    if not plan.offload_params.is_on_disk:
-        return {}
-    # Units as they are wrapped: the root comes last.
-    cut = sorted((item for item in params.items() if item[1].shape), key=lambda item: item[1].unit == ROOT)
-    sizes = (param.padded(num_ranks) // param.itemsize for _, param in cut)
-    keeps = kept_in_memory(sizes, plan.offload_params.max_in_cpu or 0)
-    return {name: param for (name, param), is_kept in zip(cut, keeps, strict=True) if not is_kept}
-
-
-def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
-    """Most bytes of full parameters at any moment of a step, beside the shards, in the format they are computed in.
-
-    At levels 1 and 2 all of them. At level 3 those of a unit and of all units around it: the root is always one. What
-    is fetched ahead on a GPU is counted as communication until it is needed.
-
-    Args:
-        params: facts of a model's parameters.
-        plan: level and number formats.
-        num_ranks: that share one copy of the state.
-    """
-    units = whole_units(params, num_ranks)
-    if plan.level == 0:
-        return 0
-    if plan.level < 3:
-        most = sum(units.values())
-    else:
-        most = max((sum(units[other] for other in units if _is_around(other, unit)) for unit in units), default=0)
-    return int(most * _share_of(plan.precision.compute, plan))
-
-
-def _is_around(outer: str, unit: str) -> bool:
-    return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
-
-
-def _share_of(dtype: str, plan: ShardingPlan) -> float:
-    """Of the bytes in the master format."""
-    return dtype_of(dtype).itemsize / dtype_of(plan.precision.master).itemsize
-
-
 def step_memory(
     trace: StepTrace,
     facts: ModelFacts,
@@ -312,7 +190,7 @@ class _Step:
         self.world_size, self.device_type = world_size, device_type
         self.num_nodes, self.micro_batches = num_nodes, micro_batches
         self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
-        self.is_fully_sharded = shards_parameters(plan, num_ranks, world_size, device_type)
+        self.has_shards = shards_parameters(plan, num_ranks, world_size, device_type)
         self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
         self.stored = stored_params(facts.params, plan, num_ranks)
         self.stored_teacher = stored_params(facts.teacher, plan, num_ranks)
@@ -321,8 +199,8 @@ class _Step:
             if param.shape:  # scalars are not cut
                 self.units.setdefault(param.unit, []).append(name)
         self.whole = whole_units(facts.params, num_ranks)
-        self.compute_share = _share_of(plan.precision.compute, plan)
-        self.reduce_share = _share_of(plan.precision.reduce, plan)
+        self.compute_share = share_of(plan.precision.compute, plan)
+        self.reduce_share = share_of(plan.precision.reduce, plan)
         self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
         self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
         self.gathered: set[str] = set()
@@ -358,7 +236,7 @@ class _Step:
 
     def held(self, params: Mapping[str, ParamFacts]) -> int:
         """Bytes of parameters a rank holds between units."""
-        return sum(self.part(p) if self.is_fully_sharded else p.num_bytes for p in params.values())
+        return sum(self.part(p) if self.has_shards else p.num_bytes for p in params.values())
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
         """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
@@ -378,7 +256,7 @@ class _Step:
         if self.is_whole:  # of zeros and of ones, for gradients that are not there
             itemsize = dtype_of(self.plan.precision.master).itemsize
             yield "communication", 2 * (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
-        if self.is_fully_sharded:
+        if self.has_shards:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
@@ -474,7 +352,7 @@ class _Step:
 
     def gather(self, unit: str, gathered: set[str], kind: str) -> None:
         """A unit's parameters become whole."""
-        if self.is_fully_sharded and unit in self.units and unit not in gathered:
+        if self.has_shards and unit in self.units and unit not in gathered:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
@@ -497,7 +375,7 @@ class _Step:
             return
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
             self.change("grads", *(param.num_bytes for param in self.trained.values()))
-        elif self.is_fully_sharded:
+        elif self.has_shards:
             self.change("grads", *(self.part(param) for name, param in self.trained.items() if name not in self.stored))
 
     def run(self) -> None:
@@ -513,7 +391,7 @@ class _Step:
             self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
             self.place += 1
             self.change("grads", -self.widened)
-        if self.is_fully_sharded:
+        if self.has_shards:
             # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
             for unit in [*self.pending]:
                 self.place += 1
@@ -531,7 +409,7 @@ class _Step:
             self.free(name, self.gathered, "params")
         elif moment == Moment.BACKWARD_IN:
             self.gather(name, self.gathered, "params")
-        elif moment == Moment.BACKWARD_OUT and self.is_fully_sharded:
+        elif moment == Moment.BACKWARD_OUT and self.has_shards:
             self.reduce(name)
             if self.plan.level == 3:
                 self.free(name, self.gathered, "params")
@@ -546,7 +424,7 @@ class _Step:
         """A gradient is finished: it stays, is sent, or waits for its unit."""
         param = self.facts.params[name]
         has_earlier = self.micro_batches > 1
-        if self.is_fully_sharded:
+        if self.has_shards:
             self.change("grads", num_bytes)
             unit = param.unit if param.shape else ""
             self.pending[unit] = self.pending.get(unit, 0) + num_bytes
@@ -568,7 +446,7 @@ class _Step:
 
     def buckets(self) -> Iterator[Sequence[str]]:
         """Names of gradients that leave together, in the order in which they may."""
-        if self.is_fully_sharded or self.world_size == 1:
+        if self.has_shards or self.world_size == 1:
             return
         names = [*self.trained][::-1]
         if self.is_whole:
@@ -687,7 +565,7 @@ class _Step:
         ):
             constants[kind] -= self.on_device(params, stored)
             held = [param for name, param in params.items() if name not in stored]
-            replay.keep(self.part(param) if self.is_fully_sharded else param.num_bytes for param in held)
+            replay.keep(self.part(param) if self.has_shards else param.num_bytes for param in held)
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)

@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vissl_zero.config.compose import compose
-from vissl_zero.engine.planning import plan_run
 from vissl_zero.lifetime import forked
-from vissl_zero.sharding.step_time import Rehearsal, calibrate, real_copies
+from vissl_zero.planner.planning import plan_run
+from vissl_zero.planner.step_time import Rehearsal, calibrate, real_copies
 
 RECIPE = "quickstart/swav_digits"
 

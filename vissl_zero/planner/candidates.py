@@ -8,8 +8,8 @@ from itertools import repeat
 from typing import Any
 
 from vissl_zero.errors import Problem
+from vissl_zero.planner.forecast import Forecast, Forecaster, Recomputable
 from vissl_zero.resolve.resolved import TIERS, ShardingPlan
-from vissl_zero.sharding.forecast import Forecast, Forecaster, Recomputable
 from vissl_zero.sharding.model.precision import dtype_of
 
 _GIB = 2**30

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from vissl_zero.config.compose import compose
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.errors import CheckpointError, ConfigError, LaunchError
 from vissl_zero.launch.run import DOES_NOT_FIT, print_dry_run
+from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.dry_run_lines import verdict
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve

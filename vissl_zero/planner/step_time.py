@@ -2,7 +2,7 @@
 
 On this machine's CPU the recorded micro-batch and the update are run with real tensors, within limits, and timed
 (``Rehearsal``). Elsewhere a roofline over the recorded operations stands for them: every kernel takes the longer of its
-arithmetic and its memory traffic, at the rates of a profile (``resolve/host.py``). Small layers do not reach these
+arithmetic and its memory traffic, at the rates of a profile (``machine_profile.py``). Small layers do not reach these
 rates, so a roofline ranks plans and promises no seconds.
 
 Messages, disk and host traffic add up and hide behind nothing. Their rates on this machine are measured in seconds and
@@ -36,13 +36,15 @@ from torch import Tensor, nn
 
 from vissl_zero.atomic import replacing
 from vissl_zero.lifetime import forked
-from vissl_zero.resolve.host import MachineProfile, free_memory, read_profile
+from vissl_zero.planner.machine_profile import MachineProfile, read_profile
+from vissl_zero.planner.memory_model import ModelFacts, StepMemory
+from vissl_zero.planner.step_trace import Kernel, StepTrace, Work
+from vissl_zero.resolve.host import free_memory
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import MAPPED_BYTES, keep_freed_blocks
 from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator, SharedMemoryCommunicator
-from vissl_zero.sharding.memory_model import ModelFacts, ParamFacts, StepMemory, stored_params
 from vissl_zero.sharding.model.precision import dtype_of
-from vissl_zero.sharding.step_trace import Kernel, StepTrace, Work
+from vissl_zero.sharding.param_facts import ParamFacts, stored_params
 
 _MIB = 2**20
 _STREAMED = 64 * _MIB  # beyond any cache of a core

@@ -8,10 +8,10 @@ import pytest
 
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.engine.planning import plan_run
 from vissl_zero.errors import ConfigError
-from vissl_zero.resolve.host import profile_names, read_profile
-from vissl_zero.sharding import step_time
+from vissl_zero.planner import step_time
+from vissl_zero.planner.machine_profile import profile_names, read_profile
+from vissl_zero.planner.planning import plan_run
 
 RECIPE = "digits/supervised"
 

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vissl_zero.models.model import Unit
+from vissl_zero.planner.step_trace import Mark, Moment, Recorder, StepTrace, Work, record_step
 from vissl_zero.sharding.model.wrap_plan import WrapPlan
-from vissl_zero.sharding.step_trace import Mark, Moment, Recorder, StepTrace, Work, record_step
 
 _FEWEST = 6  # with fewer, next to nothing is passed over
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

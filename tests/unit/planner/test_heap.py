@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vissl_zero.sharding.allocator import Heap
+from vissl_zero.planner.heap import Heap
 
 MIB = 2**20
 
