@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.components import typed_options
+from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
 
@@ -66,8 +67,20 @@ class Pipeline:
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]):
         self.transforms = tuple(transforms)
 
+    def read(self, source: Source, index: int) -> Any:
+        """Read an image as ``crops`` takes it. Raises BrokenImageError."""
+        return source.image(index)
+
     def __call__(self, image: Image.Image) -> list[Tensor]:
-        """The crops of an image, float (3, H, W) each, in the order in which they were made.
+        """Make the crops of an image, float (3, H, W) each; see ``crops``."""
+        return self.crops(image)
+
+    def stacked(self, crops: Sequence[Any]) -> Tensor:
+        """Gather crops of one shape in one new tensor (N, 3, H, W)."""
+        return torch.stack(list(crops))
+
+    def crops(self, image: Any) -> list[Any]:
+        """Make the crops of an image, with their ``shape``, in the order in which they were made.
 
         Raises:
             DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.
@@ -129,7 +142,7 @@ def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
         raise ConfigError([Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name.")])
     name = str(entry["name"])
     component = _find(name, key)
-    arguments = {argument: _argument(value, key) for argument, value in entry.items() if argument != "name"}
+    arguments = {word: argument(value, key) for word, value in entry.items() if word != "name"}
     if component.config is not None:
         arguments = typed_options(component, arguments, f"{key}.{name}")
     try:
@@ -157,7 +170,7 @@ def torchvision_names() -> list[str]:
     return sorted(name for name, thing in everything if inspect.isclass(thing) and not issubclass(thing, Enum))
 
 
-def _argument(value: Any, key: str) -> Any:
+def argument(value: Any, key: str) -> Any:
     """An argument as the constructor wants it: YAML has neither nested transforms nor enumerations."""
     if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
         return InterpolationMode(value)

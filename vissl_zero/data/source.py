@@ -17,7 +17,7 @@ from PIL import Image
 
 from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split
 from vissl_zero.config.components import typed_options
-from vissl_zero.data.decode import read_array
+from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES, require_interface
 
@@ -42,6 +42,33 @@ class Source(Protocol):
         """What to call an image in messages: its path, where it has one."""
 
 
+class EncodedSource:
+    """A source of image files, wherever they lie. A subclass reads a file, and has the rest of ``Source``.
+
+    The fast backend decodes such a file itself, and no larger than needed.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file of an image, not decoded. Raises BrokenImageError."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def image(self, index: int) -> Image.Image:
+        """Read and decode the file. Raises BrokenImageError."""
+        return self.decoder.image(self.encoded(index), self.name(index))
+
+
+def encoded_image(source: Source, index: int) -> bytes | Image.Image:
+    """Return the file of an image where ``source`` has files, else the image."""
+    read = getattr(source, "encoded", None)
+    return source.image(index) if read is None else read(index)
+
+
 @dataclass(frozen=True)
 class SourceRequest:
     """A request for a source: the first argument of every component in ``DATA_SOURCES``.
@@ -56,6 +83,7 @@ class SourceRequest:
         class_names: classes that labels must count by (those of TRAIN, for TEST), or empty to take the source's own.
         dataset_names: DATASET_NAMES, for a source that knows data sets by name.
         path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
+        decoder: decodes files as the DATA block says.
     """
 
     split: str
@@ -66,13 +94,35 @@ class SourceRequest:
     class_names: tuple[str, ...] = ()
     dataset_names: tuple[str, ...] = ()
     path_prefix: tuple[str, str] = ("", "")
+    decoder: Decoder = field(default_factory=Decoder)
 
 
 @dataclass(frozen=True)
-class Subset:
-    """Some images of a source, by index."""
+class _Derived:
+    """A source made of another; image i is image ``_at(i)`` of that one."""
 
     source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _at(self, index: int) -> int:
+        return index
+
+    def image(self, index: int) -> Image.Image:
+        return self.source.image(self._at(index))
+
+    def encoded(self, index: int) -> bytes | Image.Image:
+        return encoded_image(self.source, self._at(index))
+
+    def name(self, index: int) -> str:
+        return self.source.name(self._at(index))
+
+
+@dataclass(frozen=True)
+class Subset(_Derived):
+    """Some images of a source, by index."""
+
     indices: tuple[int, ...]
 
     @property
@@ -83,14 +133,11 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(self.indices[index])
+    def _at(self, index: int) -> int:
+        return self.indices[index]
 
     def label(self, index: int) -> int | None:
         return self.source.label(self.indices[index])
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
 
 
 def split_of(data_cfg: Data, split: str) -> Split:
@@ -261,50 +308,29 @@ def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator,
 
 
 @dataclass(frozen=True)
-class Relabelled:
+class Relabelled(_Derived):
     """A source under labels from elsewhere."""
 
-    source: Source
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(index)
 
     def label(self, index: int) -> int | None:
         return self.labels[index]
 
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
 
 @dataclass(frozen=True, eq=False)
-class MultiLabelled:
+class MultiLabelled(_Derived):
     """A source whose images have several labels each, so that none of them is its class.
 
     Attributes:
-        source: the images.
         matrix: (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
     """
 
-    source: Source
     matrix: np.ndarray
     class_names: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(index)
-
     def label(self, index: int) -> int | None:
         return None
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
 
 
 def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled | MultiLabelled:
