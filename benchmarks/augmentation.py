@@ -24,6 +24,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
+from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.data.dataset import MicroBatchDataset, MicroBatchPlan, seed_sample
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.pipeline import build_split_pipeline
@@ -95,7 +96,7 @@ def entries(views: dict[str, list]) -> list[dict]:
 
 def ours(backend: str, views: dict[str, list], files: list[bytes]) -> Callable[[int], object]:
     """One image through the loader's own micro-batch: read, decode, transform, collate."""
-    pipeline = build_split_pipeline({"BACKEND": backend, "TRAIN": {"TRANSFORMS": entries(views)}}, "TRAIN")
+    pipeline = build_split_pipeline(Data(BACKEND=backend, TRAIN=Split(TRANSFORMS=entries(views))), "TRAIN")
     dataset = MicroBatchDataset(Files(files, 2**31), pipeline, 0)
 
     def load(start: int, count: int = 24) -> object:

@@ -7,16 +7,16 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from vissl_zero.atomic import open_regular, read_regular
+from vissl_zero.config.blocks.data import Data
 from vissl_zero.errors import DataError
 
 # What Pillow itself calls suspicious: a quarter of a GiB as 24-bit pixels. Pillow only warns there; here it is refused,
@@ -64,10 +64,10 @@ class Decoder:
     max_pixels: int = MAX_PIXELS
 
     @staticmethod
-    def of(data_cfg: Mapping[str, Any]) -> Decoder:
+    def of(data_cfg: Data) -> Decoder:
         """Return the decoder that a DATA block asks for."""
-        background = BACKGROUNDS[data_cfg.get("BACKGROUND", "stored")]
-        return Decoder(data_cfg.get("EXIF") == "apply", background, data_cfg.get("MAX_PIXELS", MAX_PIXELS))
+        background = BACKGROUNDS[data_cfg.BACKGROUND]
+        return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS)
 
     def image(self, data: bytes, name: str | Path) -> Image.Image:
         """Decode a file to 8-bit RGB.

@@ -7,7 +7,7 @@ each image, or a row of several labels for each, as VISSL writes those of VOC07.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split
+from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split, split_of
 from vissl_zero.config.components import typed_options
 from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
@@ -140,11 +140,6 @@ class Subset(_Derived):
         return self.source.label(self.indices[index])
 
 
-def split_of(data_cfg: Data, split: str) -> Split:
-    """Return the block of a split, "TRAIN" or "TEST"."""
-    return data_cfg.TRAIN if split == "TRAIN" else data_cfg.TEST
-
-
 def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
     """The source of one split, with DATA_LIMIT and label files applied.
 
@@ -169,6 +164,7 @@ def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[st
         class_names=tuple(class_names),
         dataset_names=tuple(cfg.DATASET_NAMES),
         path_prefix=(cfg.REMOVE_IMG_PATH_PREFIX, cfg.NEW_IMG_PATH_PREFIX),
+        decoder=Decoder.of(data_cfg),
     )
     options = typed_options(component, cfg.SOURCE_PARAMS, f"config.DATA.{split}.SOURCE_PARAMS")
     source: Source = component.build(request, **options)

@@ -292,19 +292,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def described_machine(plan: ResolvedRun) -> MachineProfile | None:
     """Return the machine that ``ZERO.MACHINE_PROFILE`` describes."""
-
-    With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
-    """
     profile = plan.config.ZERO.MACHINE_PROFILE
-    if profile:
-        return read_profile(profile)
-    return measured_machine(plan.device) if plan.num_nodes == 1 else None
-
-
-def _is_here(plan: ResolvedRun) -> bool:
-    """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
-    is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
-    return plan.device == "cpu" and is_alone and not plan.config.ZERO.MACHINE_PROFILE
+    return read_profile(profile) if profile else None
 
 
 def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:

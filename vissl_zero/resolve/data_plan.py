@@ -22,6 +22,7 @@ from vissl_zero.config.programs import RETRIEVAL
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
+from vissl_zero.resolve.fast_forms import fast_backend
 from vissl_zero.vissl.programs import SEGMENTATION
 
 if TYPE_CHECKING:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
-from vissl_zero.resolve.host import Host
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
 
 ENDS = ("ToTensor", "ImgPilToRawTensor")
 _RESIZING = ("bilinear", ("bilinear", "bicubic"))
@@ -44,7 +46,7 @@ FAST_FORMS: dict[str, dict[str, tuple[str, tuple[str, ...]] | None]] = {
 _LIBRARIES = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
 
 
-def fast_backend(cfg: RunConfig, host: Host) -> list[Problem]:
+def fast_backend(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """The fast backend has its libraries, and a fast form of every transform."""
     if cfg.DATA.BACKEND != "fast":
         return []

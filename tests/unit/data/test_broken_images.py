@@ -226,7 +226,7 @@ def test_a_broken_image_error_survives_pickling_with_its_parts() -> None:
 def test_skipping_keeps_no_exception_and_no_image(make_data: MakeData, photos: Path, backend: str) -> None:
     truncate(photos / "a/1.jpg")
     data = make_data("disk_folder", photos, broken="skip") | {"BACKEND": backend}
-    loader = build_loader(data, "TRAIN", 1, 4, 0, 1, 1)
+    loader = build_loader(data_block(data), "TRAIN", 1, 4, 0, 1, 1)
     dataset = loader._stream._loader.dataset
     first, again = ([list(step[0].images) for step in loader.epoch(epoch)] for epoch in (0, 0))
     assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
+from tests.blocks import data_block
 from tests.unit.data.conftest import MULTI_CROP, MakeData
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import BrokenImageError, Decoder
@@ -114,7 +115,7 @@ def test_a_whole_recipe_has_the_same_boxes_and_nearly_the_same_values(make_data:
     for entries, bound in ((MULTI_CROP[:1], 1.5), (MULTI_CROP[:-2], 2.0)):
         data = make_data("disk_folder", photos, TRANSFORMS=[*entries, *END])
         slow, fast = (
-            next(build_loader(data | {"BACKEND": name}, "TRAIN", 3, 16, 0, 1, 1).epoch(0))[0]
+            next(build_loader(data_block(data | {"BACKEND": name}), "TRAIN", 3, 16, 0, 1, 1).epoch(0))[0]
             for name in ("pil", "fast")
         )
         for a, b in zip(slow.images, fast.images, strict=True):

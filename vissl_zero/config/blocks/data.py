@@ -138,3 +138,8 @@ class Data:
     """Load batches into page-locked memory, which copies faster to a GPU; no effect without one."""
     ON_BROKEN_IMAGE: str = choice("raise", "raise", "skip")
     """raise: stop, naming the file; skip: name it and take another image in its place, always the same one."""
+
+
+def split_of(data_cfg: Data, split: str) -> Split:
+    """Return the block of a split, "TRAIN" or "TEST"."""
+    return data_cfg.TRAIN if split == "TRAIN" else data_cfg.TEST
