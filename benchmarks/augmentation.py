@@ -27,8 +27,8 @@ from torch import Tensor
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.data.dataset import MicroBatchDataset, MicroBatchPlan, seed_sample
 from vissl_zero.data.decode import Decoder
-from vissl_zero.data.pipeline import build_split_pipeline
 from vissl_zero.data.source import EncodedSource
+from vissl_zero.data.split_pipeline import build_split_pipeline
 
 if True:  # after vissl_zero, without which some builds of torchvision cannot be imported
     from torchvision.transforms import InterpolationMode, v2

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data, split_of
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
-from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline, build_split_pipeline
+from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
+from vissl_zero.data.split_pipeline import build_eval_pipeline, build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 

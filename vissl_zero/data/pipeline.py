@@ -12,9 +12,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from vissl_zero.config.blocks.data import Data, split_of
 from vissl_zero.config.components import typed_options
-from vissl_zero.data.decode import Decoder
 from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
@@ -22,39 +20,8 @@ from vissl_zero.registry import TRANSFORMS, Component
 _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize")
 
 
-def build_eval_pipeline(data_cfg: Data) -> Pipeline:
-    """TEST's TRANSFORMS, or, where it has none, Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
-
-    The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
-    """
-    if data_cfg.TEST.TRANSFORMS:
-        return build_split_pipeline(data_cfg, "TEST")
-    entries = derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
-    return _with_backend(data_cfg, entries, "config.DATA.TRAIN.TRANSFORMS")
-
-
-def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:
-    """Build the pipeline of the TRANSFORMS of a split ("TRAIN" or "TEST"), for the backend of the DATA block.
-
-    Raises:
-        ConfigError: as ``build_pipeline``; also transforms that the backend does not have.
-    """
-    return _with_backend(data_cfg, split_of(data_cfg, split).TRANSFORMS, f"config.DATA.{split}.TRANSFORMS")
-
-
-def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
-    if data_cfg.BACKEND == "pil":
-        return build_pipeline(entries, key)
-    try:
-        from vissl_zero.data.fast.pipeline import build_fast_pipeline
-    except ModuleNotFoundError as error:
-        fix = "Run pip install vissl-zero[fast], or write config.DATA.BACKEND=pil."
-        raise ConfigError([Problem("config.DATA.BACKEND", "fast", f"needs {error.name}", fix)]) from error
-    return build_fast_pipeline(entries, key, Decoder.of(data_cfg))
-
-
 def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The list ``build_eval_pipeline`` uses without TEST.TRANSFORMS; see there."""
+    """The list ``split_pipeline.build_eval_pipeline`` uses without TEST.TRANSFORMS; see there."""
     size = _largest_crop(train)
     sized: list[Mapping[str, Any]] = (
         [{"name": "Resize", "size": max(size)}, {"name": "CenterCrop", "size": size}] if size else []

@@ -22,8 +22,9 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
-from vissl_zero.data.pipeline import Pipeline, build_split_pipeline
+from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source
+from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.data.pipeline import build_eval_pipeline
 from vissl_zero.data.source import Source
+from vissl_zero.data.split_pipeline import build_eval_pipeline
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, evaluated, nearest

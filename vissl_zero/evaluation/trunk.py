@@ -37,7 +37,8 @@ from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.config.components.trunks import trunk_component
-from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline
+from vissl_zero.data.pipeline import Pipeline
+from vissl_zero.data.split_pipeline import build_eval_pipeline
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins

@@ -15,7 +15,8 @@ from tests.blocks import data_block
 from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
-from vissl_zero.data.pipeline import build_eval_pipeline, build_pipeline, derive_eval_transforms
+from vissl_zero.data.pipeline import build_pipeline, derive_eval_transforms
+from vissl_zero.data.split_pipeline import build_eval_pipeline
 from vissl_zero.data.transforms import (
     ImgPatchesFromTensor,
     ImgPilRandomPhotometric,

@@ -1,0 +1,42 @@
+"""The pipeline of a split, of TRAIN or of TEST, for the backend of the DATA block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vissl_zero.config.blocks.data import Data, split_of
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.pipeline import Pipeline, build_pipeline, derive_eval_transforms
+from vissl_zero.errors import ConfigError, Problem
+
+
+def build_eval_pipeline(data_cfg: Data) -> Pipeline:
+    """TEST's TRANSFORMS, or, where it has none, Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
+
+    The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
+    """
+    if data_cfg.TEST.TRANSFORMS:
+        return build_split_pipeline(data_cfg, "TEST")
+    entries = derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
+    return _with_backend(data_cfg, entries, "config.DATA.TRAIN.TRANSFORMS")
+
+
+def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:
+    """Build the pipeline of the TRANSFORMS of a split ("TRAIN" or "TEST"), for the backend of the DATA block.
+
+    Raises:
+        ConfigError: as ``build_pipeline``; also transforms that the backend does not have.
+    """
+    return _with_backend(data_cfg, split_of(data_cfg, split).TRANSFORMS, f"config.DATA.{split}.TRANSFORMS")
+
+
+def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
+    if data_cfg.BACKEND == "pil":
+        return build_pipeline(entries, key)
+    try:
+        from vissl_zero.data.fast.pipeline import build_fast_pipeline
+    except ModuleNotFoundError as error:
+        fix = "Run pip install vissl-zero[fast], or write config.DATA.BACKEND=pil."
+        raise ConfigError([Problem("config.DATA.BACKEND", "fast", f"needs {error.name}", fix)]) from error
+    return build_fast_pipeline(entries, key, Decoder.of(data_cfg))
