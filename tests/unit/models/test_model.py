@@ -26,7 +26,7 @@ SWAV = ("swav_head", {"dims": [32, 12, 6], "use_bn": True, "num_clusters": [7, 5
 
 
 def _config(*heads: Any, trunk: dict[str, Any] | None = None) -> dict[str, Any]:
-    head = {"PARAMS": [list(head) for head in heads], "BATCHNORM_EPS": "1e-3", "BATCHNORM_MOMENTUM": 0.2}
+    head = {"PARAMS": [list(head) for head in heads], "BATCHNORM_EPS": 1e-3, "BATCHNORM_MOMENTUM": 0.2}
     return {"TRUNK": trunk or TRUNK, "HEAD": head}
 
 
