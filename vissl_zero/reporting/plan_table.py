@@ -42,8 +42,8 @@ def plan_table(planned: Planned) -> Table:
 
 def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Whether this is level 2 with all figures of level 1: with several ranks on a CPU both are one program."""
-    lower = [*row[:1], row[1].replace("level 2", "level 1", 1), *row[2:]]
-    return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [list(other) for other in rows]
+    lower = [row[1].replace("level 2", "level 1", 1), *row[2:]]
+    return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [[*other[1:]] for other in rows]
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:

@@ -161,6 +161,8 @@ def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     assert cli.main(["plan", RECIPE, "digits/dino", "--png", str(tmp_path / "plan.png")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("chosen: level") == 2 and "digits/dino: 2 ranks" in printed
+    assert "level 1 " in printed and "level 2 " not in printed, "level 2 is shown where it differs"
+    assert "images/s" in printed and max(map(len, printed.split("write:")[1].splitlines()[1:12])) < 100
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
