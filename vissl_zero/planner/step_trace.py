@@ -249,9 +249,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # a question, no operation
             return func(*args, **kwargs)
-        if self._has_values and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
         name = operation_name(func)
+        if self._has_values and name == "aten::_local_scalar_dense":
+            return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
         if name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
