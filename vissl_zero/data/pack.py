@@ -160,7 +160,12 @@ def _finish(out: Path, form: str, source: DiskFolder, parts: int) -> None:
             features["label"] = {"names": names, "_type": "ClassLabel"}
         files = [{"filename": _arrow_name(part, parts)} for part in range(parts)]
         _write(out / "dataset_info.json", {"features": features, "citation": "", "description": ""})
-        state = {"_data_files": files, "_fingerprint": "0" * 16, "_format_columns": None, "_format_kwargs": {}}
+        state: dict[str, Any] = {
+            "_data_files": files,
+            "_fingerprint": "0" * 16,
+            "_format_columns": None,
+            "_format_kwargs": {},
+        }
         _write(out / "state.json", {**state, "_format_type": None, "_output_all_columns": False, "_split": None})
     if form == "lmdb" and names:
         lmdb = _library("lmdb", "lmdb")

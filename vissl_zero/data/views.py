@@ -66,7 +66,13 @@ def load_views(recipe: str, overrides: Sequence[str] = ()) -> Views:
     """
     composed = compose(recipe, [*overrides, "config.DRY_RUN=true"])
     # The images that the recipe names need not be here; those of this source always are.
-    none: dict[str, Any] = {"DATA_PATHS": [], "DATASET_NAMES": [], "LABEL_SOURCES": [], "LABEL_PATHS": [], "SOURCE_PARAMS": {}}
+    none: dict[str, Any] = {
+        "DATA_PATHS": [],
+        "DATASET_NAMES": [],
+        "LABEL_SOURCES": [],
+        "LABEL_PATHS": [],
+        "SOURCE_PARAMS": {},
+    }
     composed.run.DATA.TRAIN = replace(composed.run.DATA.TRAIN, DATA_SOURCES=["synthetic"], **none)
     composed.run.DATA.TEST = Split()
     plan = resolve(composed.run, ".", recipe=composed.recipe, written=composed.written, notes=composed.notes)

@@ -153,7 +153,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
     index = {"stamp": stamp, **_read_index(tar)}
     try:
         with replacing(kept) as path, path.open("wb") as file:
-            np.savez(file, **index)  # type: ignore[arg-type]
+            np.savez(file, **index)
     except OSError:
         pass  # a folder that cannot be written
     return index
@@ -202,8 +202,8 @@ class ArrowFiles(_Packed):
     """A data set of Hugging Face's ``datasets`` on disk: ``save_to_disk``'s folder, or a folder of its Arrow files.
 
     Images are a column of files (``Image``, or binary), labels an integer column (``label``); names of classes are
-    those of its ``ClassLabel``. Of a folder with splits, TRAIN takes train, TEST takes test or validation. Files are mapped
-    into memory, not read.
+    those of its ``ClassLabel``. Of a folder with splits, TRAIN takes train, TEST takes test or validation. Files are
+    mapped into memory, not read.
     """
 
     def __init__(self, request: SourceRequest):
