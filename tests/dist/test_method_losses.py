@@ -64,7 +64,7 @@ def _moco_v2(x: Tensor, mine: slice) -> Tensor:
 def _dino(x: Tensor, mine: slice) -> Tensor:
     centre = Centre(DIM).double()
     teacher = x[:, :2].detach().transpose(0, 1) * 2
-    centre.update(teacher)
+    centre.update(centre.sums(teacher))
     return dino_loss(x.transpose(0, 1), centre.targets(teacher, 0.3))
 
 

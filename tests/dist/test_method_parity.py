@@ -183,14 +183,14 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None)
         for micro_batches in loader.epoch(0):
             for batch in [part.to("cpu", torch.float64) for part in micro_batches]:
                 with torch.no_grad():
-                    rule.after_micro_batch(rule.run_student(model, batch), batch)
+                    rule.update_state([rule.observe(rule.run_student(model, batch), batch)])
         model.load_state_dict(before)  # running statistics
     for epoch in range(2):
         rule.on_epoch(epoch)
         for micro_batches in loader.epoch(epoch):
             rule.on_step(step, epoch)
             optimizer.zero_grad()
-            total = 0.0
+            total, observed = 0.0, []
             for batch in [part.to("cpu", torch.float64) for part in micro_batches]:
                 set_random_key(plan.seed, step, batch.sample_ids)
                 with torch.no_grad():
@@ -198,8 +198,9 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None)
                 outputs = rule.run_student(model, batch)
                 loss = rule.loss(outputs, batch, taught) / num_micro
                 loss.backward()
-                rule.after_micro_batch(outputs, batch)
+                observed.append(rule.observe(outputs, batch, taught))
                 total += loss.item()
+            rule.update_state(observed)
             norm_of_all = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if clip is None else clip)
             result.norms.append(norm_of_all.item())
             optimizer.step()

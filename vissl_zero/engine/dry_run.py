@@ -182,6 +182,7 @@ def set_stage(
         model = build_model(plan.config["MODEL"], num_classes)
         method = build_method(plan.config["LOSS"], len(loader.source))
         method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+        method.views_apart = plan.config["MODEL"]["VIEWS_APART"]
         add_probe(plan, method, model, num_classes, None)
         teacher = None
         if method.has_teacher:

@@ -159,7 +159,9 @@ def _look_at_all(run: Run) -> None:
             for cpu_batch in micro_batches:
                 batch = cpu_batch.to(run.device, dtype)
                 set_random_key(run.plan.seed, 0, batch.sample_ids)
-                run.method.after_micro_batch(run.method.run_student(run.sharded.model, batch), batch)
+                batch = run.method.see(batch)
+                outputs = run.method.run_student(run.sharded.model, batch)
+                run.method.update_state([run.method.observe(outputs, batch)])
 
 
 def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -281,6 +283,7 @@ def _accumulate(
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    observed = []
     for index, cpu_batch in enumerate(micro_batches):
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
@@ -294,8 +297,9 @@ def _accumulate(
             # samples.
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         run.show_probe(batch)
-        method.after_micro_batch(outputs, batch)
+        observed.append(method.observe(outputs, batch, taught))
         loss_sum += loss.detach() * (batch.num_local / num_samples)
+    method.update_state(observed)
     return loss_sum
 
 
