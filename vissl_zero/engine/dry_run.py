@@ -211,7 +211,7 @@ def set_stage(
         reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype_of(precision.master)))
 
         def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
-            method.on_step(0, 0)
+            method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, images.sample_ids)
             seen, taught = method.see(images), None
             if teacher is not None:

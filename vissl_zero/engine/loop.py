@@ -133,7 +133,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
         if not run.is_resumed:
             run.sharded.normalize_rows(run.method.normalized_rows())
             if run.method.has_teacher and run.method.teacher_follows:
-                run.sharded.follow(0.0)  # weights may have come from elsewhere since it was copied
+                run.sharded.follow(0.0, moves_anchor=True)  # weights may have come from elsewhere since it was copied
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
@@ -214,7 +214,7 @@ def _train_step(
     # After the update, as SwAV's prototypes must have unit length in every forward pass.
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
-        sharded.follow(method.momentum(run.step), method.normalized_rows())
+        sharded.follow(method.momentum(run.step), method.normalized_rows(), method.moves_anchor(run.step))
     # All that ranks must agree on travels as one message. The norm is equal on all of them, so one rank sends it.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)
     norm = result.grad_norm.to(loss_sum) if run.is_main else torch.zeros_like(loss_sum)

@@ -250,8 +250,15 @@ def prototypes_of(cfg: RunConfig) -> list[int] | None:
 
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
     """What iBOT, DINOv2 and iBOT's distillation ask for."""
+    return distills_patches(cfg, path, ratio, probability, IBOT_HEADS)
+
+
+def distills_patches(
+    cfg: RunConfig, path: str, ratio: Sequence[float], probability: float, heads: Sequence[str]
+) -> list[Problem]:
+    """The same, with one of these heads."""
     found = [
-        *one_head(cfg, *IBOT_HEADS),
+        *one_head(cfg, *heads),
         *patch_trunk(cfg, mask_token=True),
         *two_views(cfg, exactly=False),
         *share(f"{path}.mask_probability", probability),

@@ -154,6 +154,14 @@ class Method(nn.Module):
         """Weight of the teacher's past after optimizer step ``step`` (from 0); 1 - it is the student's weight."""
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
+    def moves_anchor(self, step: int) -> bool:
+        """Whether the teacher's anchor, if it has one, becomes a copy of its trunk after optimizer step ``step``."""
+        return False
+
+    def heaviest_step(self) -> int:
+        """An optimizer step of the run that takes as much memory and time as any, for the dry run."""
+        return 0
+
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
         """Outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
 

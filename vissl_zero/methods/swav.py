@@ -255,7 +255,7 @@ class SwAVLoss(Method):
         if self.queue is None or not self._is_queue_on():
             return None
         assigner = self._output_of(outputs, batch) if taught is None else taught[0]
-        return self._assigned(assigner.embeddings, batch)
+        return self._assigned(assigner.embeddings.detach(), batch)
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the embeddings. Collective."""

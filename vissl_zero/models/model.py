@@ -216,6 +216,7 @@ class Model(nn.Module):
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
         keeps_features: ``kept_features`` holds the trunk's features of the newest pass, without graph.
+        anchor: a second trunk of a teacher, which stays while the teacher moves (see ``Method.moves_anchor``).
         views_apart: heads take the rows of one resolution after another, not all together.
         features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
         feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
@@ -230,6 +231,7 @@ class Model(nn.Module):
         self.features_are_embeddings = False
         self._is_checked = False
         self.trunk = trunk
+        self.anchor: nn.Module | None = None
         self.heads = nn.ModuleList(heads)
         self.taps = taps
         self.feature_taps: Taps | None = None
@@ -244,6 +246,7 @@ class Model(nn.Module):
         probe: Tensor | None = None,
         features_only: bool = False,
         see: SeePatches | None = None,
+        anchored: bool = False,
     ) -> list[Any]:
         """One pass over all resolutions.
 
@@ -253,6 +256,7 @@ class Model(nn.Module):
             features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
                 ``feature_taps``.
             see: decides which patches are hidden, seen and asked for; None: all are seen.
+            anchored: give the anchor's patches of the first resolution (b_0, P, F) too, after all outputs of heads.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
@@ -284,7 +288,11 @@ class Model(nn.Module):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        return [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        if anchored:
+            anchor: Any = self.anchor
+            found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return found
 
     def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
         """Tokens and features of images seen in part."""
@@ -329,6 +337,8 @@ class Model(nn.Module):
         one, and the units in it are units too.
         """
         units = _outermost_units(self.trunk) or [self.trunk]
+        if self.anchor is not None:
+            units += _outermost_units(self.anchor)
         for head in self.heads:
             units += dict.fromkeys([*_outermost_units(head), head])
         return units

@@ -249,11 +249,11 @@ class ShardedModel(Sharded):
             teaching.require_same_layout(self._teacher, self)
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
 
-    def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
+    def follow(self, momentum: float, unit_rows: Collection[str] = (), moves_anchor: bool = False) -> None:
         """See ``Sharded``."""
         assert self._teacher is not None
         self._wait_for_readers()
-        teaching.follow(self._teacher, self, momentum, unit_rows)
+        teaching.follow(self._teacher, self, momentum, unit_rows, moves_anchor)
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
         """By default the teacher is whole on every rank, as the student is."""

@@ -171,12 +171,13 @@ class Sharded(ABC):
         """
 
     @abstractmethod
-    def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
+    def follow(self, momentum: float, unit_rows: Collection[str] = (), moves_anchor: bool = False) -> None:
         """Move the teacher: ``momentum * teacher + (1 - momentum) * model``; parameters only. Not a collective.
 
         Args:
             momentum: 0 copies.
             unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+            moves_anchor: an anchor in the teacher becomes a copy of its trunk; else it stays.
         """
 
     @abstractmethod
