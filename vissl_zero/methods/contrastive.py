@@ -25,12 +25,12 @@ def nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
         rows: (n, D); not normalised.
         queue: (K, D) unit vectors.
     Returns:
-        (n, D). n * K * D multiplications, no communication.
+        (n, D) unit vectors. n * K * D multiplications, no communication.
     """
     with torch.no_grad():
         unit = F.normalize(at_least_float32(rows), dim=1)
         past = queue.to(unit.dtype)
-        return past[(unit @ past.T).argmax(dim=1)]
+        return F.normalize(past[(unit @ past.T).argmax(dim=1)], dim=1)
 
 
 def nnclr_loss(

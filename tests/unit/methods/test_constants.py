@@ -303,26 +303,31 @@ def test_a_stretched_schedule_ends_before_its_end() -> None:
     assert [value(step) for step in (0, 500, 999)] == pytest.approx(expected, abs=1e-5)
 
 
+def _not_vectors(name: str, parameter: Tensor) -> bool:
+    """All but biases and vectors; a mask token is (1, 1, D) there."""
+    return (parameter.ndim > 1 and not name.endswith("bias")) or "mask_token" in name
+
+
+def _all(name: str, parameter: Tensor) -> bool:
+    return True
+
+
 # Recipe -> whether a parameter decays, by its name and dimensions, as the authors' code decides.
-_ONE_DIM: Callable[[str, Tensor], bool] = lambda name, p: (
-    (p.ndim > 1 and not name.endswith("bias")) or "mask_token" in name
-)  # noqa: E731
-_ALL: Callable[[str, Tensor], bool] = lambda name, p: True  # noqa: E731
 DECAYS: dict[str, Callable[[str, Tensor], bool]] = {
-    "dino/vit_small": _ONE_DIM,  # utils.get_params_groups
-    "ibot/vit_small": _ONE_DIM,
-    "dinov2/vit_large": lambda name, p: _ONE_DIM(name, p) and "gamma" not in name,  # dinov2/utils/param_groups.py
-    "dinov3/vit_large": lambda name, p: _ONE_DIM(name, p) and "gamma" not in name,
-    "mae/vit_large": _ONE_DIM,  # timm's optim_factory.add_weight_decay
-    "ijepa/vit_huge": _ONE_DIM,  # src/helper.py init_opt
-    "msn/vit_small": lambda name, p: _ONE_DIM(name, p) and "prototypes" not in name,  # src/msn_train.py init_opt
-    "moco_v3/vit_base": _ALL,  # main_moco.py: model.parameters()
-    "simsiam/resnet50": _ALL,  # main_simsiam.py
-    "moco_v2/resnet50": _ALL,  # main_moco.py
-    "barlow_twins/resnet50": _ONE_DIM,  # weight_decay_filter
-    "vicreg/resnet50": _ONE_DIM,  # exclude_bias_and_norm
-    "byol/resnet50": _ONE_DIM,
-    "simclr/resnet50": _ONE_DIM,
+    "dino/vit_small": _not_vectors,  # utils.get_params_groups
+    "ibot/vit_small": _not_vectors,
+    "dinov2/vit_large": lambda name, p: _not_vectors(name, p) and "gamma" not in name,  # dinov2/utils/param_groups.py
+    "dinov3/vit_large": lambda name, p: _not_vectors(name, p) and "gamma" not in name,
+    "mae/vit_large": _not_vectors,  # timm's optim_factory.add_weight_decay
+    "ijepa/vit_huge": _not_vectors,  # src/helper.py init_opt
+    "msn/vit_small": lambda name, p: _not_vectors(name, p) and "prototypes" not in name,  # src/msn_train.py init_opt
+    "moco_v3/vit_base": _all,  # main_moco.py: model.parameters()
+    "simsiam/resnet50": _all,  # main_simsiam.py
+    "moco_v2/resnet50": _all,  # main_moco.py
+    "barlow_twins/resnet50": _not_vectors,  # weight_decay_filter
+    "vicreg/resnet50": _not_vectors,  # exclude_bias_and_norm
+    "byol/resnet50": _not_vectors,
+    "simclr/resnet50": _not_vectors,
 }
 
 
