@@ -58,6 +58,7 @@ setup(
             "ruff",
             "mypy",
             "pre-commit",
+            "lightly>=1.6,<1.7",  # compared with, by benchmarks/twins.py and its test
         ],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],

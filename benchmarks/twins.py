@@ -1,6 +1,6 @@
 """Train each method beside the code that people trust: from the same weights, on the same crops, in float64.
 
-    pip install --no-deps lightly==1.6.0 lightly_utils aenum
+    pip install -r requirements.txt                      # has lightly
     python benchmarks/twins.py                           # against lightly
     python benchmarks/twins.py --repositories ~/peers    # and against the authors' code
 
