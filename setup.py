@@ -22,8 +22,8 @@ setup(
         "vissl_zero": [
             "py.typed",
             "conf/**/*.yaml",
-            "config/*.yaml",
-            "config/machines/*.yaml",
+            "vissl/*.yaml",
+            "planner/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
         ]

@@ -1,0 +1,222 @@
+"""``level="fit"`` for a custom loop: the cheapest plan within a budget that trains the same.
+
+The model is copied with fake tensors, which have shapes and no memory, and one forward and backward pass over a sample
+is recorded on the copy. Recomputation and micro-batches are the loop's own: levels and tiers are chosen here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.integration.settings import ZeroSettings
+from vissl_zero.integration.user_optimizer import read_optimizer
+from vissl_zero.planner.candidates import (
+    Budget,
+    because,
+    chosen_of,
+    forecast_all,
+    kept_in_part,
+    nothing_fits,
+    rank_candidates,
+)
+from vissl_zero.planner.forecast import Forecaster, Subject
+from vissl_zero.resolve.host import RESERVE, free_memory
+from vissl_zero.resolve.resolved import ShardingPlan
+
+_GIB = 2**30
+
+
+def choose_plan(
+    model: nn.Module, optimizer: Any, base: ShardingPlan, settings: ZeroSettings, sample: Any, device: torch.device
+) -> tuple[ShardingPlan, str]:
+    """The cheapest plan that fits, and a sentence on why. Every rank must call it; rank 0's choice counts.
+
+    Args:
+        model: whole, on any device; left as it is.
+        optimizer: as for ``initialize``; left as it is.
+        base: number formats, shard groups, clipping; a folder on a disk, where state may rest there.
+        settings: with the budget.
+        sample: see ``initialize``.
+        device: where to train.
+    Raises:
+        ConfigError: nothing fits, with the smallest memory that would; or there is no forecast.
+    """
+    budget = _budget(settings, device)
+    outcome: tuple[ShardingPlan, str] | ConfigError
+    try:
+        with torch.random.fork_rng(devices=[]):
+            forecaster, mode = forecaster_of(model, optimizer, base, sample, device)
+            # Recomputation is the loop's own.
+            with mode:
+                machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
+                plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+                found = rank_candidates(plans, budget, collectives.world_size())
+                if (first := chosen_of(found)) is not None:
+                    plans += kept_in_part(first, budget, forecaster)
+            found = rank_candidates(plans, budget, collectives.world_size())
+        chosen = chosen_of(found)
+        if chosen is None:
+            words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
+            disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
+            others = ", or give smaller micro-batches"
+            raise ConfigError([nothing_fits(found, budget, disk=disk, others=others, **words)])
+        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
+    # Broadcast like a choice: raised by rank 0 alone, it would leave the others waiting for its choice.
+    except ConfigError as error:
+        outcome = error
+    outcome = collectives.broadcast_object(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
+
+
+def forecaster_of(
+    model: nn.Module, optimizer: Any, base: ShardingPlan, sample: Any, device: torch.device
+) -> tuple[Forecaster, FakeTensorMode]:
+    """What answers for any plan over these ranks, to be called in that mode. Each rank may call it alone.
+
+    Args:
+        model, optimizer, base, sample, device: as for ``choose_plan``.
+    Raises:
+        ConfigError: no sample, or a model that cannot be copied.
+    """
+    if sample is None:
+        fix = "Give one micro-batch of a rank: initialize(..., sample=batch); tensors on the meta device will do."
+        raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
+    # A module's plain tensors, which are neither parameters nor buffers, stay real, and so do those of a function.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fake = _fake_copy(model)
+        batch = sample if callable(sample) else pytree.tree_map(_fake, sample)
+        leaves = _outside(mode, fake, sample) if callable(sample) else pytree.tree_leaves(batch)
+    groups, build_optimizer = read_optimizer(_shell(optimizer), model)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    subject = Subject(
+        model=fake,
+        groups=groups,
+        build_optimizer=build_optimizer,
+        world_size=collectives.world_size(),
+        num_nodes=_num_nodes(),
+        device_type=device.type,
+        run_forward=lambda: _forward(fake, batch),
+        inputs=inputs,
+    )
+    with mode:
+        return Forecaster(subject, base), mode
+
+
+def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
+    """The same on every rank: what the one with the least may use."""
+    host, disk = (None if gib is None else int(gib * _GIB) for gib in (settings.host_memory_gb, settings.disk_gb))
+    if settings.memory_gb is not None:
+        return Budget(int(settings.memory_gb * _GIB), host, disk, "zero.memory_gb")
+    if device.type == "cuda":
+        memory, what = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        memory, what = free_memory() // _local_ranks(), f"what is free over {_local_ranks()} ranks"
+    least = min(collectives.all_gather_number(max(0, memory - RESERVE), device))
+    return Budget(least, host, disk, f"{what}, less {RESERVE / _GIB:g} GiB")
+
+
+def _num_nodes() -> int:
+    return max(1, collectives.world_size() // _local_ranks())
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
+
+
+class _RealInputs(TorchDispatchMode):
+    """Inside, collects the real tensors that operations are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                self.found[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))
+
+
+def _outside(mode: FakeTensorMode, model: nn.Module, sample: Callable[..., Any]) -> list[Tensor]:
+    """Fakes of the tensors that a function brings along, its batch: those the mode will use in their place."""
+    inputs = _RealInputs()
+    # What is wrong with it is said when it is recorded.
+    with suppress(Exception), torch.no_grad(), inputs:
+        sample(model)
+    return [mode.from_tensor(tensor) for tensor in inputs.found.values()]
+
+
+def _fake(leaf: Any) -> Any:
+    """A fake CPU tensor in the place of a tensor; in ``FakeTensorMode``."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fake
+
+
+def _fake_copy(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are fake, tied ones once; in ``FakeTensorMode``."""
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        # deepcopy takes what stands in its memo for copied already: no weight is read, and tied ones stay tied.
+        return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
+    except Exception as error:
+        must = f"must support copy.deepcopy, to be forecast ({type(error).__name__}: {error})"
+        raise ConfigError([Problem("model", type(model).__name__, must, "Write level=0, 1, 2 or 3.")]) from error
+
+
+def _shell(optimizer: Any) -> Any:
+    """A ready optimizer's twin, over the parameter names it will be given: what it updates stays as it is."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    # Its constructor may want arguments that nobody has kept.
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, bound to the other one
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict, optimizer.state)
+    return twin
+
+
+def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
+    """The loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
+    if callable(sample):
+        loss = sample(model)
+        return loss, loss
+    args, kwargs = _arguments(model.forward, sample)
+    outputs = model(*args, **kwargs)
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    own = next((leaf for leaf in leaves if leaf.dim() == 0), None)
+    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if own is None else own, outputs
+
+
+def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a batch as a loader gives it, what the model takes: labels behind its arguments are the loss's."""
+    params = inspect.signature(forward).parameters.values()
+    if isinstance(sample, Mapping):
+        takes_all = any(param.kind is param.VAR_KEYWORD for param in params)
+        names = {param.name for param in params}
+        return (), {str(key): value for key, value in sample.items() if takes_all or key in names}
+    if not isinstance(sample, tuple | list):
+        return (sample,), {}
+    if any(param.kind is param.VAR_POSITIONAL for param in params):
+        return tuple(sample), {}
+    most = sum(param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD) for param in params)
+    return tuple(sample[:most]), {}

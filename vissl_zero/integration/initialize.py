@@ -1,0 +1,355 @@
+"""ZeRO for a custom training loop: one call, no YAML needed.
+
+Its number formats are those of the model and of the settings; notes say what was decided.
+
+The ranks that train together: those of torchrun, those already joined, or this process alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.integration.fit import choose_plan
+from vissl_zero.integration.settings import ZeroSettings, read_settings
+from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
+from vissl_zero.integration.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.offload import offload_notes, offload_plans
+from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
+from vissl_zero.sharding.allocator import return_free_pages
+from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.model.float8 import require_float8
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def initialize(
+    model: M,
+    optimizer: Any,
+    zero: Any,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+    sample: Any = None,
+) -> tuple[M, ZeroOptimizer]:
+    """Shard a model and its optimizer::
+
+        model, optimizer = vissl_zero.initialize(model, optimizer=dict(type="Adam", lr=1e-3), zero=dict(level=3))
+        loss = model(x).mean(); optimizer.backward(loss); optimizer.step(); optimizer.zero_grad()
+
+    Every rank must call it, with equal models; ranks are those of torchrun, of the process group that is up already,
+    or this process alone.
+
+    Args:
+        model: whole; changed in place and returned, and to be called as before. On the meta device, its weights are
+            drawn unit by unit through ``reset_parameters``, so that a rank never holds them all.
+        optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
+        zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
+        device: where to train; by default the model's GPU, else this rank's, else the CPU.
+        seed: of the weights of a model on the meta device, and of stochastic rounding.
+        timeout_s: of every collective, where the process group is started here.
+        sample: for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's arguments
+            (what the model does not take is left out), real or on the meta device; or a function of the model that
+            gives the loss.
+    Returns:
+        The model, and an optimizer with ``backward``, ``step`` and ``zero_grad``.
+    Raises:
+        ConfigError: whatever is wrong with the arguments, all problems of ``zero`` at once.
+    """
+    settings = read_settings(zero)
+    if not isinstance(model, nn.Module):
+        fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
+        raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
+    if is_marked_sharded(model):
+        fix = "Build the model again, or keep the optimizer it has."
+        raise ConfigError([Problem("model", type(model).__name__, "was already passed to initialize()", fix)])
+    precision, notes = choose_precision(model, settings)
+    groups, build_optimizer = read_optimizer(optimizer, model)
+    where = training_device(model) if device is None else torch.device(device)
+    require_float8(model, settings.float8, where, "zero.float8")
+    join_ranks(where, timeout_s)
+    _check_groups(settings.shard_group_size, settings.level)
+    tiers = settings.offload_optimizer, settings.offload_params
+    optimizer_tier, param_tier = offload_plans(*tiers)
+    plan = ShardingPlan(
+        level=settings.level,
+        engine=settings.engine,
+        shard_group_size=settings.shard_group_size,
+        wrap_threshold=settings.wrap_threshold,
+        clip_grad=settings.clip_grad,
+        sync_bn_group=-1 if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) else 0,
+        sync_bn_only_marked=True,
+        precision=precision,
+        timeout_s=timeout_s,
+        verbose=settings.verbose,
+        seed=seed,
+        keep_gradients=settings.keep_gradients,
+        compile="inductor" if settings.compile else "",
+        float8=settings.float8,
+        offload_optimizer=optimizer_tier,
+        offload_params=param_tier,
+    )
+    tier_notes = offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero")
+    k = settings.gradient_accumulation_steps
+    if settings.is_fitted:
+        # Only rank 0's choice counts: a smaller budget of another rank would go unheard.
+        require_equal("the budget", [f"{settings.memory_gb}, {settings.host_memory_gb}, {settings.disk_gb}"])
+        plan, said = choose_plan(model, optimizer, plan, settings, sample, where)
+        notes, tier_notes = (*notes, said), ()
+    elif sample is not None:
+        notes = (*notes, "sample has no effect: zero names a level.")
+    # Ranks that differ would meet in different collectives and wait there until the timeout.
+    require_equal("the settings of zero", _facts(plan, k))
+    require_equal("the optimizer", optimizer_facts(optimizer))
+    num_ranks = plan.ranks_per_copy(collectives.world_size())
+    if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
+        notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
+    _say((*settings.notes, *tier_notes, *notes))
+    with unchanged_on_error(optimizer):
+        sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
+    _call_through(sharded.model, model)
+    mark_sharded(model)
+    return_free_pages()
+    outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
+    return model, outer
+
+
+def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
+    """What must be the same on every rank."""
+    names = (
+        "level",
+        "engine",
+        "shard_group_size",
+        "wrap_threshold",
+        "clip_grad",
+        "precision",
+        "keep_gradients",
+        "compile",
+        "float8",
+        "seed",
+    )
+    tiers = {
+        "offload_optimizer_config.device": plan.offload_optimizer.device,
+        "offload_param_config.device": plan.offload_params.device,
+        "gradient_accumulation_steps": accumulation_steps,
+    }
+    values = {name: getattr(plan, name) for name in names} | tiers
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def _check_groups(size: int, level: int) -> None:
+    """Shard groups leave no rank over."""
+    world_size = collectives.world_size()
+    if level and size != -1 and world_size % size:
+        must = f"must divide the number of ranks, {world_size}"
+        raise ConfigError([Problem("zero.shard_group_size", str(size), must, "Leave it out to share among all ranks.")])
+
+
+def _say(notes: tuple[str, ...]) -> None:
+    if collectives.rank() == 0:
+        for note in notes:
+            logging.getLogger(__name__).warning("%s", note)
+
+
+class _Body(nn.Module):
+    """The forward pass of a module, without its hooks and its name."""
+
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
+    """Make ``module(...)`` run as ``wrapper(...)`` does, where the engine has put a wrapper around it.
+
+    The user keeps a model of their own class, with its attributes, methods and parameter names.
+    """
+    if wrapper is module:
+        return
+    # Were it the module itself, the wrapper's call of it would come back here without end.
+    wrapper.module = _Body(module.forward)
+    module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)
+    # copy and pickle look for these on the object first, so that its class stays as it is for other models.
+    module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
+
+
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise VisslZeroError(
+        "A model that its engine runs in a wrapper cannot be copied or pickled: a copy would run the original. Take "
+        "full weights with full_state() or full_parameters(), or leave zero.engine out."
+    )
+
+
+_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precision, tuple[str, ...]]:
+    """Number formats from the model's own and from ``fp16``, ``bf16`` and the ``type=`` form; notes to say once.
+
+    float64 is never touched. A model in half precision computes in it, over float32 masters. ``type=`` turns float16 on
+    at levels 2 and 3, unless ``fp16=False`` or ``bf16=True``. At level 0 half precision is autocast. A model of several
+    formats keeps all of them.
+
+    Raises:
+        ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
+    """
+    formats = {param.dtype: name for name, param in reversed(list(model.named_parameters()))}
+    if settings.rounding:
+        if formats.keys() != {torch.bfloat16}:
+            must = "must have all its parameters in bfloat16 where zero.rounding is given"
+            fix = "Cast it with model.bfloat16(), or leave zero.rounding out."
+            raise ConfigError([Problem("model", _examples(formats), must, fix)])
+        formats_of_it = Precision("bfloat16", None, "bfloat16", "float32", False, settings.rounding)
+        return formats_of_it, _without_scaling(settings)
+    if len(formats) > 1:
+        master = _format_of_mixed(model, formats, settings)
+        return Precision(master, None, master, master, False), _without_scaling(settings)
+    own = _the_only(formats)
+    half = _half(own, settings)
+    if own == "float64" and half and (settings.fp16 or settings.bf16):
+        key = "zero.fp16" if settings.fp16 else "zero.bf16"
+        fix = "Build the model in float32, or leave the key out."
+        raise ConfigError([Problem(key, "True", "cannot go with a float64 model, which is trained as it is", fix)])
+    refused = {"float16": settings.fp16, "bfloat16": settings.bf16}.get(own) is False
+    if refused and half == own:
+        key = "zero.fp16" if own == "float16" else "zero.bf16"
+        fix = "Cast it with model.float() for float32, or leave the key out."
+        raise ConfigError([Problem(key, "False", f"contradicts the model, which is in {own}", fix)])
+    master = "float64" if own == "float64" else "float32"
+    half = None if own == "float64" else half
+    use_scale = half == "float16" and settings.dynamic_loss_scale is not False
+    notes = []
+    if half == "float16" and settings.is_typed and settings.fp16 is None and own != half:
+        scaling = "scaling the loss" if use_scale else "without scaling the loss"
+        notes.append(f"zero.type computes in float16, {scaling}, over float32 parameters; fp16=False keeps to float32.")
+    if half != "float16":
+        notes += _without_scaling(settings)
+    if half is None:
+        return Precision(master, None, master, master, False), tuple(notes)
+    if settings.level == 0:
+        return Precision(master, half, master, master, use_scale), tuple(notes)
+    return Precision(master, None, half, master, use_scale), tuple(notes)
+
+
+def _the_only(formats: Mapping[torch.dtype, str]) -> str:
+    if len(formats) != 1 or not formats.keys() <= _NAMES.keys():
+        fix = "Cast it, frozen parameters too: model.float()."
+        raise ConfigError([Problem("model", _examples(formats), "must have floating-point parameters", fix)])
+    return _NAMES[next(iter(formats))]
+
+
+def _format_of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> str:
+    """Of what is trained, such as adapters over a frozen base in half precision."""
+    trained = {param.dtype: name for name, param in model.named_parameters() if param.requires_grad}
+    problems = []
+    if len(trained) != 1 or not trained.keys() <= {torch.float32, torch.float64} or not formats.keys() <= _NAMES.keys():
+        fix = (
+            "Cast what is trained to float32 (frozen parameters may be in another floating-point format), or cast all: "
+            "model.float(), or model.bfloat16() to compute in that format over float32 masters."
+        )
+        must = "must have all its trained parameters in float32, or all in float64, where it has several formats"
+        problems.append(Problem("model", _examples(formats), must, fix))
+    for key in ("fp16", "bf16"):
+        if getattr(settings, key):
+            must = "cannot go with a model of several formats, which keeps them"
+            problems.append(Problem(f"zero.{key}", "True", must, "Leave it out, or cast the model to one format."))
+    if settings.engine != "torch":
+        fix = "Leave engine out, or cast the model to one format: model.float()."
+        problems.append(Problem("zero.engine", settings.engine, "needs a model of one floating-point format", fix))
+    if settings.is_fitted:
+        fix = "Write level=0, 1, 2 or 3."
+        problems.append(Problem("zero.level", "fit", "cannot forecast a model of several formats", fix))
+    if problems:
+        raise ConfigError(problems)
+    return _NAMES[next(iter(trained))]
+
+
+def _examples(formats: Mapping[torch.dtype, str]) -> str:
+    """A parameter of each format."""
+    examples = (f"{str(dtype).removeprefix('torch.')} of {name}" for dtype, name in formats.items())
+    return ", ".join(sorted(examples)) or "none"
+
+
+def _without_scaling(settings: ZeroSettings) -> tuple[str, ...]:
+    if settings.dynamic_loss_scale is None:
+        return ()
+    return ("zero.dynamic_loss_scale has no effect: nothing is computed in float16.",)
+
+
+def _half(own: str, settings: ZeroSettings) -> str | None:
+    if settings.bf16:
+        return "bfloat16"
+    if settings.fp16:
+        return "float16"
+    if own in ("float16", "bfloat16"):
+        return own
+    is_automatic = settings.is_typed and settings.level >= 2 and settings.fp16 is None and settings.bf16 is None
+    return "float16" if is_automatic else None
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_ranks(device: torch.device, timeout_s: float) -> None:
+    """Start the default process group if there is none; it is left at exit.
+
+    Every rank that torchrun started must call it. Without torchrun's environment, this process is a world of one.
+
+    Args:
+        device: of this rank.
+        timeout_s: of every collective of a group started here.
+    Raises:
+        ConfigError: torchrun's environment is incomplete.
+    """
+    if dist.is_initialized():
+        return
+    given = [name for name in _TORCHRUN if name in os.environ]
+    is_launched = "RANK" in given or "WORLD_SIZE" in given
+    if is_launched and len(given) < len(_TORCHRUN):
+        missing = ", ".join(name for name in _TORCHRUN if name not in given)
+        fix = "Start the program with torchrun, or unset RANK and WORLD_SIZE to train in one process."
+        raise ConfigError([Problem("environment", "", f"has {', '.join(given)} but not {missing}", fix)])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        # gloo beside nccl: norms of tensors that are offloaded to the host are summed on the host
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=None if is_launched else dist.HashStore(),
+        rank=-1 if is_launched else 0,
+        world_size=-1 if is_launched else 1,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def training_device(model: torch.nn.Module) -> torch.device:
+    """Where to train: the GPU that holds the model, else this rank's GPU if the machine has any, else the CPU."""
+    held = next((param.device for param in model.parameters()), torch.device("cpu"))
+    if held.type == "cuda":
+        return held
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

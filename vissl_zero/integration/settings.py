@@ -1,0 +1,429 @@
+"""The ``zero`` argument of ``initialize``: a dict, a DictConfig or a YAML file, checked whole. No torch.
+
+DeepSpeed's configuration read as the ``zero`` argument of ``initialize``. No torch.
+
+Names and meanings: https://www.deepspeed.ai/docs/config-json/ (read 2026-11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.config.components import typed_options
+from vissl_zero.config.compose import EXPLAINABLE, explain
+from vissl_zero.config.constraints import choice, pattern_problems
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.offload import engine_of, engine_problems, offload_problems
+from vissl_zero.resolve.resolved import Float8Plan
+from vissl_zero.resolve.sharding_plan import (
+    IMPLIED,
+    NEEDS_FLOAT8,
+    SENDS_NOTHING,
+    TYPES,
+    implied_level,
+    narrow_problems,
+    typed_level,
+)
+
+_RECIPE_KEYS = {
+    "LEVEL": "level",
+    "ENGINE": "engine",
+    "SHARD_GROUP_SIZE": "shard_group_size",
+    "MEMORY_GB": "memory_gb",
+    "HOST_MEMORY_GB": "host_memory_gb",
+    "DISK_GB": "disk_gb",
+}  # a ZERO block copied from a recipe
+_BLOCK_LAYERS = "(^|[.])(qkv|proj|fc1|fc2)$"  # of transformers, as timm names them
+_BUDGET = ("memory_gb", "host_memory_gb", "disk_gb")
+_FIT = "fit"
+_BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
+
+
+@dataclass
+class _Keys:
+    """Plain keys of ``zero``; the two offload blocks are checked by their own dataclasses."""
+
+    level: int | None = None
+    type: str | None = None
+    gradient_accumulation_steps: int = 1
+    dynamic_loss_scale: bool | None = None
+    clip_grad: float | None = None
+    fp16: bool | None = None
+    bf16: bool | None = None
+    rounding: str = ""
+    wrap_threshold: int = 0
+    verbose: bool = False
+    engine: str = "auto"
+    shard_group_size: int = -1
+    keep_gradients: bool = False
+    compile: bool = False
+    float8: bool | str = False
+    float8_scales: str = choice("rows", "rows", "mx")
+    float8_gather: bool = False
+    memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    disk_gb: float | None = None
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What ``zero`` asks for, checked.
+
+    Attributes:
+        level: ZeRO level, 0 to 3; 3 where ``is_fitted``.
+        is_fitted: ``level="fit"``: the cheapest plan within the budget is yet to be chosen.
+        memory_gb, host_memory_gb, disk_gb: that budget, GiB of a rank; None: what there is, and no limit.
+        is_typed: given as ColossalAI's ``type=``, which turns float16 on at levels 2 and 3.
+        gradient_accumulation_steps: calls of ``backward`` and ``step`` per optimizer step.
+        dynamic_loss_scale: None: wherever float16 is used.
+        clip_grad: largest global L2 norm of the gradients, or None.
+        fp16, bf16: None: not said.
+        rounding: parameters stay in bfloat16, and updates are rounded so: "stochastic" or "kahan"; empty: they do not.
+        wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
+        verbose: log the wrap plan.
+        shard_group_size: ranks that share one copy of the state; -1: all.
+        engine: a name of the STRATEGIES registry.
+        keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
+        compile: compile each unit with torch.compile.
+        float8: linear layers that multiply in float8.
+        offload_optimizer, offload_params: where optimizer state and parameters live.
+        notes: sentences to say once.
+    """
+
+    level: int
+    is_fitted: bool = False
+    memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    disk_gb: float | None = None
+    is_typed: bool = False
+    gradient_accumulation_steps: int = 1
+    dynamic_loss_scale: bool | None = None
+    clip_grad: float | None = None
+    fp16: bool | None = None
+    bf16: bool | None = None
+    rounding: str = ""
+    wrap_threshold: int = 0
+    verbose: bool = False
+    shard_group_size: int = -1
+    keep_gradients: bool = False
+    compile: bool = False
+    float8: Float8Plan = field(default_factory=Float8Plan)
+    engine: str = "torch"
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    offload_params: OffloadParam = field(default_factory=OffloadParam)
+    notes: tuple[str, ...] = ()
+
+
+def read_settings(zero: Any) -> ZeroSettings:
+    """Settings from whatever the user gave as ``zero``.
+
+    Args:
+        zero: mapping, DictConfig, or path of a YAML file that holds the keys at its root, under ``zero`` or under
+            ``config.ZERO``; with DeepSpeed's names where it has its ``zero_optimization``.
+    Raises:
+        ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
+    """
+    mapped, mapped_notes = from_deepspeed(_mapping(zero))
+    given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
+    blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
+    if unknown := [key for key in given if key not in _names()]:
+        typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
+    is_fitted = given.get("level") == _FIT
+    if is_fitted:
+        given["level"] = None if given.get("type") else 3  # whatever is allowed at level 3 may be chosen
+    keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
+    optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
+    params = OffloadParam(**blocks["offload_param_config"])
+    implied = implied_level(params.device) if keys.level is None and keys.type is None else None
+    level, problems = _level(keys) if implied is None else (implied, [])
+    problems += _range_problems(keys)
+    problems += _fit_problems(keys, optimizer, params) if is_fitted else _budget_problems(keys)
+    problems += _rounding_problems(keys, is_fitted, optimizer, params)
+    if not problems:
+        problems += offload_problems(optimizer, params, level, "zero")
+        problems += engine_problems(
+            keys.engine,
+            level,
+            is_half=bool(keys.fp16 or keys.bf16 or (keys.type is not None and level == 2 and keys.fp16 is None)),
+            is_offloaded={optimizer.device, params.device} != {"none"},
+            shard_group_size=keys.shard_group_size,
+            is_float8=keys.float8 is not False,
+        )
+    if problems:
+        raise ConfigError(problems)
+    return ZeroSettings(
+        level=level,
+        is_fitted=is_fitted,
+        memory_gb=keys.memory_gb,
+        host_memory_gb=keys.host_memory_gb,
+        disk_gb=keys.disk_gb,
+        is_typed=keys.type is not None,
+        gradient_accumulation_steps=keys.gradient_accumulation_steps,
+        dynamic_loss_scale=keys.dynamic_loss_scale,
+        clip_grad=keys.clip_grad,
+        fp16=keys.fp16,
+        bf16=keys.bf16,
+        rounding=keys.rounding,
+        wrap_threshold=keys.wrap_threshold,
+        verbose=keys.verbose,
+        shard_group_size=keys.shard_group_size,
+        keep_gradients=keys.keep_gradients,
+        compile=keys.compile,
+        float8=_float8_plan(keys),
+        engine=engine_of(keys.engine),
+        offload_optimizer=optimizer,
+        offload_params=params,
+        notes=(
+            *([] if implied is None else [IMPLIED.format(key="zero.level")]),
+            *mapped_notes,
+            *_no_effect(keys, level),
+        ),
+    )
+
+
+@dataclass
+class _AllKeys(_Keys):
+    """All names that may stand in ``zero``, to find the closest to one that may not."""
+
+    offload_optimizer_config: Any = None
+    offload_param_config: Any = None
+
+
+def _names() -> set[str]:
+    return {f.name for f in fields(_AllKeys)}
+
+
+def _mapping(zero: Any) -> Mapping[Any, Any]:
+    if isinstance(zero, str | Path):
+        zero = _from_file(Path(zero))
+    if isinstance(zero, DictConfig):
+        try:
+            zero = OmegaConf.to_container(zero, resolve=True)
+        except EXPLAINABLE as error:
+            raise explain(error) from error
+    if not isinstance(zero, Mapping):
+        fix = "Write zero=dict(level=3), or zero='path/to.yaml'."
+        raise ConfigError(
+            [Problem("zero", type(zero).__name__, "must be a dict, a DictConfig or the path of a YAML file", fix)]
+        )
+    return zero
+
+
+def _from_file(path: Path) -> Any:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        fix = "Correct the path, or write zero=dict(level=3)."
+        raise ConfigError([Problem("zero", str(path), "must name a YAML file that can be read", fix)]) from error
+    except EXPLAINABLE as error:
+        raise explain(error) from error
+    if isinstance(tree, dict) and isinstance(tree.get("config"), dict):
+        tree = tree["config"]
+    if isinstance(tree, dict):
+        tree = tree.get("ZERO", tree.get("zero", tree))
+    return tree
+
+
+def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = given.get(name)
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        fix = "Write it as dict(device='cpu')."
+        raise ConfigError([Problem(f"zero.{name}", repr(block), "must be a dict", fix)])
+    return block
+
+
+def _level(keys: _Keys) -> tuple[int, list[Problem]]:
+    typed = None
+    if keys.type is not None:
+        typed = typed_level(keys.type)
+        if typed is None:
+            return 0, [Problem("zero.type", repr(keys.type), TYPES, "Write level=1, 2 or 3 instead.")]
+    if keys.level is None:
+        if typed is None:
+            fix = "Write zero=dict(level=3)."
+            return 0, [Problem("zero.level", "", "must be given: 0, 1, 2, 3 or 'fit'", fix)]
+        return typed, []
+    if keys.level not in range(4):
+        return 0, [Problem("zero.level", str(keys.level), "must be 0, 1, 2 or 3", "Correct the level.")]
+    if typed not in (None, keys.level):
+        fix = "Leave one of them out."
+        return 0, [Problem("zero.level", str(keys.level), f"contradicts zero.type={keys.type}", fix)]
+    return keys.level, []
+
+
+def _range_problems(keys: _Keys) -> list[Problem]:
+    found = []
+    if keys.gradient_accumulation_steps < 1:
+        key = "zero.gradient_accumulation_steps"
+        found.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
+    if keys.clip_grad is not None and not keys.clip_grad > 0:
+        found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
+    if keys.fp16 and keys.bf16:
+        found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
+    if keys.shard_group_size != -1 and keys.shard_group_size < 2:
+        must = "must be -1 for all ranks, or at least 2"
+        found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
+    for key in _BUDGET:
+        value = getattr(keys, key)
+        if value is not None and not value > 0:
+            found.append(
+                Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out to use what is available.")
+            )
+    if isinstance(keys.float8, str):
+        found += pattern_problems("zero.float8", keys.float8)
+    if keys.float8_gather and keys.float8 is False:
+        found.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
+    if keys.wrap_threshold < 0:
+        found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
+    return found
+
+
+def _rounding_problems(
+    keys: _Keys, is_fitted: bool, optimizer: OffloadOptimizer, params: OffloadParam
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16."""
+    if not keys.rounding:
+        return []
+    if keys.rounding not in ("stochastic", "kahan"):
+        must = "must be stochastic or kahan"
+        return [Problem("zero.rounding", repr(keys.rounding), must, "Leave it out for float32 parameters.")]
+    others = {
+        "zero.fp16=True": keys.fp16,
+        "zero.bf16=False": keys.bf16 is False,
+        "zero.type, which means float16": keys.type is not None,
+        "zero.level='fit', which has no forecast of it": is_fitted,
+        "zero.keep_gradients, which is for float32": keys.keep_gradients,
+    }
+    is_on_disk = "nvme" in (optimizer.device, params.device)
+    return narrow_problems("zero.rounding", keys.rounding, keys.engine, is_on_disk, others)
+
+
+def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
+    """What contradicts a plan that is yet to be chosen."""
+    given = {
+        "type": keys.type is not None,
+        "engine": keys.engine not in ("auto", "torch"),
+        "keep_gradients": keys.keep_gradients,
+        "offload_optimizer_config.device": optimizer.device != "none",
+        "offload_param_config.device": params.device != "none",
+    }
+    must = "cannot go with level='fit', which chooses it"
+    return [
+        Problem(f"zero.{key}", "", must, "Leave it out, or write a level.")
+        for key, is_given in given.items()
+        if is_given
+    ]
+
+
+def _budget_problems(keys: _Keys) -> list[Problem]:
+    must, fix = "is a budget for level='fit'", "Write level='fit', or leave it out."
+    return [
+        Problem(f"zero.{key}", str(getattr(keys, key)), must, fix) for key in _BUDGET if getattr(keys, key) is not None
+    ]
+
+
+def _no_effect(keys: _Keys, level: int) -> list[str]:
+    """Sentences on keys that do nothing at this level, or without another key."""
+    found = []
+    if keys.float8_scales != "rows" and keys.float8 is False:
+        found.append("zero.float8_scales has no effect without zero.float8.")
+    if keys.float8_gather and level < 3:
+        found.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
+    if level:
+        return found
+    in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
+    found += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
+    return found
+
+
+def _float8_plan(keys: _Keys) -> Float8Plan:
+    if keys.float8 is False:
+        return Float8Plan()
+    layers = _BLOCK_LAYERS if keys.float8 is True else keys.float8
+    return Float8Plan(layers, keys.float8_scales, keys.float8_gather)
+
+
+_MARK = "zero_optimization"
+# Keys that a custom loop decides itself, and keys that tune messages that this engine sends differently.
+_IN_VAIN = {
+    "train_batch_size": "your loader decides it",
+    "train_micro_batch_size_per_gpu": "your loader decides it",
+    "steps_per_print": "your loop prints",
+    "wall_clock_breakdown": "your loop prints",
+    "zero_allow_untested_optimizer": "every optimizer is tried out",
+}
+_TUNING = "it tunes DeepSpeed's messages and changes no number"
+_TUNES = (
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "contiguous_gradients",
+    "round_robin_gradients",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+)
+_OWN_OPTIMIZER = {
+    "optimizer": "Give it as initialize(model, optimizer=dict(type='AdamW', lr=...), zero=...).",
+    "scheduler": "Build torch's scheduler over the optimizer that initialize() returns.",
+}
+
+
+def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``given`` in the names of ``zero``, and sentences on what has no effect; as it is where it is not DeepSpeed's.
+
+    Raises:
+        ConfigError: a key that asks for other numbers than the same key here would give.
+    """
+    if _MARK not in given:
+        return dict(given), []
+    keys, problems, notes = dict(given), [], []
+    zero = keys.pop(_MARK)
+    if not isinstance(zero, Mapping):
+        problem = Problem(f"zero.{_MARK}", repr(zero), "must be a dict", "Write it as dict(stage=3).")
+        raise ConfigError([problem])
+    zero = dict(zero)
+    keys["level"] = zero.pop("stage", 0)
+    for name, ours in (("offload_optimizer", "offload_optimizer_config"), ("offload_param", "offload_param_config")):
+        if name in zero:
+            keys[ours] = zero.pop(name)
+    for name in [name for name in zero if name in _TUNES]:
+        notes.append(f"zero.{_MARK}.{name} has no effect: {_TUNING}.")
+        zero.pop(name)
+    for name in [name for name in keys if name in _IN_VAIN]:
+        notes.append(f"zero.{name} has no effect: {_IN_VAIN[name]}.")
+        keys.pop(name)
+    for name, value in zero.items():
+        must, fix = "is a DeepSpeed key without a counterpart", "Leave it out."
+        problems.append(Problem(f"zero.{_MARK}.{name}", repr(value), must, fix))
+    for name in [name for name in keys if name in _OWN_OPTIMIZER]:
+        problems.append(Problem(f"zero.{name}", "", "is not read from zero", _OWN_OPTIMIZER[name]))
+        keys.pop(name)
+    if "gradient_clipping" in keys:
+        # DeepSpeed's 0 means no clipping, where ours is refused.
+        keys["clip_grad"] = keys.pop("gradient_clipping") or None
+    for name in ("fp16", "bf16"):
+        if isinstance(keys.get(name), Mapping):
+            block = dict(keys[name])
+            keys[name] = bool(block.pop("enabled", False))
+            if name == "fp16" and block.pop("loss_scale", 0):
+                must = "cannot be a fixed number: the scale follows the gradients"
+                fix = "Write 0, or leave it out."
+                problems.append(Problem("zero.fp16.loss_scale", str(given[name]["loss_scale"]), must, fix))
+            notes += [f"zero.{name}.{key} has no effect: the loss scale follows its own rule." for key in block]
+    if problems:
+        raise ConfigError(problems)
+    return keys, notes

@@ -1,0 +1,340 @@
+"""The optimizer of a custom loop: a torch optimizer that handles loss scaling, accumulation and sharding.
+
+It saves and loads training state in a checkpoint folder: the format that recipes write, streamed both ways.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import vissl_zero
+from vissl_zero import collectives
+from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
+from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
+from vissl_zero.checkpoint.saver import commit, discard, write_rank
+from vissl_zero.checkpoint.snapshot import replicated_parts
+from vissl_zero.errors import CheckpointError, VisslZeroError
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
+from vissl_zero.sharding.update.stepper import StepResult
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Optimizer over this rank's shards; schedulers and loggers take it for the torch optimizer it is.
+
+    ``param_groups`` and ``state`` are those of the base optimizer that updates the shards. Every method but
+    ``zero_grad`` and ``ledger`` is a collective: all ranks must call it, in the same order.
+
+    Args:
+        sharded: model and base optimizer.
+        model: what the user calls.
+        accumulation_steps: calls of ``step`` per update; each ``backward`` counts for its share.
+        is_plain_refused: gradients must come from ``backward`` of this class, because it scales them.
+
+    Attributes:
+        last_step: gradient norm, loss scale and whether the last update was skipped; None before the first.
+        num_updates: how often the optimizer has stepped, skipped steps included.
+    """
+
+    def __init__(self, sharded: ShardedModel, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
+        base = sharded.optimizer
+        # torch's constructor gives the groups to ``add_param_group``, which refuses later ones.
+        self._is_built = False
+        super().__init__(base.param_groups, base.defaults)
+        # The very objects, so that a learning rate set here reaches the base optimizer.
+        self.param_groups, self.state = base.param_groups, base.state
+        self._is_built = True
+        self.last_step: StepResult | None = None
+        self._sharded = sharded
+        self._accumulation_steps = accumulation_steps
+        self.num_updates = 0
+        self._num_micro_batches = 0
+        self._is_in_backward = False
+        self._tied = _tied_names(model)
+        # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
+        self._micro_batch = ExitStack()
+        self._open_micro_batch()
+        if is_plain_refused:
+            model.register_forward_hook(self._watch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
+
+        Args:
+            loss: 0-d, this rank's mean over its own samples.
+        """
+        self._is_in_backward = True
+        try:
+            self._sharded.backward(loss, 1.0 / self._accumulation_steps)
+        finally:
+            self._is_in_backward = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, on every k-th call under accumulation; then forget the gradients, which the update has changed.
+
+        Unscale, agree on inf, clip, adapt, update: in this order, with norms over full parameters. A step whose
+        gradients hold an inf under loss scaling changes nothing but the scale.
+
+        Args:
+            closure: computes the loss and its gradients first, as in torch.
+        Returns:
+            What ``closure`` returned, or None.
+        Raises:
+            VisslZeroError: on every rank, where steps are skipped although the loss is not scaled up any more.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._micro_batch.close()
+        self._num_micro_batches += 1
+        if self._num_micro_batches == self._accumulation_steps:
+            self.last_step = self._sharded.step()
+            self.num_updates += 1
+            self._sharded.zero_grad()
+            self._num_micro_batches = 0
+        self._open_micro_batch()
+        # After the next micro-batch is open, so that a loop that catches the error can continue.
+        if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
+            names = ", ".join(self.last_step.nonfinite_gradients()[:3])
+            raise VisslZeroError(
+                f"Gradients hold an inf or NaN even at a loss scale of 1 ({names}): every step would be skipped. "
+                "Look at the loss and the data; lower the learning rate, or compute in bf16."
+            )
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; between the calls that make one update, keep them.
+
+        Args:
+            set_to_none: must stay True, because an existing gradient would make its parameter take part in the step.
+        """
+        if not set_to_none:
+            raise VisslZeroError("zero_grad(set_to_none=False) is not supported; leave the argument out.")
+        if self._num_micro_batches == 0:
+            self._sharded.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are given to ``initialize`` and fixed from then on.
+
+        Raises:
+            VisslZeroError: always, once built.
+        """
+        if self._is_built:
+            raise VisslZeroError("Parameter groups cannot be added to a sharded optimizer; give all to initialize().")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
+
+        Tensors are shared with the training state, not copied; what is on NVMe is read into memory, all of it
+        (``save`` does without). ``torch.save`` writes it; every rank has its own.
+
+        Raises:
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("state_dict()")
+        return self._sharded.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
+
+        Also takes what ``state_dict`` of the plain torch optimizer gave, the same on every rank: optimizer state and
+        options of groups, at any level. Parameters stay as they are then.
+
+        Raises:
+            CheckpointError: it comes from another layout or another model; nothing was changed.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("load_state_dict()")
+        self._sharded.load_state_dict(state_dict)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of all ranks to ``<folder>/checkpoints/step_<number of updates>``.
+
+        Tensors pass through memory one by one. Any level, tier and number of ranks can ``load`` it; ``vissl-zero
+        checkpoint`` reads it. Your own epoch, scheduler and random state are yours to keep.
+
+        Args:
+            folder: on a file system that all ranks share.
+        Raises:
+            CheckpointError: a rank could not write its part; earlier checkpoints stay.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("save()")
+        save_state(self._sharded, Path(folder), self.num_updates)
+
+    def load(self, folder: str | Path) -> None:
+        """Restore parameters, optimizer state, buffers, loss scale and groups from the newest complete checkpoint.
+
+        Args:
+            folder: that ``save`` was given; all data are read against their checksums first.
+
+        Raises:
+            CheckpointError: there is none, it is damaged or of another model.
+            VisslZeroError: between the calls of ``step`` that make one update.
+        """
+        self._require_boundary("load()")
+        self.num_updates = load_state(self._sharded, Path(folder))
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[dict[str, Tensor]]:
+        """Full parameters by full name, on every rank, to read. Takes the memory of all of them."""
+        with self._sharded.full_parameters(), torch.no_grad():
+            yield self._with_tied(dict(self._sharded.named_parameters()))
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Around an evaluation or ``full_state()``: weights to use. Of schedule-free optimizers they are an average.
+
+        Every rank must enter and leave it; with another optimizer it does nothing.
+        """
+        with self._sharded.evaluated():
+            yield
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Full parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks.
+
+        A tied parameter appears under each of its names, as in ``state_dict()`` of the plain model.
+        """
+        return self._with_tied(self._sharded.full_state())
+
+    def ledger(self) -> Any:
+        """This rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
+        return self._sharded.ledger()
+
+    def close(self) -> None:
+        """Remove files that hold offloaded state now rather than at the end of the process; no step after it."""
+        self._sharded.close()
+
+    def describe(self) -> str:
+        """Level, units and number formats, for people."""
+        return self._sharded.describe()
+
+    def _with_tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state | {name: state[first] for name, first in self._tied.items() if first in state}
+
+    def _open_micro_batch(self) -> None:
+        is_last = self._num_micro_batches == self._accumulation_steps - 1
+        self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
+
+    def _require_boundary(self, method: str) -> None:
+        if self._num_micro_batches:
+            raise VisslZeroError(
+                f"{method} was called after {self._num_micro_batches} of {self._accumulation_steps} calls of step(), "
+                "while gradients are pending that it cannot store. Call it after an update."
+            )
+
+    def _watch(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Make every output refuse gradients that do not come from ``backward``."""
+        if torch.is_grad_enabled():
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._refuse_plain_backward)
+
+    def _refuse_plain_backward(self, grad: Tensor) -> None:
+        if not self._is_in_backward:
+            raise VisslZeroError(
+                "Call optimizer.backward(loss) instead of loss.backward(): "
+                "with gradient accumulation or loss scaling the loss is scaled there."
+            )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, with their first ones."""
+    first = {param: name for name, param in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[param] for name, param in names if first[param] != name}
+
+
+def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
+    """Write ``<folder>/checkpoints/step_<step>``: each rank what it holds, one tensor in memory at a time. Collective.
+
+    Args:
+        sharded: between two steps.
+        folder: on a file system that all ranks share.
+        step: optimizer steps done.
+    Raises:
+        CheckpointError: a rank could not write its part; what was written is removed, earlier checkpoints stay.
+    """
+    layout = sharded.layout()
+    manifest = Manifest(
+        step=step,
+        epoch=0,
+        epoch_samples=0,
+        position=0,
+        world_size=collectives.world_size(),
+        level=layout["level"],
+        engine=layout["engine"],
+        global_batch=0,
+        recipe="",
+        vissl_zero=vissl_zero.__version__,
+        torch=str(torch.__version__),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        ranks={},
+        groups=sharded.group_facts(),
+        loss_scale=sharded.loss_scale_state(),
+    )
+    parts = [*sharded.parts(), *replicated_parts("buffer", sharded.buffers())]
+    is_first = collectives.rank() == 0
+    try:
+        _on_all(lambda: write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {}))
+        # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
+        _on_all(lambda: commit(folder, manifest) if is_first else None)
+    except CheckpointError:
+        if is_first:
+            # All ranks have stopped writing by now: ``_on_all`` raises only after it has heard from each.
+            discard(folder, step)
+        raise
+
+
+def load_state(sharded: ShardedModel, folder: Path) -> int:
+    """Restore the newest complete checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
+
+    Collective; ranks share the reading of checksums.
+
+    Returns:
+        Optimizer steps that had been done.
+    Raises:
+        CheckpointError: there is none that is whole, or it is of another model.
+    """
+    found = find_resumable(folder)
+    if found.path is None:
+        raise CheckpointError(f"{folder} holds no checkpoint. Name the folder that save() was given.")
+    for sentence in found.skipped if collectives.rank() == 0 else ():
+        logging.getLogger(__name__).warning("skipped: %s", sentence)
+    with open_checkpoint(found.path) as checkpoint:
+        saved = checkpoint.manifest.groups
+        groups = sharded.optimizer.param_groups
+        if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
+            raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
+        check_same_update(saved, groups)
+        # After the checks above: what does not fit must not overwrite a part of the state.
+        sharded.restore(StoredState(checkpoint))
+        restore_buffers(sharded, checkpoint)
+        for group, values in zip(groups, saved, strict=True):
+            take_group_options(group, values)
+        return checkpoint.manifest.step
+
+
+def _on_all(work: Callable[[], object]) -> None:
+    """Do ``work``; if it fails on any rank, raise on every rank."""
+    error: Exception | None = None
+    try:
+        work()
+    except (OSError, CheckpointError) as caught:
+        error = caught
+    has_failed = bool(collectives.all_reduce_max(torch.tensor(float(error is not None))))
+    if error is not None:
+        raise CheckpointError(f"The checkpoint could not be written: {error}.") from error
+    if has_failed:
+        raise CheckpointError("The checkpoint could not be written: another rank failed; see its message.")

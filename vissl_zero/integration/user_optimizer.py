@@ -1,0 +1,298 @@
+"""The ``optimizer`` argument of ``initialize``: a dict, a class or a ready torch optimizer, to run on shards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from vissl_zero.config.components import typed_options
+from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.optim.adaptation import Adaptation, Larc, OptimizerFactory
+from vissl_zero.optim.elementwise import lars, sgd
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
+
+Groups = list[dict[str, Any]]
+Built = tuple[torch.optim.Optimizer, Adaptation | None]
+
+
+@dataclass
+class _SGDOptions(SGDConfig):
+    """Keys of SGD where ours runs: torch's own, and torch's defaults."""
+
+    momentum: float = 0.0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass
+class _LARCOptions(_SGDOptions):
+    trust_coefficient: float = Larc.trust_coefficient
+    clip: bool = Larc.clip
+    eps: float = Larc.eps
+
+
+@dataclass
+class _LARSOptions(LARSConfig):
+    momentum: float = 0.0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+_OWN = {"SGD": _SGDOptions, "LARC": _LARCOptions, "LARS": _LARSOptions}
+_TORCH = ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_FUSED = ("Adam", "AdamW")
+_ELSEWHERE = ("Lion", "ScheduleFreeAdamW", "Muon", "NorMuon", "LAMB", "Adafactor", "Shampoo", "AdamW8bit")
+_LARC_KEYS = ("trust_coefficient", "clip", "eps")
+# Given to a group by the strategy, where the optimizer's own defaults are meant.
+_STRATEGY_KEYS = ("lr", "weight_decay")
+
+
+def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], OptimizerFactory]:
+    """Parameter groups by name, and what builds the optimizer over this rank's shards of them.
+
+    Args:
+        optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch
+            optimizer over parameters of ``model`` that has not made a step; its groups and hyperparameters are kept,
+            and it is itself what runs.
+        model: whole, not wrapped.
+    Raises:
+        ConfigError: an unknown type or key, or parameters that are not the model's.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _from_instance(optimizer, model)
+    groups = [_all_trainable(model)]
+    if isinstance(optimizer, Mapping | DictConfig):
+        return groups, _from_dict(optimizer)
+    if callable(optimizer):
+        return groups, _from_class(optimizer)
+    fix = "Write optimizer=dict(type='Adam', lr=1e-3), or give a torch optimizer or its class."
+    raise ConfigError([Problem("optimizer", type(optimizer).__name__, "must be a dict, a class or an optimizer", fix)])
+
+
+def _all_trainable(model: nn.Module) -> ParamGroup:
+    names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
+    if not names:
+        fix = "Set requires_grad on what is to be trained."
+        raise ConfigError([Problem("model", "", "has no parameter to train", fix)])
+    return ParamGroup("all", names, is_head=False, is_decayed=True, weight_decay=0.0)
+
+
+def _from_class(build: Callable[..., Any]) -> OptimizerFactory:
+    name = getattr(build, "__name__", repr(build))
+
+    def factory(groups: Groups) -> Built:
+        try:
+            built = build([_without_strategy_keys(group) for group in groups])
+        except TypeError as error:
+            fix = "Write optimizer=dict(type=..., lr=...), functools.partial(the class, lr=...), or build it yourself."
+            raise ConfigError([Problem("optimizer", name, f"cannot be built: {error}", fix)]) from error
+        if not isinstance(built, torch.optim.Optimizer):
+            fix = "Give a subclass of torch.optim.Optimizer."
+            raise ConfigError([Problem("optimizer", name, "must build a torch optimizer", fix)])
+        return built, None
+
+    return factory
+
+
+def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[ParamGroup], OptimizerFactory]:
+    initial = [_initial_state(optimizer, group["params"]) for group in optimizer.param_groups]
+    names = {param: name for name, param in model.named_parameters()}
+    foreign = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        fix = "Build it from the parameters of the same model."
+        raise ConfigError([Problem("optimizer", str(foreign[0]), "has a parameter that is not the model's", fix)])
+    groups = [
+        ParamGroup(
+            f"group{index}", tuple(names[p] for p in group["params"]), False, True, group.get("weight_decay", 0.0)
+        )
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+    def factory(local_groups: Groups) -> Built:
+        # What it held is keyed by whole parameters, which it would keep alive.
+        optimizer.state = defaultdict(dict)
+        for group, local, state in zip(optimizer.param_groups, local_groups, initial, strict=True):
+            group["params"] = list(local["params"])
+            for param in local["params"] if state else ():
+                if not param.requires_grad:
+                    continue
+                optimizer.state[param] = {key: make(param) for key, make in state.items()}
+        return optimizer, None
+
+    return groups, factory
+
+
+def _initial_state(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+) -> dict[str, Callable[[Tensor], Any]]:
+    """How to rebuild the state that an optimizer has before its first step: Adagrad's sums, all of one value.
+
+    Frozen parameters need none.
+
+    Raises:
+        ConfigError: it has made steps.
+    """
+    table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
+    first = table[0] if table else {}
+    if first is None or any(row != first for row in table):
+        fix = "Give it before its first step, and load its state through load_state_dict afterwards."
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, "has made steps already", fix)])
+
+    def maker(number: Any, dtype: torch.dtype | None, is_per_element: bool) -> Callable[[Tensor], Any]:
+        if dtype is None:
+            return lambda param: number
+        if is_per_element:
+            return lambda param: torch.full_like(param, number, dtype=dtype, requires_grad=False)
+        return lambda param: torch.tensor(number, dtype=dtype)
+
+    return {key: maker(*fact) for key, fact in first.items()}
+
+
+def _uniform(state: Mapping[str, Any]) -> dict[str, tuple[Any, torch.dtype | None, bool]] | None:
+    """By key: number, type, whether it is there for each element; None where steps have left their traces."""
+    found: dict[str, tuple[Any, torch.dtype | None, bool]] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            found[key] = value, None, False
+        elif value.numel() and bool((value == value.flatten()[0]).all()):
+            # By the name and not the shape: the state of a 0-d parameter is 0-d as well.
+            found[key] = value.flatten()[0].item(), value.dtype, key != "step"
+        else:
+            return None
+    return None if found.get("step", (0,))[0] else found
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Give a ready optimizer its parameters back if what is done inside fails."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    before = [(group, group["params"]) for group in groups]
+    state = optimizer.state if groups else None
+    try:
+        yield
+    except BaseException:
+        for group, params in before:
+            group["params"] = params
+        if state is not None:
+            optimizer.state = state
+        raise
+
+
+def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
+    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+    assert isinstance(plain, dict)
+    options = {str(key): value for key, value in plain.items()}
+    name = options.pop("type", None)
+    known = (*_TORCH, "LARC", "LARS", *_ELSEWHERE)
+    if name not in known:
+        must = "must be given" if name is None else "is not an optimizer that can run on shards"
+        fix = did_you_mean(str(name), known).strip() or f"Known: {', '.join(known)}."
+        raise ConfigError([Problem("optimizer.type", "" if name is None else repr(name), must, fix)])
+    keys = _option_names(name)
+    if unknown := [key for key in options if key not in keys]:
+        raise ConfigError([_unknown_key(name, key, keys) for key in unknown])
+
+    def factory(groups: Groups) -> Built:
+        try:
+            return _build(name, [_without_strategy_keys(group) for group in groups], options)
+        except (TypeError, ValueError) as error:
+            problem = Problem("optimizer", str(options), f"{name} refuses its keys: {error}", "Correct the value.")
+            raise ConfigError([problem]) from error
+
+    return factory
+
+
+def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
+    # Of a rate given as a tensor, torch's plain kernels use what its type rounds to, and the fused ones another value.
+    has_tensor = any(isinstance(value, Tensor) for value in options.values())
+    if name in _OWN and set(options) <= set(_names(_OWN[name])) and not (name == "SGD" and has_tensor):
+        rest = typed_options(_OWN[name], options, "optimizer")
+        # torch checks what it is given as a default, not what a group has.
+        torch.optim.SGD([torch.empty(0)], **{key: rest[key] for key in _names(_SGDOptions)})
+        rates = {key: rest.pop(key) for key in _STRATEGY_KEYS}
+        for group in groups:
+            group |= rates
+        if name == "LARS":
+            return lars(groups, **rest)
+        larc = Larc(**{key: rest.pop(key) for key in _LARC_KEYS}) if name == "LARC" else None
+        return sgd(groups, **rest), larc
+    is_fused = (
+        name in _FUSED and not has_tensor and not {"foreach", "fused", "capturable", "differentiable"} & set(options)
+    )
+    if name in _ELSEWHERE:
+        optimizer = _class_from_elsewhere(name)(groups, **options)
+        if name == "ScheduleFreeAdamW":
+            # Its ``step`` raises before this call.
+            optimizer.train()  # type: ignore[attr-defined]
+        return optimizer, None
+    built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)
+    assert isinstance(built, torch.optim.Optimizer)
+    return built, None
+
+
+def _option_names(name: str) -> tuple[str, ...]:
+    if name != "SGD" and name in _OWN:
+        return _names(_OWN[name])
+    cls = _class_from_elsewhere(name) if name in _ELSEWHERE else getattr(torch.optim, name)
+    hidden = ("params", "max_grad_norm", "options")
+    keys = tuple(key for key in inspect.signature(cls).parameters if key not in hidden)
+    return tuple(dict.fromkeys([*keys, *_option_names("Muon")])) if name == "NorMuon" else keys
+
+
+def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Where optimizers that torch.optim does not have come from; and those with another name there."""
+    if name in ("LAMB", "Lion"):
+        from timm.optim import Lamb, Lion
+
+        # LAMB's own clipping looks at all gradients; clip_grad does that.
+        return Lion if name == "Lion" else functools.partial(Lamb, max_grad_norm=None)
+    if name == "ScheduleFreeAdamW":
+        from schedulefree import AdamWScheduleFree
+
+        return cast(Callable[..., torch.optim.Optimizer], AdamWScheduleFree)
+    own = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
+    return own.get(name, torch.optim.Adafactor)
+
+
+def _names(schema: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(schema))
+
+
+def _unknown_key(name: str, key: str, known: Sequence[str]) -> Problem:
+    fix = did_you_mean(key, known).strip() or f"Known: {', '.join(known)}."
+    return Problem(f"optimizer.{key}", "", f"is not a key of {name}", fix)
+
+
+def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _STRATEGY_KEYS}
+
+
+def optimizer_facts(given: Any) -> list[str]:
+    """Sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
+    if isinstance(given, torch.optim.Optimizer):
+        options = [
+            {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}
+            for group in given.param_groups
+        ]
+        return [type(given).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
+    if isinstance(given, functools.partial):
+        return [*optimizer_facts(given.func), _option_facts(given.keywords, "")]
+    if isinstance(given, Mapping):
+        return [_option_facts(given, "")]
+    return [str(getattr(given, "__qualname__", type(given).__name__))]
+
+
+def _option_facts(options: Mapping[str, Any], where: str) -> str:
+    plain = {k: v for k, v in options.items() if isinstance(v, str | int | float | tuple | list | torch.Tensor | None)}
+    return ", ".join(f"{key}={plain[key]}" for key in sorted(plain)) + where

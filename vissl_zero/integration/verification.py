@@ -1,0 +1,333 @@
+"""``vissl_zero.verify``: does sharding change what your own loop trains?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.integration.initialize import initialize, join_ranks, training_device
+from vissl_zero.integration.settings import ZeroSettings, read_settings
+
+Build = Callable[[], tuple[nn.Module, Any]]
+Step = Callable[[nn.Module, Any, Any], Any]
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``verify`` found; equal on every rank. ``print`` it.
+
+    Attributes:
+        is_equal: losses, parameters and buffers agreed after every step.
+        num_steps: that were compared.
+        step: the first that differs, from 1; 0: the models differed before training. None if all agree.
+        name: what differs there most: a parameter's or buffer's full name, or "loss".
+        difference: largest absolute difference of an element there; over all steps if all agree.
+        dtype: that both runs computed in.
+        notes: what may explain a difference, and what was not tested.
+    """
+
+    is_equal: bool
+    num_steps: int
+    step: int | None
+    name: str | None
+    difference: float
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.is_equal:
+            first = f"equal: {self.num_steps} steps in {dtype}, largest difference {self.difference:.1e}"
+        else:
+            first = f"DIFFERENT: {self.name} at step {self.step} by {self.difference:.1e}, in {dtype}"
+        return "\n".join([first, *(f"note: {note}" for note in self.notes)])
+
+
+def verify(
+    build: Build,
+    step: Step,
+    batches: Iterable[Any],
+    zero: Any,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+) -> Verdict:
+    """Train a few steps of your loop twice, plainly on complete batches and sharded over the ranks, and compare.
+
+    Collective: start it with torchrun on the number of ranks you want to be sure of. Every rank holds a complete plain
+    model beside its shards, so use a small version of a large model.
+
+    Args:
+        build: returns a new model and its optimizer (a torch optimizer, a class, or ``dict(type=..., lr=...)`` of a
+            torch optimizer). It is called twice, each time after ``torch.manual_seed(seed)``.
+        step: your loop's body, ``step(model, optimizer, batch) -> loss``: forward, ``optimizer.backward(loss)`` or
+            ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``. The loss is the mean over the
+            samples of ``batch``.
+        batches: a few complete batches, the same on every rank: tensors, or any nesting of them. Each rank gets its
+            share of the rows (dim 0) of the tensors that have as many rows as the first one; their number must be a
+            multiple of the ranks.
+        zero: as for ``initialize``. Half precision is left out: it would hide a difference.
+        tolerance: largest difference, relative where values are above 1; 1e-10 in float64. Where the model cannot run
+            in float64, both run in its own format, and it is 1e-4.
+        seed: of the weights.
+        timeout_s: of every collective, where the process group is started here.
+    Raises:
+        ConfigError: what is given cannot be used.
+    """
+    batches = list(batches)
+    if not batches:
+        raise ConfigError([Problem("batches", "[]", "must hold at least one batch", "Give 3 to 5 of them.")])
+    settings = read_settings(zero)
+    join_ranks(training_device(_built(build, seed, None)[0]), timeout_s)
+    _require_same(batches)
+    notes = []
+    if collectives.world_size() == 1:
+        notes.append("one process; start it with torchrun --nproc-per-node 2 to compare ranks too.")
+    if settings.fp16 or settings.bf16:
+        notes.append("half precision was left out.")
+    dtype: torch.dtype | None = torch.float64
+    try:
+        _run_plainly(build, step, batches[:1], settings, seed, dtype)
+    except RuntimeError as error:
+        notes.append(f"not in float64: {str(error).splitlines()[0]}")
+        dtype = None
+    plain = _run_plainly(build, step, batches, settings, seed, dtype)
+    return _compare(plain, build, step, batches, settings, seed, dtype, tolerance, notes)
+
+
+def _require_same(batches: list[Any]) -> None:
+    tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, Tensor)]
+    facts = [(tuple(tensor.shape), float(tensor.double().sum())) for tensor in tensors]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, facts)
+    if any(other != facts for other in of_ranks):
+        fix = "Draw them under one seed, or load one file."
+        raise ConfigError([Problem("batches", "others", "must be the same complete batches on every rank", fix)])
+
+
+@dataclass
+class _Trace:
+    """Of the plain run: loss and state after each step, the state before the first at the front."""
+
+    losses: list[float]
+    states: list[dict[str, Tensor]]
+    is_random: bool
+
+
+def _compare(
+    plain: _Trace,
+    build: Build,
+    step: Step,
+    batches: list[Any],
+    settings: ZeroSettings,
+    seed: int,
+    dtype: torch.dtype | None,
+    tolerance: float | None,
+    notes: list[str],
+) -> Verdict:
+    model, optimizer = _built(build, seed, dtype)
+    used = next((param.dtype for param in model.parameters() if param.requires_grad), torch.float32)
+    tolerance = _TOLERANCES.get(used, 1e-2) if tolerance is None else tolerance
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not _is_synchronised(m) for m in model.modules()):
+        notes.append("batch norm is not synchronised: each rank normalises its own rows. Use nn.SyncBatchNorm.")
+    if plain.is_random and collectives.world_size() > 1:
+        notes.append("the step draws random numbers (dropout?), which fall on other samples when ranks share a batch.")
+    model, sharded = initialize(model, optimizer, _options(settings))
+    largest = 0.0
+    try:
+        for number in range(len(batches) + 1):
+            loss = None
+            if number:
+                # As before each step of the plain run, so that both draw the same numbers.
+                torch.manual_seed(seed + number)
+                share = _share(_converted(batches[number - 1], dtype))
+                loss = (
+                    float(collectives.all_reduce_sum(_number(step(model, sharded, share)))) / collectives.world_size()
+                )
+            name, difference, is_equal = _distance(plain, number, loss, sharded.full_state(), tolerance)
+            largest = max(largest, difference)
+            if not is_equal:
+                return Verdict(False, number, number, name, difference, used, tuple(notes))
+    finally:
+        sharded.close()
+    return Verdict(True, len(batches), None, None, largest, used, tuple(notes))
+
+
+def _distance(
+    plain: _Trace, number: int, loss: float | None, state: Mapping[str, Tensor], tolerance: float
+) -> tuple[str, float, bool]:
+    """What differs most after a step, by how much, and whether that is within bounds: rank 0's word for all."""
+    worst: list[Any] = ["", 0.0, True, -1.0]
+    # ``full_state`` is on rank 0 only.
+    if collectives.rank() == 0:
+        pairs = [(name, plain.states[number][name], value) for name, value in state.items()]
+        if loss is not None:
+            pairs.append(("loss", torch.tensor(plain.losses[number - 1]), torch.tensor(loss)))
+        for name, expected, got in pairs:
+            expected, got = expected.double(), got.double()
+            if not expected.numel() or torch.equal(expected, got):
+                continue
+            difference = (expected - got).abs().nan_to_num(nan=torch.inf).max().item()
+            relative = difference / max(1.0, expected.abs().nan_to_num().max().item())
+            if relative > worst[3]:
+                worst = [name, difference, relative <= tolerance, relative]
+    if dist.is_initialized():
+        dist.broadcast_object_list(worst, src=0)
+    return worst[0], worst[1], worst[2]
+
+
+def _run_plainly(
+    build: Build, step: Step, batches: list[Any], settings: ZeroSettings, seed: int, dtype: torch.dtype | None
+) -> _Trace:
+    model, optimizer = _built(build, seed, dtype)
+    for module in model.modules():
+        if _is_synchronised(module):  # of one process, that is plain batch norm, and torch's refuses to run on a CPU
+            module.__class__ = _BatchNorm
+    plain = _PlainOptimizer(_torch_optimizer(optimizer, model), settings)
+    trace = _Trace([], [_state(model)], False)
+    for number, batch in enumerate(batches, 1):
+        torch.manual_seed(seed + number)
+        before = torch.get_rng_state()
+        trace.losses.append(float(_number(step(model, plain, _converted(batch, dtype)))))
+        trace.is_random |= not torch.equal(before, torch.get_rng_state())
+        trace.states.append(_state(model))
+    return trace
+
+
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Of inputs of any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class _PlainOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with the methods of ``ZeroOptimizer`` that a loop calls: the reference."""
+
+    def __init__(self, base: torch.optim.Optimizer, settings: ZeroSettings):
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups, self.state = base.param_groups, base.state
+        self._base, self._settings, self._num_calls = base, settings, 0
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self._settings.gradient_accumulation_steps).backward()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._num_calls += 1
+        if self._num_calls % self._settings.gradient_accumulation_steps:
+            return loss
+        if self._settings.clip_grad is not None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            nn.utils.clip_grad_norm_(params, self._settings.clip_grad)
+        self._base.step()
+        self._base.zero_grad()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._num_calls % self._settings.gradient_accumulation_steps == 0:
+            self._base.zero_grad(set_to_none)
+
+
+def _built(build: Build, seed: int, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    built = build()
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module)):
+        fix = "Write def build(): ...; return model, optimizer."
+        raise ConfigError([Problem("build", type(built).__name__, "must return a model and its optimizer", fix)])
+    model, optimizer = built
+    if dtype is not None:
+        model.to(dtype)
+        for state in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
+            state.update({k: v.to(dtype) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+    return model, optimizer
+
+
+def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """What plain torch runs for the ``optimizer`` argument of ``initialize``."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    params = [param for param in model.parameters() if param.requires_grad]
+    if callable(optimizer):
+        return optimizer(params)
+    options = dict(optimizer)
+    name = str(options.pop("type", None))
+    if not hasattr(torch.optim, name):
+        must = "must be one that plain torch has, to compare with"
+        fix = "Give a torch optimizer, or a class, that runs without vissl_zero too."
+        raise ConfigError([Problem("optimizer.type", name, must, fix)])
+    return getattr(torch.optim, name)(params, **options)
+
+
+def _options(settings: ZeroSettings) -> dict[str, Any]:
+    """``zero`` without half precision."""
+    names = (
+        "level",
+        "gradient_accumulation_steps",
+        "clip_grad",
+        "keep_gradients",
+        "wrap_threshold",
+        "shard_group_size",
+        "engine",
+    )
+    return {name: getattr(settings, name) for name in names} | {
+        "offload_optimizer_config": asdict(settings.offload_optimizer),
+        "offload_param_config": asdict(settings.offload_params),
+    }
+
+
+def _share(batch: Any) -> Any:
+    """This rank's rows."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    num_ranks = collectives.world_size()
+    if num_ranks == 1 or not leaves:
+        return batch
+    num_rows = len(leaves[0])
+    if num_rows % num_ranks:
+        fix = "Give batches whose size is a multiple of the number of ranks."
+        raise ConfigError([Problem("batches", f"{num_rows} rows", f"cannot be shared by {num_ranks} ranks", fix)])
+
+    def of_rank(leaf: Any) -> Any:
+        is_rows = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == num_rows
+        return leaf.chunk(num_ranks)[collectives.rank()] if is_rows else leaf
+
+    return pytree.tree_map(of_rank, batch)
+
+
+def _converted(batch: Any, dtype: torch.dtype | None) -> Any:
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.clone()
+
+    return pytree.tree_map(convert, batch)
+
+
+def _number(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach().double().reshape(())
+    if isinstance(loss, int | float):
+        return torch.tensor(float(loss), dtype=torch.float64)
+    raise VisslZeroError(f"verify: step() must return the loss, a number, and returned {type(loss).__name__}.")
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+
+
+def _is_synchronised(module: nn.Module) -> bool:
+    return isinstance(module, nn.SyncBatchNorm)
