@@ -241,7 +241,7 @@ class Peer:
         return float("nan")
 
     def after(self, step: int) -> None:
-        """The teacher, as ``param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)``."""
+        """Move the teacher, as ``param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)``."""
         if not self.ours.method.has_teacher:
             return
         weights, m = dict(self.model.named_parameters()), self.momentum(step)
@@ -274,7 +274,7 @@ class Peer:
 
 
 def copied(module: nn.Module, source: nn.Module) -> nn.Module:
-    """``module`` with the weights of ours, in their order."""
+    """Give ``module`` the weights of ours, in their order."""
     module = module.double()
     for own, other in zip(module.parameters(), source.parameters(), strict=True):
         own.data.copy_(other.data.view_as(own))
@@ -305,7 +305,7 @@ class LightlyPeer(Peer):
         return [weight for part in self.parts for weight in part.parameters()]
 
     def through(self, parts: list[nn.Module], view: Tensor) -> list[Tensor]:
-        """What each head gives, one after the other."""
+        """Return what each head gives, one after the other."""
         outputs = [parts[0]([view])[0]]
         for head in parts[1:]:
             outputs.append(head(outputs[-1]))
@@ -472,7 +472,7 @@ class LeJEPA(LightlyPeer):
 
 
 def by_view(peer: Peer, model: Model, crops: Crops) -> list[Any]:
-    """What the first head gives for each view, by itself."""
+    """Return what the first head gives for each view by itself."""
     return [model([view])[0] for view in peer.views(crops)]
 
 
@@ -497,7 +497,7 @@ class DINO(Peer):
 
 
 def masks_of(ours: Ours, model: Model, crops: Crops, masks: bool) -> Any:
-    """The first head's output, of crops that our method masks."""
+    """Return the first head's output for crops that our method masks."""
     images = crops.images if masks else crops.images[:1]
     return model(images, see=lambda x, size: ours.method._see(x, size, masks=masks))[0]  # type: ignore[operator]
 
@@ -910,7 +910,7 @@ def read_code(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _others(tree: ast.Module) -> Iterator[ast.stmt]:
-    """What falls back where xformers is missing."""
+    """Find what takes over where xformers is missing."""
     for node in tree.body:
         if isinstance(node, ast.Try):
             yield from node.handlers[0].body
@@ -926,7 +926,7 @@ class _Itself:
 
 @contextmanager
 def one_process_on_the_cpu() -> Iterator[None]:
-    """A group of one, which authors' code asks for; ``cuda()`` and ``float()`` leave tensors as they are."""
+    """Join a group of one, which authors' code asks for; ``cuda()`` and ``float()`` leave tensors as they are."""
     kept = Tensor.cuda, Tensor.float
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -942,7 +942,7 @@ def one_process_on_the_cpu() -> Iterator[None]:
 
 
 def largest_difference(twin: Twin, code: dict[str, Any], num_steps: int = NUM_STEPS) -> float:
-    """Of losses, weights, teacher and state over all steps. Raises ValueError if both sides hold other tensors."""
+    """Compare losses, weights, teacher and state over all steps. Raises ValueError if both sides hold other tensors."""
     ours = Ours(twin)
     peer, largest = twin.peer(ours, code), 0.0
     first = [weight.detach().clone() for weight in ours.model.parameters()]

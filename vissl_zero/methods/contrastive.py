@@ -19,7 +19,7 @@ from vissl_zero.registry import LOSSES
 
 
 def nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
-    """The row of the queue with the largest cosine similarity to each row; without gradient.
+    """Find the row of the queue with the largest cosine similarity to each row; without gradient.
 
     Args:
         rows: (n, D); not normalised.
@@ -40,7 +40,7 @@ def nnclr_loss(
     temperature: float = 0.1,
     counts: SampleCounts | None = None,
 ) -> Tensor:
-    """The nearest neighbor of each view finds the other view's prediction among those of all images of all ranks.
+    """Contrast each view's nearest neighbor with the other view's predictions of all images of all ranks.
 
     https://arxiv.org/abs/2104.14548, section 3.2 and algorithm 1.
 
@@ -80,7 +80,7 @@ class NNCLR(EmbeddingMethod):
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's samples; see ``nnclr_loss``. Collective."""
+        """Return the mean over this rank's samples; see ``nnclr_loss``. Collective."""
         projections = crops_of(output_of(outputs, "projections").projections, 2, batch)
         predictions = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
         self._note(projections[0])
@@ -88,7 +88,7 @@ class NNCLR(EmbeddingMethod):
         return nnclr_loss(*pairs, self.queue.keys, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """The first view's projections."""
+        """Return the first view's projections."""
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
@@ -100,9 +100,10 @@ class NNCLR(EmbeddingMethod):
 def supcon_loss(
     views: Sequence[Tensor], labels: Tensor, temperature: float = 0.1, counts: SampleCounts | None = None
 ) -> Tensor:
-    """Cross-entropy of finding each positive among all other views of all ranks, averaged over an anchor's positives.
+    """Compute the cross-entropy of finding each positive among all other views of all ranks.
 
-    L_out of https://arxiv.org/abs/2004.11362, equation 2, whose authors' code multiplies it by temperature / 0.07.
+    It is averaged over an anchor's positives: L_out of https://arxiv.org/abs/2004.11362, equation 2. The authors' code
+    multiplies it by temperature / 0.07.
 
     Args:
         views: (n, D) embeddings of each view of this rank's samples; not normalised.
@@ -146,7 +147,7 @@ class SupCon(EmbeddingMethod):
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's views; see ``supcon_loss``. Collective.
+        """Return the mean over this rank's views; see ``supcon_loss``. Collective.
 
         Raises:
             ConfigError: the images have no classes.

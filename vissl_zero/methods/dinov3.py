@@ -20,7 +20,7 @@ from vissl_zero.registry import HEADS, LOSSES
 
 
 def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
-    """Squared distance between the cosine similarities of an image's patches to each other, student against anchor.
+    """Compute the squared distance between the cosine similarities of an image's patches to each other, student against anchor.
 
     https://arxiv.org/abs/2508.10104, section 4.2; facebookresearch/dinov3 loss/gram_loss.py with ``img_level`` and
     without ``remove_neg``, as its vit7b16_gram_anchor.yaml has it.
@@ -91,18 +91,18 @@ class DINOv3(DINOv2):
         self.gram_updates = gram_updates
 
     def make_teacher(self, model: Model) -> Model:
-        """The copy, with an anchor."""
+        """Give the copy an anchor."""
         model.anchor = copy.deepcopy(model.trunk)
         return model.as_teacher()
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The crops of the first size, whole; once anchoring has started, the anchor's patches of them follow."""
+        """Show the crops of the first size whole; once anchoring has started, the anchor's patches of them follow."""
         see = partial(self._see, masks=False)
         outputs: list[Any] = model(batch.images[:1], see=see, anchored=self._is_anchored())
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dinov2_loss`` and ``gram_loss``. Collective."""
+        """Return the mean over this rank's samples; see ``dinov2_loss`` and ``gram_loss``. Collective."""
         loss = super().forward(outputs, batch, taught)
         if not self._is_anchored():
             return loss
@@ -114,7 +114,7 @@ class DINOv3(DINOv2):
         return 0 <= since < self.gram_updates * self.gram_interval and since % self.gram_interval == 0
 
     def heaviest_step(self) -> int:
-        """One with the anchor."""
+        """Choose one with the anchor."""
         return self._first_step()
 
     def _first_step(self) -> int:

@@ -14,7 +14,7 @@ from vissl_zero.registry import LOSSES
 
 
 def random_directions(dim: int, num_slices: int, step: int, like: Tensor) -> Tensor:
-    """Unit vectors (dim, num_slices) that are the same on every rank, drawn anew in each step on the CPU.
+    """Draw unit vectors (dim, num_slices), the same on every rank, anew in each step on the CPU.
 
     Args:
         dim: D.
@@ -27,7 +27,7 @@ def random_directions(dim: int, num_slices: int, step: int, like: Tensor) -> Ten
 
 
 def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: float = 3.0) -> Tensor:
-    """Epps and Pulley's test of each view's embeddings for a standard normal distribution, the mean over directions.
+    """Test each view's embeddings for a standard normal distribution (Epps and Pulley), averaged over directions.
 
     The squared distance of characteristic functions under a Gaussian window, by the trapezoidal rule, times the number
     of samples of all ranks (https://arxiv.org/abs/2511.08544, section 4 and algorithm 1).
@@ -58,13 +58,13 @@ def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: f
 def lejepa_loss(
     views: Tensor, num_global: int, directions: Tensor, weight: float = 0.05, num_points: int = 17, max_point: float = 3
 ) -> Tensor:
-    """``(1 - weight)`` times the squared distance of all views from the mean of the global ones, and SIGReg.
+    """Add the squared distance of all views from the mean of the global ones, and SIGReg, weighted.
 
     Args:
         views: (V, n, D) embeddings; the global views come first.
         num_global: of them.
         directions: (D, K), see ``sigreg``.
-        weight: of SIGReg.
+        weight: of SIGReg; the distance has 1 - weight.
         num_points, max_point: see ``sigreg``.
     Returns:
         0-d. The distance is the mean over this rank's samples; SIGReg is the same on every rank.

@@ -121,8 +121,7 @@ class Method(nn.Module):
         return loss
 
     def see(self, batch: B) -> B:
-        """The micro-batch as student, teacher and loss see it: mixed where there is ``mixing``, in a tensor per crop
-        where ``views_apart``."""
+        """Make the micro-batch what student, teacher and loss see: mixed by ``mixing``, a tensor per crop if apart."""
         if self.mixing is not None:
             images, _ = self.mixing(batch.images, batch.num_local)
             batch = replace(batch, images=images)  # type: ignore[type-var]
@@ -155,11 +154,11 @@ class Method(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
     def moves_anchor(self, step: int) -> bool:
-        """Whether the teacher's anchor, if it has one, becomes a copy of its trunk after optimizer step ``step``."""
+        """Say whether the teacher's anchor, if it has one, becomes a copy of its trunk after optimizer step ``step``."""
         return False
 
     def heaviest_step(self) -> int:
-        """An optimizer step of the run that takes as much memory and time as any, for the dry run."""
+        """Name an optimizer step that takes as much memory and time as any, for the dry run."""
         return 0
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
@@ -179,7 +178,7 @@ class Method(nn.Module):
         return None
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """What ``update_state`` needs of a micro-batch, without graph; None: nothing. It must not change the state.
+        """Return what ``update_state`` needs of a micro-batch, without graph, or None. It must not change the state.
 
         It is kept until the end of the step, so sums are better than rows where they suffice. No communication.
 
