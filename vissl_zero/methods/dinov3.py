@@ -20,7 +20,7 @@ from vissl_zero.registry import HEADS, LOSSES
 
 
 def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
-    """Compute the squared distance between cosine similarities of an image's patches to each other, student against anchor.
+    """Compute the squared distance between cosine similarities of an image's patches, student against anchor.
 
     https://arxiv.org/abs/2508.10104, section 4.2; facebookresearch/dinov3 loss/gram_loss.py with ``img_level`` and
     without ``remove_neg``, as its vit7b16_gram_anchor.yaml has it.

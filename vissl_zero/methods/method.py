@@ -154,7 +154,7 @@ class Method(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
     def moves_anchor(self, step: int) -> bool:
-        """Say whether the teacher's anchor, if it has one, becomes a copy of its trunk after optimizer step ``step``."""
+        """Say whether the teacher's anchor, if any, becomes a copy of its trunk after optimizer step ``step``."""
         return False
 
     def heaviest_step(self) -> int:
