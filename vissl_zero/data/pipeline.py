@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.components import typed_options
+from vissl_zero.data.decode import Decoder
 from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
@@ -58,6 +59,10 @@ class Pipeline:
     def read(self, source: Source, index: int) -> Any:
         """Read an image as ``crops`` takes it. Raises BrokenImageError."""
         return source.image(index)
+
+    def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Any:
+        """Open a file in memory, or an RGB image, as ``crops`` takes it. Raises BrokenImageError."""
+        return decoder.image(image, name) if isinstance(image, bytes) else image.convert("RGB")
 
     def __call__(self, image: Image.Image) -> list[Tensor]:
         """Make the crops of an image, float (3, H, W) each; see ``crops``."""
