@@ -14,7 +14,8 @@ from vissl_zero.config.blocks.data import Split
 from vissl_zero.config.compose import compose
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import Decoder, read_file
-from vissl_zero.data.pipeline import Pipeline, build_split_pipeline
+from vissl_zero.data.pipeline import Pipeline
+from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.resolve.resolve import resolve
 
 
