@@ -22,7 +22,7 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_i
 from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
+WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs", "runs", "compare")
 _PRINT_ONLY = {
     "--dry-run",
     "config.DRY_RUN",
@@ -75,6 +75,8 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero extract_label_predictions ...          what the heads predict, to files
 
 Look into what was trained:
+  vissl-zero runs [folder] [--json]                 runs: state, progress, figures, the command that resumes each
+  vissl-zero compare <run> <run> ...                runs side by side: keys, curves, figures over seeds
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
 
 Runs submitted to SLURM:
@@ -162,6 +164,14 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.jobs import jobs
 
         return jobs(rest)
+    if word == "runs":
+        from vissl_zero.commands.runs import runs
+
+        return runs(rest)
+    if word == "compare":
+        from vissl_zero.commands.compare import compare
+
+        return compare(rest)
     if word == "list":
         from vissl_zero.commands.list import list_kind
 
