@@ -28,8 +28,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 
-import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from vissl_zero import collectives
@@ -301,13 +301,14 @@ class BlockFile:
 
 
 def checksum(data: Tensor) -> int:
-    """Sum of the 64-bit words of ``data`` (bytes, whole pages), wrapping around.
+    """XXH3 of ``data`` (bytes), 64 bits. Depends on the place of every byte: pages that were exchanged are found.
 
-    Any change of one word is seen, and any other but for one in 2^64. Runs at the speed of memory, where CRC-32 would
-    be slower than the disk. numpy's sum and not torch's: it releases the interpreter's lock too, and starts no
-    team of threads in each of the threads that stream.
+    Damage that is not made on purpose passes once in 2^64. Runs at the speed of memory (15 GB/s), where CRC-32 would be
+    slower than the disk; releases the interpreter's lock, and starts no threads.
     """
-    return int(data.numpy().view(np.uint64).sum(dtype=np.uint64))
+    digest = xxhash.xxh3_64()
+    digest.update(data.numpy())  # xxh3_64_intdigest would hold the interpreter's lock
+    return digest.intdigest()
 
 
 def pages(num_bytes: int) -> int:
