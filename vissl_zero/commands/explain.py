@@ -270,6 +270,9 @@ def account_of(
     words = [f"config={recipe.recipe}", *recipe.overrides, "config.DRY_RUN=true", *overrides]
     try:
         tree = untyped(plain_words(words))
+    except ConfigError as error:  # a file that is no moderate YAML
+        account.refused += error.problems
+        return account
     except EXPLAINABLE as error:
         account.refused += explained(error, words).problems
         return account

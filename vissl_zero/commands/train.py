@@ -30,7 +30,7 @@ from vissl_zero.config.compose import (
 )
 from vissl_zero.config.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.config.host import free_memory
-from vissl_zero.config.recipes import recipe_names, recipe_text
+from vissl_zero.config.recipes import recipe_names
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
@@ -76,6 +76,10 @@ def train(arguments: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
     try:
         job()
+    except RecursionError as error:
+        if in_job:
+            raise
+        raise explained(error, overrides, folders) from None
     except EXPLAINABLE as error:
         raise explained(error, overrides, folders) from error
     except BEFORE_A_JOB as error:
@@ -100,7 +104,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
-        ConfigError: a flag that there is not, or a file of --config-dir that cannot be read.
+        ConfigError: a flag that there is not.
     """
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
@@ -113,10 +117,6 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []
     overrides = [_recipes_of_glob(word, folders) for word in plain_words(overrides)]
-    for folder in folders:
-        for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
-            if (file := Path(folder, group, f"{choice}.yaml")).exists():
-                recipe_text(file)
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):

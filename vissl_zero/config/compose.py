@@ -33,6 +33,7 @@ from yaml import MarkedYAMLError, YAMLError
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
 from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
+from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.config.vissl import use_own_names, without_vissl_keys
@@ -40,7 +41,7 @@ from vissl_zero.config.vissl_programs import DETECTION, ELSEWHERE, PROGRAMS, TRA
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
-EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
+EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 # The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
@@ -74,6 +75,9 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
+    if any(isinstance(link, RecursionError) for link in _chain(error)):
+        fix = "Make blocks and lists flatter, and let no recipe name itself among its defaults."
+        return ConfigError([Problem("configuration", "", "must not be nested too deeply, or in itself", fix)])
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
@@ -391,11 +395,13 @@ def typed(
     if problems := added_keys(cfg) or _other_programs(cfg):
         raise ConfigError(problems)
     try:
-        run = OmegaConf.to_object(cfg.config)
         written = OmegaConf.to_container(cfg.config, resolve=False)
+        assert isinstance(written, dict)
+        require_moderate_texts({"config": written})
+        run = OmegaConf.to_object(cfg.config)
     except EXPLAINABLE as error:
         raise explain(error) from error
-    assert isinstance(run, RunConfig) and isinstance(written, dict)
+    assert isinstance(run, RunConfig)
     if problems := one_or_many(run):
         raise ConfigError(problems)
     if cfg.engine_name != TRAIN:

@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from vissl_zero.atomic import read_regular
+from vissl_zero.atomic import is_file, is_there, read_regular
 from vissl_zero.config.vissl_programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
@@ -78,9 +81,15 @@ def recipe_packages() -> tuple[list[Path], list[Problem]]:
 
 
 def register_search_path() -> None:
-    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path. Registering again changes nothing."""
-    if RecipeSearchPath not in Plugins.instance().discover(SearchPathPlugin):
-        Plugins.instance().register(RecipeSearchPath)
+    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path, and ``ModerateFiles`` for files.
+
+    Registering again changes nothing.
+    """
+    plugins = Plugins.instance()  # registers Hydra's own sources
+    # The registry's ``register`` keeps the class that came first.
+    SourcesRegistry.instance().types[ModerateFiles.scheme()] = ModerateFiles
+    if RecipeSearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(RecipeSearchPath)
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,8 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
     for root in roots:
         for folder, _, names in sorted(os.walk(root / "config")):
             for name in sorted(names):
-                if name.endswith(".yaml"):
-                    path = Path(folder) / name
+                path = Path(folder) / name
+                if name.endswith(".yaml") and is_file(path):
                     recipe = _read(str(path.relative_to(root / "config").with_suffix("")), path)
                     found.setdefault(recipe.name, recipe)
     return list(found.values())
@@ -228,6 +237,26 @@ def recipe_file(path: Path) -> RecipeFile:
     return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent), _program(_tree(base)))
 
 
+class ModerateFiles(FileConfigSource):
+    """Hydra's source of YAML files, which composes none that ``recipe_text`` refuses, wherever it is looked for."""
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether something has the file's name; ``load_config`` names what is no file."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        return is_there(path) and not path.is_dir()
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Called by Hydra for every file of a composition."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if is_there(path):
+            try:
+                recipe_text(path)
+            except ConfigError as error:
+                if not isinstance(error.__cause__, yaml.YAMLError):  # Hydra's own error names the line
+                    raise
+        return super().load_config(config_path)
+
+
 def recipe_text(path: Path) -> str:
     """The text of a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
 
@@ -236,7 +265,7 @@ def recipe_text(path: Path) -> str:
     """
     try:
         text = read_regular(path, _MAX_BYTES, follow_links=True).decode()
-        _require_moderate(text)
+        require_moderate(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         must = f"must be a recipe that can be read ({reason})"
@@ -244,7 +273,7 @@ def recipe_text(path: Path) -> str:
     return text
 
 
-def _require_moderate(text: str) -> None:
+def require_moderate(text: str) -> None:
     """Count values with aliases unfolded, without unfolding them. Raises ValueError, YAMLError."""
     sizes: dict[str, int] = {}
     blocks: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, of every block that is open

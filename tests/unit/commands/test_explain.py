@@ -16,6 +16,7 @@ from vissl_zero.commands.explain import account_of, explain
 from vissl_zero.commands.plan import plan
 from vissl_zero.commands.train import train
 from vissl_zero.config.catalogue import public_equivalent, with_public_paths
+from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError
 
@@ -164,13 +165,41 @@ def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reas
         os.mkfifo(path)
     else:
         path.write_bytes(text.encode(errors="surrogateescape"))
-    for asked in (lambda: recipe_text(path), lambda: train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])):
-        with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
-            asked()
+    with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
+        recipe_text(path)
+    refused = "x.yaml, line 1: is not YAML" if reason == "while parsing" else rf"(?s)x\.yaml: .*{reason}"
+    for place in (f"--config-dir={tmp_path}", f"hydra.searchpath=[file://{tmp_path}]"):
+        with pytest.raises(ConfigError, match=refused):
+            train(["config=x", place, "--dry-run"])
     if text is not None:
         for command in (plan, explain):
             with pytest.raises(ConfigError, match="must be a recipe that can be read"):
                 command([str(path)])
+
+
+@pytest.mark.parametrize(
+    "word", ["config.LOSS=" + "{a: " * 500 + "1" + "}" * 500, "config.LOSS=" + "[" * 500 + "]" * 500]
+)
+def test_a_command_line_that_is_nested_too_deeply_is_one_sentence(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^configuration: must not be nested too deeply"):
+        train(["config=quickstart/swav_digits", word, "--dry-run"])
+
+
+def test_a_recipe_that_begins_with_itself_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/x.yaml").write_text("# @package _global_\ndefaults: [/config/x]\n")
+    with pytest.raises(ConfigError, match="let no recipe name itself among its defaults"):
+        train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])
+
+
+@pytest.mark.timeout(60)
+def test_texts_that_name_each_other_do_not_fill_the_memory() -> None:
+    words = ["config.LOSS.x0=abcdefghi"]
+    words += [f"config.LOSS.x{i}='{f'${{config.LOSS.x{i - 1}}}' * 9}'" for i in range(1, 12)]
+    with pytest.raises(
+        ConfigError, match=r"config\.LOSS\.x\d: must not make the texts longer than 1,000,000 characters"
+    ):
+        compose("quickstart/swav_digits", [f"+{word}" for word in words])
 
 
 def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
