@@ -57,6 +57,31 @@ class LossyStream:
         return getattr(self._stream, name)
 
 
+class optional_output:  # noqa: N801 - used as a context, as contextlib's are
+    """A context of work on a file that a run can do without: whatever fails in it is a warning.
+
+    Not only ``OSError``: a library that draws or writes may pass a disk's failure on as anything.
+
+    Args:
+        name: of the file.
+        console: rich's, to print the warning on.
+    """
+
+    def __init__(self, name: str, console: Any):
+        self._name, self._console = name, console
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        text = f"warning: {self._name} cannot be written ({why}); the run goes on without it."
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return True
+
+
 def why_stdout_is_incomplete() -> OSError | None:
     """Why what this process has printed is not all there; None if it is, or if whoever read it has gone away."""
     sys.stdout.flush()

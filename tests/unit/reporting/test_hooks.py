@@ -14,8 +14,8 @@ from vissl_zero.errors import RegistryError
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.hooks import ReportImage, build_hooks
-from vissl_zero.reporting.metrics_file import TensorBoard
 from vissl_zero.reporting.summary import Summary
+from vissl_zero.reporting.tensorboard import TensorBoard
 
 
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:

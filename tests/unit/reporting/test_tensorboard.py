@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.engine.hook import Run, StepRecord
-from vissl_zero.reporting.metrics_file import TensorBoard
+from vissl_zero.reporting import tensorboard
+from vissl_zero.reporting.tensorboard import TensorBoard
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -43,6 +47,36 @@ def test_a_resumed_run_hides_the_steps_it_does_again(tmp_path: Path) -> None:
     resumed.step = 5
     play(resumed, TensorBoard(), [make_record(6, loss=1.5)])
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("fails", ["at the start", "later"])
+def test_a_file_that_cannot_be_written_ends_the_events_and_not_the_run(
+    run: Run, records: list[StepRecord], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/full takes nothing, as a disk that is full or broken; a file is buffered, so that it fails when flushed."""
+    (run.folder / "tensorboard").mkdir()
+    name = run.folder / "tensorboard" / "events"
+    monkeypatch.setattr(tensorboard, "_file_name", lambda: name.name)
+    if fails == "at the start":
+        name.symlink_to("/dev/full")
+    output = Console(file=io.StringIO(), width=60)
+    hook = TensorBoard(output)
+    hook.on_start(run)
+    if fails == "later":
+        full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the hook closes it
+        hook._events._file = full  # type: ignore[union-attr, assignment]
+        hook._events._records = RecordWriter(full)  # type: ignore[union-attr]
+    for record in records:
+        hook.on_record(run, record)
+    hook.on_end(run)
+    hook.close(run)
+    said = output.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("\n") == 1 and "warning: tensorboard cannot be written (No space left on device)" in said
+
+
+def test_a_folder_that_is_a_file_is_a_warning(run: Run, records: list[StepRecord]) -> None:
+    (run.folder / "tensorboard").touch()
+    play(run, TensorBoard(Console(file=io.StringIO())), records)
 
 
 def test_only_rank_0_writes(tmp_path: Path, records: list[StepRecord]) -> None:
