@@ -92,7 +92,9 @@ def train(arguments: Sequence[str]) -> int:
         return 2  # Hydra has said what is wrong with one of its own flags
     finally:
         if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
         swept = finish_sweep()
     if not codes and swept is None and {"-m", "--multirun"} & {*arguments}:
         must = "must make a job: nothing is swept, or a glob() matches nothing"
@@ -119,7 +121,8 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     overrides = [_recipes_of_glob(word, folders) for word in plain_words(overrides)]
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
-    if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
+    is_other_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() and os.environ["RANK"] != "0"
+    if is_other_rank and not any(word.startswith("hydra.run.dir=") for word in overrides):
         overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
     return flags, overrides, folders
 

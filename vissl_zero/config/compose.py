@@ -33,6 +33,7 @@ from yaml import MarkedYAMLError, YAMLError
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue
 from vissl_zero.config.derive.data_plan import use_own_images
 from vissl_zero.config.derive.measuring import begin_program
+from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
@@ -331,6 +332,7 @@ def register() -> None:
     """Register the schema, the search path and the resolvers. Repeating it does nothing."""
     ConfigStore.instance().store(name="root_schema", node=schema(), provider="vissl_zero")
     register_search_path()
+    mask_environment()
     # Cached, because the name holds the time: every reader must get the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
+from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.resolved import (
     Float8Plan,
     LarcPlan,
@@ -248,6 +249,7 @@ def load_resolved(path: Path) -> ResolvedRun:
     Raises:
         OSError, ValueError: see ``read_saved``.
     """
+    mask_environment()
     data = read_saved(path)
     written = data.pop(_WRITTEN)
     root = OmegaConf.create({"config": copy.deepcopy(data["config"])})

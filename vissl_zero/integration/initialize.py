@@ -20,6 +20,7 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.config.derive.offload import offload_notes, offload_plans
+from vissl_zero.config.host import rank_numbers, require_interfaces
 from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.integration.fit import choose_plan
@@ -316,7 +317,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         device: of this rank.
         timeout_s: of every collective of a group started here.
     Raises:
-        ConfigError: torchrun's environment is incomplete.
+        ConfigError: torchrun's environment is incomplete, or left over from another run.
     """
     if dist.is_initialized():
         return
@@ -326,6 +327,9 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         missing = ", ".join(name for name in _TORCHRUN if name not in given)
         fix = "Start the program with torchrun, or unset RANK and WORLD_SIZE to train in one process."
         raise ConfigError([Problem("environment", "", f"has {', '.join(given)} but not {missing}", fix)])
+    if is_launched:
+        rank_numbers(os.environ)
+    require_interfaces(os.environ)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vissl_zero.config.fit_plans import FitRun
-from vissl_zero.config.host import RESERVE, num_oom_kills, settled_free_memory
+from vissl_zero.config.host import RESERVE, num_oom_kills, require_interfaces, settled_free_memory
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
 from vissl_zero.config.saved import as_data
@@ -57,7 +57,8 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
     """
     if plan.config["DRY_RUN"]:  # under torchrun every rank comes here
-        return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
+        is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
+        return 0 if is_silent else print_dry_run(plan, _submission(plan))
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config["SLURM"]["USE_SLURM"]:
@@ -304,6 +305,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
     """What the ranks inherit."""
     environment = dict(os.environ)
+    require_interfaces(environment)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
     if rendezvous is not None:
         environment |= rendezvous.variables()

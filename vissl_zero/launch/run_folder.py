@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vissl_zero.atomic import irregular, replacing
+from vissl_zero.atomic import LOCK_NAME, irregular, replacing
 from vissl_zero.config.resolve import save_resolved
 from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
@@ -29,13 +29,12 @@ _OUR_FILES = {
     "forecasts.jsonl",
     "metrics.jsonl",
     "report.png",
-    "run.lock",
+    LOCK_NAME,
     "summary.json",
     "weights.safetensors",
     "weights_ema.safetensors",
 }
 _OUR_FOLDERS = ("features", "logs", "tensorboard")
-FILE_NAME = "run.lock"
 RENEW_S = 30.0
 STALE_S = 300.0  # ten missed renewals
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
@@ -113,7 +112,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path):
-        self._path = folder / FILE_NAME
+        self._path = folder / LOCK_NAME
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             # Before the lock is tried, so that a refusal can name the owner.

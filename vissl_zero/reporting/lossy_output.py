@@ -1,6 +1,7 @@
 """Terminal output that may be lost: a full disk, a reader that has gone or a closed terminal must not end a run.
 
-Imports nothing of this package: the command line takes it before anything else.
+What is printed holds no value that a configuration took from the environment (``errors.masked``). Imports nothing of
+this package but the errors: the command line takes it before anything else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from vissl_zero.errors import masked
 
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
@@ -27,12 +30,16 @@ class LossyStream:
         self.dropped: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
+        """Write what there is, or drop it; returns the length of ``text``."""
         try:
-            return self._stream.write(text)
+            self._stream.write(masked(text))
         except OSError as error:
             self._drop(error)
-            return len(text)
+        except UnicodeEncodeError:
+            # A locale that lacks a letter of a folder's name must not end a run.
+            encoding = self._stream.encoding or "ascii"
+            self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
 
     def flush(self) -> None:
         """Flush, or drop."""
