@@ -6,9 +6,8 @@ Eleven keys that each name the one before nine times would fill any memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from vissl_zero.config.saved import leaves
 from vissl_zero.errors import ConfigError, Problem
 
 MOST_CHARACTERS = 1_000_000
@@ -23,7 +22,7 @@ def require_moderate_texts(tree: Mapping[str, object]) -> None:
     Raises:
         ConfigError: names the first such text. References that end nowhere, or in themselves, are left to OmegaConf.
     """
-    texts = {path: value for path, value in leaves(tree) if isinstance(value, str)}
+    texts = dict(_texts(tree, ""))
     sizes: dict[str, int] = {}
     total = 0
     for path in texts:
@@ -31,6 +30,15 @@ def require_moderate_texts(tree: Mapping[str, object]) -> None:
         if total > MOST_CHARACTERS:
             must = f"must not make the texts longer than {MOST_CHARACTERS:,} characters, with ${{...}} resolved"
             raise ConfigError([Problem(path, "", must, "Name fewer keys in ${...}.")])
+
+
+def _texts(tree: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield key path and text of every text in a tree; list positions are numbers in the path."""
+    if isinstance(tree, str):
+        yield path, tree
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield from _texts(value, f"{path}.{key}" if path else str(key))
 
 
 def _size(path: str, texts: Mapping[str, str], sizes: dict[str, int]) -> int:

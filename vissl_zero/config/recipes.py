@@ -31,7 +31,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from vissl_zero.atomic import is_file, is_there, read_regular
-from vissl_zero.config.vissl_programs import PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import Console
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
 from vissl_zero.reporting.lossy_output import optional_output
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 FILE_NAME = "metrics.jsonl"
 
@@ -92,7 +92,7 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
 
 
 def record_from(entry: Mapping[str, Any]) -> StepRecord:
-    """The record that ``line`` wrote; what was not finite is None.
+    """Read the record that ``line`` wrote; what was not finite is None.
 
     Raises:
         KeyError, TypeError: it is no such line.
@@ -100,6 +100,22 @@ def record_from(entry: Mapping[str, Any]) -> StepRecord:
     known = {f.name for f in fields(StepRecord)}
     figures = {key: value for key, value in entry.items() if key in known}
     return StepRecord(**{**figures, "bytes": Bytes(**entry["bytes"])})
+
+
+def read_records(path: Path, after: int = 0) -> Iterator[StepRecord]:
+    """Yield the steps of a ``metrics.jsonl`` that follow step ``after``, up to the first line that is cut short.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            try:
+                record = record_from(as_object(text))
+            except (ValueError, KeyError, TypeError):
+                return
+            if record.step > after:
+                yield record
 
 
 def _forget_after(path: Path, step: int, records: Records) -> None:
