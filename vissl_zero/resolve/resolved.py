@@ -219,8 +219,8 @@ class ShardingPlan:
 
     def of_run(self, run: str) -> ShardingPlan:
         """Build the same plan with the run folder that files on a disk belong to."""
-        tiers = {name: replace(getattr(self, name), run=run) for name in ("offload_optimizer", "offload_params")}
-        return replace(self, **tiers)
+        optimizer, params = replace(self.offload_optimizer, run=run), replace(self.offload_params, run=run)
+        return replace(self, offload_optimizer=optimizer, offload_params=params)
 
     def keeping_activations(self) -> ShardingPlan:
         """The same plan, with nothing recomputed."""
@@ -317,11 +317,11 @@ def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
     for number in range(plan.world_size - 1, least - 1, -1):
         if number < 1 or micro_batch % number:
             continue
-        sizes = {name: getattr(plan.sharding, name) for name in ("shard_group_size", "sync_bn_group")}
-        groups = {name: number if size == plan.world_size else size for name, size in sizes.items()}
-        if any(size > 1 and number % size for size in groups.values()):
+        sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
+        shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
+        if any(size > 1 and number % size for size in (shard_group, bn_group)):
             continue
-        sharding = replace(plan.sharding, **groups)
+        sharding = replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group)
         return replace(
             plan,
             world_size=number,

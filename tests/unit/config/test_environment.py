@@ -10,10 +10,10 @@ import pytest
 from vissl_zero import errors
 from vissl_zero.cli import main
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve, save_resolved
-from vissl_zero.config.saved import load_resolved
 from vissl_zero.errors import DataError, keep_secret, masked
 from vissl_zero.reporting.lossy_output import LossyStream
+from vissl_zero.resolve.resolve import resolve, save_resolved
+from vissl_zero.resolve.saved import load_resolved
 
 SECRET = "hunter2SECRETvalue"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
+from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
 
 
 def _plan(folder: Path, world_size: int, shard_group: int, bn_group: int) -> ResolvedRun:

@@ -359,7 +359,7 @@ def checksum(data: Tensor) -> int:
     slower than the disk; releases the interpreter's lock, and starts no threads.
     """
     digest = xxhash.xxh3_64()
-    digest.update(data.numpy())  # xxh3_64_intdigest would hold the interpreter's lock
+    digest.update(memoryview(data.numpy()))  # xxh3_64_intdigest would hold the lock
     return digest.intdigest()
 
 
