@@ -359,7 +359,7 @@ def checksum(data: Tensor) -> int:
     slower than the disk; releases the interpreter's lock, and starts no threads.
     """
     digest = xxhash.xxh3_64()
-    digest.update(memoryview(data.numpy()))  # xxh3_64_intdigest would hold the lock
+    digest.update(data.numpy().data)  # xxh3_64_intdigest would hold the lock
     return digest.intdigest()
 
 
