@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import hydra
@@ -106,8 +107,13 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
-        ConfigError: a flag that there is not.
+        ConfigError: a flag that there is not or that would replace our defaults, or blanks around "=".
     """
+    for before, word in pairwise(arguments):
+        if word.startswith("=") and "=" not in before:
+            must = "must be one word: key=value without blanks"
+            fix = f"Write {before}={word[1:] or '<value>'}; a value with blanks needs quotes: \"key='a b'\"."
+            raise ConfigError([Problem("command line", repr(f"{before} {word}"), must, fix)])
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(words)
@@ -115,6 +121,9 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
         if word.startswith("-"):
             near = did_you_mean(word.split("=")[0], ["--dry-run", *parser._option_string_actions])
             raise ConfigError(f"command line: {word} is not a flag.{near} See vissl-zero --help and --hydra-help.")
+    if parsed.config_name:
+        must, fix = "must be left out: it replaces the defaults of all recipes", f"Write config={parsed.config_name}."
+        raise ConfigError([Problem("--config-name", repr(parsed.config_name), must, fix)])
     overrides = [*parsed.overrides, *rest]
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []

@@ -93,6 +93,9 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
+    if found := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
+        fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
+        return ConfigError([Problem(found[1], repr(found[2]), "must be one value, and commas separate several", fix)])
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
@@ -424,10 +427,15 @@ def typed(
 
 def _named_folders(overrides: Sequence[str]) -> list[Path]:
     """Folders outside of packages in which recipes are looked for, those of the command line first."""
+    return [*_searchpath(overrides), *recipe_folders()]
+
+
+def _searchpath(overrides: Sequence[str]) -> list[Path]:
+    """Return the folders that hydra.searchpath names on the command line."""
     words = [word for word in overrides if word.startswith("hydra.searchpath=")]
     values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
     named = [str(path) for value in values if isinstance(value, list) for path in value]
-    return [*(Path(path.removeprefix("file://")) for path in named), *recipe_folders()]
+    return [Path(path.removeprefix("file://")) for path in named if "://" not in path.removeprefix("file://")]
 
 
 def one_or_many(block: Any, path: str = "config") -> list[Problem]:
@@ -528,7 +536,7 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         overrides: of the command line, ``config=`` too.
         folders: that --config-dir and hydra.searchpath name.
     """
-    first = explain(error, folders)
+    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))])
     try:
         tree = untyped(plain_words(overrides), folders)
         found = of_another_program(tree)
@@ -539,6 +547,13 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         return first
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
     return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+
+
+def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
+    try:
+        return _searchpath(plain_words(overrides))
+    except HydraException:  # an override that cannot be parsed is refused in words of its own
+        return []
 
 
 def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:

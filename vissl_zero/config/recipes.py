@@ -215,7 +215,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
         return file.relative_to(root).with_suffix("").as_posix()
 
     for file in inside:
-        if file in bases:
+        if file in bases or (blocks[file] and _begins_with_recipe(file)):
             yield RecipeFile(name(file), "", str(root.parent), _program(_tree(file)))
             continue
         is_overlay = blocks[file] >= _COMPLETE or (with_parts and "trunk" in blocks[file])
@@ -228,7 +228,7 @@ def recipe_file(path: Path) -> RecipeFile:
     path = path.absolute()
     root = _config_folder(path.parent)
     name = path.relative_to(root).with_suffix("").as_posix()
-    if _blocks(path) >= _COMPLETE | {"loss"}:
+    if _blocks(path) >= _COMPLETE | {"loss"} or _begins_with_recipe(path):
         return RecipeFile(name, "", str(root.parent), _program(_tree(path)))
     around = [file for parent in path.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
     base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}], root)
@@ -310,6 +310,13 @@ def _config_folder(folder: Path) -> Path:
             return candidate
     fix = "Recipes are named by their path below a folder called config: move them there, or name a recipe."
     raise ConfigError([Problem("recipes", repr(str(folder)), "must stand in or below a folder called config", fix)])
+
+
+def _begins_with_recipe(file: Path) -> bool:
+    """Whether a file names its own base: ``defaults: [/config/<recipe>]``."""
+    tree = _tree(file)
+    defaults = tree.get("defaults") if isinstance(tree, dict) else None
+    return any(str(name).startswith("/config/") for name in (defaults if isinstance(defaults, list) else ()))
 
 
 def _base(file: Path, bases: list[Path], root: Path) -> Path | None:

@@ -205,3 +205,39 @@ def test_texts_that_name_each_other_do_not_fill_the_memory() -> None:
 def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\n")
     assert recipe_text(tmp_path / "x.yaml").startswith("a: &a")
+
+
+def test_a_recipe_that_names_its_own_base_is_explained_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where both lie at the root of config/, so that one could be taken for a part of the other."""
+    folder = tmp_path / "configs" / "config"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/digits/supervised]\nconfig: {SEED_VALUE: 2}\n"
+    )
+    (folder / "more.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/base]\nconfig: {OPTIMIZER: {weight_decay: 0.1}}\n"
+    )
+    assert explain([str(folder / "more.yaml")]) == 0
+    assert capsys.readouterr().out.startswith("more: accepted")
+    assert explain(["more", "--config-dir", str(tmp_path / "configs"), "config.SEED_VALUE=x"]) == 1
+    assert "more: refused: 1 problem;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_mistyped_recipe_is_looked_for_where_the_command_line_says(tmp_path: Path, form: str) -> None:
+    (tmp_path / "config/mine").mkdir(parents=True)
+    (tmp_path / "config/mine/odd_recipe.yaml").write_text("# @package _global_\nconfig: {SEED_VALUE: 1}\n")
+    with pytest.raises(ConfigError, match="Did you mean config=mine/odd_recipe"):
+        train(["config=mine/odd_recpe", form.format(tmp_path), "--dry-run"])
+
+
+def test_a_recipe_of_retrieval_is_sent_to_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/find.yaml").write_text(
+        "# @package _global_\nconfig:\n  MODEL: {TRUNK: {NAME: resnet}}\n"
+        "  IMG_RETRIEVAL: {EVAL_DATASET_NAME: roxford5k, DATASET_PATH: /tmp}\n"
+    )
+    assert main(["config=find", f"--config-dir={tmp_path}", "--dry-run"]) == 2
+    assert "Write vissl-zero instance_retrieval_test config=find." in capsys.readouterr().err
