@@ -58,6 +58,7 @@ setup(
             "ruff",
             "mypy",
             "pre-commit",
+            "lightly>=1.6,<1.7",  # compared with, by benchmarks/twins.py and its test
         ],
         # DATA.BACKEND=fast.
         "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],

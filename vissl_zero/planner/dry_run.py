@@ -177,6 +177,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         model = build_model(plan.config["MODEL"], num_classes)
         method = build_method(plan.config["LOSS"], len(loader.source))
         method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+        method.views_apart = plan.config["MODEL"]["VIEWS_APART"]
         add_probe(plan, method, model, num_classes, None)
         teacher = None
         if method.has_teacher:
@@ -203,7 +204,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
 
         def run_forward() -> tuple[torch.Tensor, Any]:
-            method.on_step(0, 0)
+            method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
             seen, taught = method.see(fakes), None
             if teacher is not None:
