@@ -61,7 +61,7 @@ def command(tmp_path, monkeypatch, capsys):
         ([QUICKSTART, "--cfg", "job", "--package", "config.ZEROO"], "package 'config.ZEROO' not found"),
         ([QUICKSTART, "--config-path", "elsewhere"], "Use --config-dir instead."),
         (["-sc", "install=tcsh"], "No completion plugin for 'tcsh'"),
-        (["config=binary"], "config: must be UTF-8 text (invalid start byte at byte 0)."),
+        (["config=binary"], "binary.yaml: must be a recipe that can be read ('utf-8' codec can't decode byte 0xff"),
         (["config=/tmp/recipe.yaml"], "A recipe is named by its path under a folder config/"),
         ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
         ([QUICKSTART, "config.CHECKPOINT.DIR=file/run"], "file/run: cannot be used (Not a directory). Name another"),

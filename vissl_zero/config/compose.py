@@ -123,9 +123,6 @@ def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
     if isinstance(error, OSError) and error.filename is not None:
         fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
         return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)
-    if isinstance(error, UnicodeDecodeError):
-        must = f"must be UTF-8 text ({error.reason} at byte {error.start})"
-        return Problem("config", "", must, "Correct the file that config= or a +config/ part names.")
     text = " ".join(str(error).split())
     if isinstance(error, UserWarning):
         path = text.partition("path=")[2].removesuffix(" is not available.")
