@@ -8,13 +8,14 @@ from vissl_zero.torchvision_compat import install as _let_torchvision_import
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
+    from vissl_zero.data.views import load_views
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.integration.initialize import initialize
     from vissl_zero.integration.verification import verify
 
 _let_torchvision_import()
 
-__all__ = ["__version__", "initialize", "load_trunk", "verify"]
+__all__ = ["__version__", "initialize", "load_trunk", "load_views", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from vissl_zero.evaluation.trunk import load_trunk
 
         return load_trunk
+    if name == "load_views":
+        from vissl_zero.data.views import load_views
+
+        return load_views
     if name == "initialize":
         from vissl_zero.integration.initialize import initialize
 

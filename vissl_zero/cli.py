@@ -22,7 +22,7 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_i
 from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
+WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs", "data")
 _PRINT_ONLY = {
     "--dry-run",
     "config.DRY_RUN",
@@ -76,6 +76,9 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
 
 Look into what was trained:
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
+
+Pack images into few large files, which DATA_PATHS then names:
+  vissl-zero data pack <folder> <out> --to webdataset|arrow|lmdb [--size 512]
 
 Runs submitted to SLURM:
   vissl-zero jobs list|logs|cancel ...              (vissl-zero jobs --help)
@@ -199,6 +202,10 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.jobs import jobs
 
         return jobs(["--help"] if {"--help", "-h"} & {*rest} else rest)
+    if word == "data":
+        from vissl_zero.commands.data import data
+
+        return data(rest)
     if word == "list":
         from vissl_zero.commands.list import list_kind
 

@@ -415,6 +415,9 @@ DATA_SOURCES = Registry(
     {
         "disk_folder": (f"{_DATA}.sources.disk", "Class folders, or one flat folder of unlabelled images."),
         "disk_filelist": (f"{_DATA}.sources.disk", "Image files named by .npy or text lists."),
+        "webdataset": (f"{_DATA}.sources.packed", "Tars of images, as webdataset writes them."),
+        "arrow": (f"{_DATA}.sources.packed", "Arrow files of Hugging Face's datasets, as save_to_disk writes them."),
+        "lmdb": (f"{_DATA}.sources.packed", "An LMDB database of image files."),
         "torchvision_dataset": (
             f"{_DATA}.sources.library_sets",
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",

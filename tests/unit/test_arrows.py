@@ -31,7 +31,7 @@ ALLOWED = {
     "reporting": _BASE
     | {"models", "methods", "data", "optim", "sharding", "engine", "planner", "checkpoint", "evaluation"},
     "launch": _BASE | {"sharding", "engine", "planner", "checkpoint", "evaluation", "reporting"},
-    "commands": _BASE | {"vissl", "engine", "planner", "checkpoint", "reporting", "launch"},
+    "commands": _BASE | {"vissl", "data", "engine", "planner", "checkpoint", "reporting", "launch"},
 }
 
 

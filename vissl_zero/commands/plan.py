@@ -24,8 +24,8 @@ vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
   --machine X          a profile (h100x8, h200x8, a100x8, cpu_core) or a YAML file (config.ZERO.MACHINE_PROFILE)
   --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
-  --png FILE           file for the plot of memory over a step (plan.png); none: no plot
-  --json               print JSON to standard output; no plot unless --png names a file
+  --png FILE           plot memory over a step into this file
+  --json               print JSON to standard output
 
 Lists every combination of level, recomputation, tier and number of micro-batches that trains the same model, with its
 forecast, cheapest first, and marks the cheapest that fits. Needs no data, GPU or processes. Plans use a disk only if
@@ -104,7 +104,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
     overrides = ["config.DRY_RUN=true"]
-    is_json, png, is_given = False, Path("plan.png"), False
+    is_json, png = False, None
     while words:
         word = words.pop(0)
         if word == "--json":
@@ -114,7 +114,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
         elif word == "--ranks":
             overrides += _ranks(_value(word, words))
         elif word == "--png":
-            png, is_given = Path(_value(word, words)), True
+            png = Path(_value(word, words))
         elif word in _VALUES:
             overrides.append(f"{_VALUES[word]}={_value(word, words)}")
         elif word.startswith("-"):
@@ -125,8 +125,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
             overrides.append(word)
     if not recipes:
         raise ConfigError(f"vissl-zero plan: must name a recipe. Write config=<recipe>.\n{USAGE}")
-    drawn = None if (is_json and not is_given) or str(png) == "none" else png
-    return recipes, overrides, is_json, drawn
+    return recipes, overrides, is_json, png
 
 
 def _recipe(name: str, scratch: Path) -> RecipeFile:

@@ -29,7 +29,7 @@ VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
 # Sources that read files: others make their images, or are a plugin's and know their own names.
-SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "everstore")
+SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "webdataset", "arrow", "lmdb", "everstore")
 # Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
@@ -39,8 +39,8 @@ _MAX_BYTES = 2**26
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
     """Let DATA_PATHS replace the images of a recipe for the digits, in place; returns notes to print once.
 
-    DATA_PATHS implies disk_folder. A TEST split of digits is left out where TRAIN has images of the user's: part of
-    those is evaluated on then.
+    DATA_PATHS implies the source that reads what is there. A TEST split of digits is left out where TRAIN has images of
+    the user's: part of those is evaluated on then.
 
     Args:
         data: the block as composed.
@@ -48,14 +48,33 @@ def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
     """
     for name in ("TRAIN", "TEST"):
         split = getattr(data, name)
-        if split.DATA_PATHS and split.DATA_SOURCES in ([], ["digits"]) and f"DATA.{name}.DATA_SOURCES" not in chosen:
-            split.DATA_SOURCES = ["disk_folder"]
+        is_free = split.DATA_SOURCES in ([], ["digits"], ["disk_folder"]) and f"DATA.{name}.DATA_SOURCES" not in chosen
+        if split.DATA_PATHS and is_free:
+            split.DATA_SOURCES = [source_of(split.DATA_PATHS)]
     is_own = data.TRAIN.DATA_SOURCES and data.TRAIN.DATA_SOURCES[0] not in BUILT_IN
     if is_own and data.TEST.DATA_SOURCES == ["digits"] and "DATA.TEST.DATA_SOURCES" not in chosen:
         data.TEST.DATA_SOURCES = []
         fix = "config.DATA.TEST.DATA_PATHS=<folder> names others."
         return [f"config.DATA.TEST: part of the training images is evaluated on, not the recipe's digits. {fix}"]
     return []
+
+
+def source_of(paths: Sequence[str]) -> str:
+    """Return the source that reads what is at ``paths``: disk_folder unless all of them are of one packed format."""
+    found = {_format_of(Path(path).expanduser()) for path in paths}
+    return found.pop() if len(found) == 1 else "disk_folder"
+
+
+def _format_of(path: Path) -> str:
+    try:
+        names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
+    except (OSError, ValueError):
+        return "disk_folder"
+    if "data.mdb" in names:
+        return "lmdb"
+    if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
+        return "arrow"
+    return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
 
 
 def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:

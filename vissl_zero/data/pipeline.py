@@ -91,6 +91,10 @@ class Pipeline:
         """Read an image as ``crops`` takes it. Raises BrokenImageError."""
         return source.image(index)
 
+    def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Any:
+        """Open a file in memory, or an RGB image, as ``crops`` takes it. Raises BrokenImageError."""
+        return decoder.image(image, name) if isinstance(image, bytes) else image.convert("RGB")
+
     def __call__(self, image: Image.Image) -> list[Tensor]:
         """Make the crops of an image, float (3, H, W) each; see ``crops``."""
         return self.crops(image)

@@ -105,6 +105,9 @@ def forecaster_of(
         leaves = _outside(mode, fake, sample) if callable(sample) else pytree.tree_leaves(batch)
     groups, build_optimizer = read_optimizer(_shell(optimizer), model)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if empty := [str(tuple(leaf.shape)) for leaf in inputs if not leaf.numel()]:
+        fix = "Give one micro-batch as the loop trains it."
+        raise ConfigError([Problem("sample", empty[0], "must not be empty", fix)])
     subject = Subject(
         model=fake,
         groups=groups,
@@ -218,5 +221,13 @@ def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...
         return (sample,), {}
     if any(param.kind is param.VAR_POSITIONAL for param in params):
         return tuple(sample), {}
-    most = sum(param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD) for param in params)
-    return tuple(sample[:most]), {}
+    own = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    taken = list(sample[: len(own)])
+    # A class number an image is no mask, whatever else the model would take (timm's forward(x, attn_mask=None)).
+    while taken and own[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
+        taken.pop()
+    return tuple(taken), {}
+
+
+def _is_labels(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point()

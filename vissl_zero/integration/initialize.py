@@ -28,7 +28,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.host import rank_numbers, require_interfaces
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
-from vissl_zero.sharding.allocator import return_free_pages
+from vissl_zero.sharding.allocator import return_free_pages, set_allocator
 from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
 from vissl_zero.sharding.model.float8 import require_float8
 
@@ -118,6 +118,8 @@ def initialize(
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
     _say((*settings.notes, *tier_notes, *notes))
+    if where.type == "cpu":
+        set_allocator(plan)
     with unchanged_on_error(optimizer):
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     _call_through(sharded.model, model)

@@ -13,7 +13,7 @@ from vissl_zero.resolve.resolved import TIERS, ShardingPlan
 from vissl_zero.sharding.model.precision import dtype_of
 
 _GIB = 2**30
-_TRIES = 3  # recordings of a plan
+_TRIES = 6  # recordings of a plan
 Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
 
 
@@ -247,7 +247,8 @@ def nothing_fits(
     """
     least = smallest(candidates)
     if least is None or least.forecast.step is None:
-        reason = next((candidate.forecast.unknown for candidate in candidates), "")
+        alone = "parameters in half precision train the same at level 3 alone, over several ranks"
+        reason = next((candidate.forecast.unknown for candidate in candidates), alone)
         must = f"needs a forecast, and there is none ({reason})"
         return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
@@ -301,6 +302,7 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
         for plan, micro_batches, batch, forecast in found
         if not plan.is_recomputed and budget.excess(forecast) and forecast.seconds
     ]
+    kept = {plan: forecast for plan, _, _, forecast in found if not plan.is_recomputed}
     blocks = forecaster.recomputable(parts[0].plan) if parts else []
     more: Found = []
     for _ in range(_TRIES):
@@ -315,7 +317,9 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
         excess = budget.excess(outcome)
         if not excess:
             break
-        parts[parts.index(part)] = replace(part, excess=part.freed + excess)
+        # Blocks may save less together than alone: what these have saved stands for what the others will.
+        share = min(1.0, max(0.1, ((budget.excess(kept[part.plan]) or 0) - excess) / part.freed))
+        parts[parts.index(part)] = replace(part, excess=part.freed + int(excess / share) + 1)
     return more
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
@@ -285,7 +285,13 @@ class Forecaster:
         if plan.wrap_threshold not in self._model_facts:
             self._model_facts[plan.wrap_threshold] = self._without_update(plan)
         if (num_ranks, rule) not in self._updates:
-            self._updates[num_ranks, rule] = _update(self._subject, plan, num_ranks, rule)
+            try:
+                self._updates[num_ranks, rule] = _update(self._subject, plan, num_ranks, rule)
+            except VisslZeroError:
+                raise
+            except Exception as error:
+                must = f"must step on tensors without values, to be forecast ({cause_of(error)})"
+                raise ConfigError([Problem("optimizer", "", must, "Write level 0, 1, 2 or 3.")]) from error
         return replace(self._model_facts[plan.wrap_threshold], updates={num_ranks: self._updates[num_ranks, rule]})
 
     def _without_update(self, plan: ShardingPlan) -> ModelFacts:
@@ -445,7 +451,7 @@ def _stepper(
     ]
     own = [*shards.values()]
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
-    with Recorder(Storages()):
+    with Recorder(Storages(), has_values=True):
         optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
     return Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
 
@@ -459,7 +465,7 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     own = [*shards.values()]
     for shard in own:
         shard.local.grad = torch.zeros_like(shard.local)
-    with Recorder(Storages()):
+    with Recorder(Storages(), has_values=True):
         stepper.step(())
     states = {
         row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
@@ -467,7 +473,7 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     }
     constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
     constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    with Recorder(constants) as recorder:
+    with Recorder(constants, has_values=True) as recorder:
         stepper.step(())
     sizes = {
         kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()

@@ -22,7 +22,7 @@ from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, sh
 from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.model.precision import dtype_of
-from vissl_zero.sharding.offload.block_file import pages
+from vissl_zero.sharding.offload.block_file import HUGE_PAGE, NUM_BUFFERS, NUM_TRAYS, pages
 from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
 from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
 from vissl_zero.sharding.param_facts import ParamFacts, share_of, stored_params, whole_units
@@ -39,10 +39,10 @@ KINDS = (
     "communication",
     "offload_buffers",
 )
-_NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/offload.md)
-_NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients in memory
-_HUGE_PAGE = 2**21
 _POINTS = 400  # of a drawn timeline
+# Of what a rank needs, added to the forecast: for fragments that a GPU's allocator leaves, and on a CPU for what twelve
+# recipes took beyond theirs (docs/plan.md).
+MARGIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Pool(NamedTuple):
     @property
     def mapped_bytes(self) -> int:
         """Whole huge pages, and one to begin at."""
-        return _huge_pages(self.number * self.num_bytes) + _HUGE_PAGE
+        return _huge_pages(self.number * self.num_bytes) + HUGE_PAGE
 
     @property
     def resident_bytes(self) -> int:
@@ -111,7 +111,7 @@ class _Pool(NamedTuple):
 
 
 def _huge_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,9 @@ class StepMemory:
 
     Attributes:
         peak_bytes: most of all tensors at any moment, where it computes.
-        resident_bytes: most that the process holds for them on a CPU, beyond itself before the model is built: with
-            what lies free between blocks, and what kernels and libraries add. On a GPU ``peak_bytes``.
+        resident_bytes: most that a rank needs for them, with ``MARGIN``. On a CPU what the process holds beyond itself
+            before the model is built: with what lies free between blocks, and what kernels and libraries add. On a GPU
+            ``peak_bytes``.
         cleared_bytes: that the system hands out anew in a step, and clears before; 0 on a GPU, where torch keeps them.
         num_mapped: blocks of these that are mapped singly.
         by_kind: bytes at that moment; see ``KINDS``.
@@ -302,14 +303,14 @@ class _Step:
             # The teacher is a sharded model of its own, with buffers of its own.
             for params in (*([self.stored_teacher] if self.facts.teacher else []), self.stored):
                 value = pages(self.value_record(params))
-                yield _Pool(value, _NUM_READ_AHEAD)
+                yield _Pool(value, NUM_BUFFERS)
                 # No more of these are written at once than a unit has records.
                 most = -(-self.largest_stored(params) // self.chunk_bytes)
-                yield _Pool(value, _NUM_SPILLED, min(_NUM_SPILLED, most))
+                yield _Pool(value, NUM_TRAYS, min(NUM_TRAYS, most))
         state = pages(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
         is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
         if self.is_streamed:
-            yield _Pool(state + 2 * value * (not is_whole), _NUM_STREAMED)
+            yield _Pool(state + 2 * value * (not is_whole), NUM_TRAYS)
 
     def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
         """Most bytes of a unit among parameters on a disk, trained and frozen apart: no record has both."""
@@ -429,9 +430,8 @@ class _Step:
             unit = param.unit if param.shape else ""
             self.pending[unit] = self.pending.get(unit, 0) + num_bytes
             return
-        if has_earlier and self.plan.level < 2:  # added to what is there
-            self.spikes.append((self.place, num_bytes, "grads"))
-        else:
+        # At levels 0 and 1 it was added to that of earlier micro-batches, and counted as an activation until then.
+        if not (has_earlier and self.plan.level < 2):
             self.change("grads", num_bytes)
         for bucket in queue.ready(name):
             total = sum(self.facts.params[done].num_bytes for done in bucket)
@@ -535,6 +535,7 @@ class _Step:
         (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
         host, disk = self.elsewhere()
         resident, cleared, mapped = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0, 0)
+        resident += int(resident * MARGIN)
         return StepMemory(
             peak_bytes=int(total[peak]),
             resident_bytes=resident,

@@ -113,6 +113,8 @@ class BlockReplay:
                     next_mark += 1
                     self._change(at.get(place, ()))
                 else:
+                    if index in trace.scratch:  # of a kernel that has made its outputs
+                        self._heap.free(self._heap.allocate(trace.scratch[index]))
                     self._delta(trace.deltas[index], index in handed)
                     index += 1
             for place in sorted(place for place in at if place >= last):

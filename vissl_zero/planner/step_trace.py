@@ -29,6 +29,7 @@ from vissl_zero.sharding.memory import Storages, tensors_of
 from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.torch_private import (
     ATTENTION_ON_CPU,
+    is_executed,
     object_address,
     operation_name,
     overloads_of,
@@ -118,6 +119,26 @@ def kernel_of(operation: str, flops: int) -> Kernel:
 _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
 
 
+def convolution_scratch(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Return the bytes that a convolution takes on a CPU while it runs, beside its outputs.
+
+    torch unfolds float64 images into columns, of one group at a time. oneDNN copies float32 images and outputs into its
+    own layouts. Both were measured with torch's profiler; convolutions of one pixel take nothing.
+    """
+    is_backward = func is torch.ops.aten.convolution_backward.default
+    images, weight, is_transposed = args[is_backward], args[is_backward + 1], args[6 + is_backward]
+    groups = args[8 + is_backward]
+    kernel = weight.shape[2:].numel()
+    if kernel == 1 or func not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+        return 0
+    outputs = args[0] if is_backward else result
+    few, many = (outputs, images) if is_transposed else (images, outputs)
+    if images.dtype == torch.float64:
+        columns = few.shape[1] // groups * kernel * many.shape[2:].numel() * images.itemsize
+        return columns * (1 if is_transposed and is_backward else len(images))
+    return max(images.nbytes, outputs.nbytes) + weight.nbytes + (images.nbytes if is_backward else 0)
+
+
 # Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
 _OVER_WHOLE = {
     torch.ops.aten.mse_loss.default,
@@ -169,6 +190,7 @@ class StepTrace:
         work: of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
         forward_work: of the forward pass alone, by unit.
+        scratch: bytes that kernels of a CPU take while they run, beside their outputs; by the number of deltas before.
     """
 
     deltas: list[int] = field(default_factory=list)
@@ -177,6 +199,7 @@ class StepTrace:
     work: Work = field(default_factory=Work)
     kept_bytes: int = 0
     forward_work: dict[str, Work] = field(default_factory=dict)
+    scratch: dict[int, int] = field(default_factory=dict)
 
     def forward_bytes(self) -> dict[str, int]:
         """What the forward pass of each unit leaves for the backward pass, its output included."""
@@ -203,14 +226,19 @@ class Recorder(TorchDispatchMode):
 
     Args:
         constants: storages that belong to other accounts.
+        has_values: a tensor without values that is asked for its value answers 1. For optimizers, whose update has the
+            same shapes at any value; a model may take another branch.
 
     Attributes:
         trace: what was noted.
         works: for each of its marks, what was done before it.
+        is_backward: the loss is known: modules that are entered now are run again.
     """
 
-    def __init__(self, constants: Storages):
+    def __init__(self, constants: Storages, *, has_values: bool = False):
         super().__init__()
+        self._has_values = has_values
+        self.is_backward = False
         self.trace = StepTrace()
         self.works: list[Work] = []
         self._work = WorkCounter()
@@ -222,6 +250,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # a question, no operation
             return func(*args, **kwargs)
         name = operation_name(func)
+        if self._has_values and name == "aten::_local_scalar_dense":
+            return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
         if name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
@@ -235,6 +265,9 @@ class Recorder(TorchDispatchMode):
         made = 0
         for tensor in tensors_of(result):
             made += self._note(tensor)
+        if "convolution" in name and (scratch := convolution_scratch(func, args, result)):
+            place = len(self.trace.deltas)
+            self.trace.scratch[place] = max(scratch, self.trace.scratch.get(place, 0))
         # A view moves nothing.
         is_moving = made or writes_in_place(func)
         overloads = overloads_of(func)
@@ -327,6 +360,7 @@ def record_step(
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
+            recorder.is_backward = True
             recorder.trace.kept_bytes = recorder.alive_bytes()
             loss.backward()
             del loss, held
@@ -379,23 +413,41 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
     def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
         sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
-        if sources:
-            torch.autograd.graph.register_multi_grad_hook(
-                sources, lambda _: recorder.mark(Moment.BACKWARD_OUT, name), mode="all"
-            )
+        _on_gradients(sources, lambda: recorder.mark(Moment.BACKWARD_OUT, name), is_graph_kept=not recorder.is_backward)
 
     def left(_: nn.Module, args: Any, output: Any) -> None:
         recorder.mark(Moment.TEACHER_OUT if is_teacher else Moment.FORWARD_OUT, name)
         results = [] if is_teacher else _differentiable(output)
-        if results:
-            torch.autograd.graph.register_multi_grad_hook(
-                results, lambda _: recorder.mark(Moment.BACKWARD_IN, name), mode="any"
-            )
+        _on_gradients(results, lambda: recorder.mark(Moment.BACKWARD_IN, name), number=1)
 
     # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
     return _removed(
         module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True), module.register_forward_hook(left)
     )
+
+
+def _on_gradients(
+    tensors: Sequence[Tensor], note: Callable[[], None], *, number: int | None = None, is_graph_kept: bool = False
+) -> None:
+    """Call ``note`` when the gradients of ``number`` of the tensors are there; None: of all that get one.
+
+    Unlike torch's ``register_multi_grad_hook``, it keeps no gradient. A graph that is run again for a checkpoint must
+    not be kept either (its tensors would live on), so there every tensor is expected to get a gradient.
+    """
+    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors] if is_graph_kept else []
+    count, expected = 0, number or len(tensors)
+
+    def on_gradient(_: Tensor) -> None:
+        nonlocal count, expected
+        if nodes:
+            expected = sum(map(is_executed, nodes))
+            nodes.clear()
+        count += 1
+        if count == expected:
+            note()
+
+    for tensor in tensors:
+        tensor.register_hook(on_gradient)
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -33,9 +33,17 @@ def plan_table(planned: Planned) -> Table:
     titles = ("", "plan", "time", "needed", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
     for title in titles:
         table.add_column(title, justify="left" if title in ("", "plan", "fits") else "right", no_wrap=True)
-    for candidate in planned.candidates:
-        table.add_row(*_row(candidate, _shown(planned)), style="bold green" if candidate.is_chosen else None)
+    rows = [_row(candidate, _shown(planned)) for candidate in planned.candidates]
+    for candidate, row in zip(planned.candidates, rows, strict=True):
+        if not _is_double(candidate, row, rows):
+            table.add_row(*row, style="bold green" if candidate.is_chosen else None)
     return table
+
+
+def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether this is level 2 with all figures of level 1: with several ranks on a CPU both are one program."""
+    lower = [row[1].replace("level 2", "level 1", 1), *row[2:]]
+    return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [[*other[1:]] for other in rows]
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
@@ -67,7 +75,17 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     step = chosen.forecast.step
     yield f"chosen: {chosen}; {because(planned.candidates, planned.budget)}"
     yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
-    yield f"write: {' '.join(chosen.overrides())}"
+    yield from _speed(planned, chosen)
+    yield "write:"
+    yield from (f"  {word}" for word in chosen.overrides())
+
+
+def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
+    """Say how fast the chosen plan is, as far as its profile knows."""
+    if seconds := chosen.forecast.seconds:
+        rate = planned.plan.global_batch / seconds
+        hours = planned.num_images / rate / 3600
+        yield f"speed: at most about {rate:,.3g} images/s, {hours:,.3g} hours an epoch; small layers are slower"
 
 
 def history_table(rows: Sequence[Past]) -> Table:

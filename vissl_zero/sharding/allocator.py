@@ -64,6 +64,16 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
     return dict(zip(_NAMES, (str(MAPPED_BYTES[plan.level]), str(KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
 
 
+def set_allocator(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> None:
+    """Give this process the settings that a rank of vissl-zero is started with; nothing where the user has chosen.
+
+    Huge pages are not among them: glibc reads that setting only when a process starts.
+    """
+    if allocator_environment(plan, environment):
+        _set(_M_MMAP_THRESHOLD, MAPPED_BYTES[plan.level])
+        _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
 def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:
     """Return the note for a CPU rank that another launcher started without these variables; else ""."""
     missing = allocator_environment(plan, environment)

@@ -212,6 +212,11 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 # What an operation is, in a mode that sees each one. torch's own profilers read the same.
 
 
+def is_executed(node: Any) -> bool:
+    """Return whether the backward pass that runs now visits a node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def operation_name(operation: Any) -> str:
     """Of an operation, such as ``aten::mm`` (``_schema``)."""
     found: str = operation._schema.name

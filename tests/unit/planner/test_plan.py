@@ -137,7 +137,7 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
         fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=0.0001"]))
     enough = str(error.value).rsplit("config.ZERO.MEMORY_GB=", 1)[1].split()[0]
     fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", f"config.ZERO.MEMORY_GB={enough}"]))
-    assert cli.main(["plan", RECIPE, "--memory-gb", "0.0001", "--png", "none"]) == 1
+    assert cli.main(["plan", RECIPE, "--memory-gb", "0.0001"]) == 1
     out = capsys.readouterr().out
     assert "too much" in out and "no plan is known to fit. The smallest takes " in out
     assert "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder>" in out
@@ -161,6 +161,8 @@ def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     assert cli.main(["plan", RECIPE, "digits/dino", "--png", str(tmp_path / "plan.png")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("chosen: level") == 2 and "digits/dino: 2 ranks" in printed
+    assert "level 1 " in printed and "level 2 " not in printed, "level 2 is shown where it differs"
+    assert "images/s" in printed and max(map(len, printed.split("write:")[1].splitlines()[1:12])) < 100
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -39,6 +39,9 @@ class FastPipeline(Pipeline):
         """Read an image. Raises BrokenImageError."""
         return opened(encoded_image(source, index), source.name(index), self._decoder)
 
+    def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Picture | EncodedPicture:
+        return opened(image, name, decoder)
+
     def crops(self, image: Any) -> list[Any]:
         """Make the crops of an image, as ``Pipeline.crops`` does; values are looked up in ``stacked``.
 

@@ -228,7 +228,7 @@ class OffloadError(VisslZeroError):
 
 
 PAGE = mmap.PAGESIZE
-_HUGE_PAGE = 2 * 2**20
+HUGE_PAGE = 2 * 2**20
 
 
 class PageBuffer:
@@ -253,15 +253,15 @@ def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
     data, for example, the result could otherwise be the child's (open(2), O_DIRECT).
     """
     starts = [0, *accumulate(map(pages, sizes))]
-    num_huge = -(-starts[-1] // _HUGE_PAGE)
+    num_huge = -(-starts[-1] // HUGE_PAGE)
     # Private, unlike mmap's default: shared memory has no huge pages.
-    memory = mmap.mmap(-1, (num_huge + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, (num_huge + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A fork during direct I/O could leave the data in the child's copy of the page.
     memory.madvise(mmap.MADV_DONTFORK)
-    if starts[-1] >= _HUGE_PAGE:
+    if starts[-1] >= HUGE_PAGE:
         with suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     return [PageBuffer(memory, first + start, stop - start) for start, stop in pairwise(starts)]
 
 

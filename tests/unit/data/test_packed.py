@@ -1,0 +1,151 @@
+"""Packed images: the same pixels as the folder's, in every format, with and without workers, resumed in mid-epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.data.conftest import MakeData, save_image
+from vissl_zero.commands.data import data as data_command
+from vissl_zero.config.catalogue import source_of
+from vissl_zero.data import pack as packing
+from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.loader import build_loader
+from vissl_zero.data.source import build_source
+from vissl_zero.errors import ConfigError, DataError
+
+FORMATS = ("webdataset", "arrow", "lmdb")
+
+
+def hashes(data: dict[str, Any], epoch: int, start: int = 0, ranks: int = 1) -> dict[int, tuple[int | None, str]]:
+    """Sample id -> label and hash of its crops."""
+    found: dict[int, tuple[int | None, str]] = {}
+    for rank in range(ranks):
+        for step in build_loader(data, "TRAIN", 1, 4 // ranks, rank, ranks, 1).epoch(epoch, start):
+            for batch in step:
+                for row, sample in enumerate(batch.sample_ids.tolist()):
+                    crops = [images[row :: batch.num_local].numpy().tobytes() for images in batch.images]
+                    label = None if batch.targets is None else int(batch.targets[row])
+                    found[sample] = label, hashlib.sha256(b"".join(crops)).hexdigest()
+    return found
+
+
+@pytest.fixture
+def packed(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setattr(packing, "PER_PART", 4)  # three parts
+    for form in FORMATS:
+        assert data_command(["pack", str(photos), str(tmp_path / form), "--to", form]) == 0
+    return {form: tmp_path / form for form in FORMATS}
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_every_format_gives_the_folders_pixels(
+    make_data: MakeData, photos: Path, packed: dict[str, Path], backend: str
+) -> None:
+    keys = {"BACKEND": backend}
+    folder = make_data("disk_folder", photos) | keys
+    whole = {epoch: hashes(folder, epoch) for epoch in (0, 1)}
+    late = hashes(folder, 1, start=4)
+    assert len(whole[0]) == 11 and whole[0] != whole[1] and late.items() < whole[1].items()
+    for form, path in packed.items():
+        assert source_of([str(path)]) == form
+        data = make_data(form, path) | keys
+        assert build_source(data, "TRAIN", 0).class_names == ("a", "b")
+        assert {epoch: hashes(data, epoch) for epoch in (0, 1)} == whole
+        assert hashes(data, 1, start=4) == late and hashes(data, 1, ranks=2) == whole[1]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_two_workers_give_the_same(make_data: MakeData, photos: Path, packed: dict[str, Path], form: str) -> None:
+    assert hashes(make_data(form, packed[form], num_workers=2), 0) == hashes(make_data("disk_folder", photos), 0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_packing_goes_on_where_it_stopped(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, make_data: MakeData
+) -> None:
+    monkeypatch.setattr(packing, "PER_PART", 4)
+    seen: list[str] = []
+
+    def stop(line: str) -> None:
+        seen.append(line)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(photos, tmp_path / "out", form, None, stop)
+    before = json.loads((tmp_path / "out/packed.json").read_text())["parts"]
+    written: list[int] = []
+    write = packing.WRITERS[form]
+    monkeypatch.setitem(packing.WRITERS, form, lambda out, part, *rest: (written.append(part), write(out, part, *rest)))
+    assert packing.pack(photos, tmp_path / "out", form, None, lambda line: None) == 11
+    after = json.loads((tmp_path / "out/packed.json").read_text())["parts"]
+    assert list(before) == ["0", "1"] and written == [2] and after.items() > before.items()
+    assert hashes(make_data(form, tmp_path / "out"), 0) == hashes(make_data("disk_folder", photos), 0)
+    with pytest.raises(DataError, match="was begun with another folder, other images or other arguments"):
+        packing.pack(photos, tmp_path / "out", form, 8, lambda line: None)
+    with pytest.raises(DataError, match="is not empty"):
+        packing.pack(photos, photos, form, None, lambda line: None)
+
+
+def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: MakeData) -> None:
+    save_image(photos / "a/large.png", 9, (60, 40))
+    packing.pack(photos, tmp_path / "out", "webdataset", 20, lambda line: None)
+    source = build_source(make_data("webdataset", tmp_path / "out"), "TRAIN", 0)
+    sizes = {source.image(index).size for index in range(len(source))}
+    assert sizes == {(16, 16), (30, 20)}
+
+
+def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make_data: MakeData) -> None:
+    tar = packed["webdataset"] / "part-000000.tar"
+    data = make_data("webdataset", tar)
+    assert len(build_source(data, "TRAIN", 0)) == 4
+    (index,) = [path for path in packed["webdataset"].glob(".*.npz") if "part-000000" in path.name]
+    index.write_bytes(b"damaged")
+    assert len(build_source(data, "TRAIN", 0)) == 4
+    with tarfile.open(tar, "a") as opened:
+        opened.add(packed["webdataset"].parent / "photos/b/0.png", "extra.png")
+    grown = build_source(data, "TRAIN", 0)
+    assert len(grown) == 5 and grown.label(0) is None  # one has no label, so none has
+    content = tar.read_bytes()
+    os.truncate(tar, 600)
+    with pytest.raises(BrokenImageError, match="its tar is truncated"):
+        grown.image(4)
+    tar.write_bytes(b"no tar" + content)
+    with pytest.raises(DataError, match="cannot be read as a tar"):
+        build_source(data, "TRAIN", 0)
+
+
+def test_a_pickled_source_holds_no_images(packed: dict[str, Path], make_data: MakeData, photos: Path) -> None:
+    for form, path in packed.items():
+        source = build_source(make_data(form, path), "TRAIN", 0)
+        first = np.asarray(source.image(0))
+        copy = pickle.dumps(source)
+        assert len(copy) < 4000 and np.array_equal(np.asarray(pickle.loads(copy).image(0)), first)
+
+
+def test_wrong_arguments_and_folders_are_one_sentence(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
+    for words in (["pack"], ["pack", "a", "b", "--to", "zip"], ["pack", "a", "b", "--to", "lmdb", "--size", "x"], []):
+        with pytest.raises(ConfigError, match=r"^vissl-zero data: "):
+            data_command(words)
+    with pytest.raises(DataError, match="does not exist"):
+        data_command(["pack", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "lmdb"])
+    for form in FORMATS:
+        with pytest.raises(DataError, match=r"DATA_PATHS|has no"):
+            build_source(make_data(form, tmp_path / "none"), "TRAIN", 0)
+        with pytest.raises(DataError, match=r"has no|cannot be read"):
+            build_source(make_data(form, photos), "TRAIN", 0)
+    file = io.BytesIO()
+    np.save(file, np.zeros(2))  # what an Arrow file is not
+    (tmp_path / "x.arrow").write_bytes(file.getvalue())
+    with pytest.raises(DataError, match="cannot be read as an Arrow file"):
+        build_source(make_data("arrow", tmp_path / "x.arrow"), "TRAIN", 0)

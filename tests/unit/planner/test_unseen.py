@@ -1,0 +1,127 @@
+"""What networks that the planner had never seen got wrong: kinds, one test each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from vissl_zero.errors import ConfigError
+from vissl_zero.integration.fit import forecaster_of
+from vissl_zero.planner.candidates import Budget, nothing_fits
+from vissl_zero.planner.forecast import Forecast
+from vissl_zero.planner.step_trace import StepTrace, record_step
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+
+CPU = torch.device("cpu")
+
+
+def forecast(model: nn.Module, optimizer: object, sample: object, micro_batches: int = 1) -> Forecast:
+    plan = ShardingPlan(level=0)
+    forecaster, mode = forecaster_of(model, optimizer, plan, sample, CPU)
+    with mode:
+        return forecaster.forecast(plan, micro_batches)
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adafactor, torch.optim.ASGD, torch.optim.Rprop, torch.optim.RAdam])
+def test_optimizers_that_read_values_are_forecast(build):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = build(model.parameters(), lr=0.1)
+    found = forecast(model, optimizer, torch.zeros(4, 64))
+    model(torch.zeros(4, 64)).sum().backward()
+    optimizer.step()
+    state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
+    assert found.step is not None
+    assert found.memory.optimizer == sum(value.nbytes for value in state if isinstance(value, Tensor))
+
+
+def test_an_optimizer_that_cannot_step_without_values_is_refused_in_a_sentence():
+    class Picky(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("no values")
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"optimizer: must step on tensors without values.*ValueError: no values"):
+        forecast(model, Picky(model.parameters(), lr=0.1), torch.zeros(2, 4))
+
+
+class Pair(nn.Module):
+    """Two blocks under one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=False)
+        return x
+
+
+def test_marking_blocks_keeps_no_tensor_that_a_checkpoint_makes_again():
+    def peak(units: WrapPlan) -> int:
+        with mode:
+            images = torch.zeros(64, 32, requires_grad=True)
+            trace = record_step(model, units, lambda: (model(images).sum(), None), [images]).trace
+        held = most = 0
+        for delta in trace.deltas:
+            held += delta
+            most = max(most, held)
+        return most
+
+    mode = FakeTensorMode()
+    with mode:
+        model = Pair()
+    every = plan_wrap(model, ShardingPlan(level=3, wrap_threshold=1000), 1)
+    assert len(every.units) > 4
+    assert peak(every) == peak(replace(every, units=every.units[-1:]))  # the root alone
+
+
+def test_columns_that_a_convolution_in_float64_unfolds_are_needed():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()).double()
+    images = torch.zeros(16, 8, 32, 32, dtype=torch.float64)
+    plan = ShardingPlan(level=0)
+    forecaster, mode = forecaster_of(model, lambda groups: torch.optim.SGD(groups, lr=0.1), plan, images, CPU)
+    with mode:
+        trace = forecaster.trace(plan)
+        step = forecaster.forecast(plan).step
+    assert isinstance(trace, StepTrace) and step is not None
+    columns = 9 * images.nbytes  # each pixel, for each of nine places of the kernel
+    assert max(trace.scratch.values()) == columns
+    assert step.resident_bytes > step.peak_bytes + columns // 2
+
+
+def test_an_embedding_over_several_micro_batches_is_counted_once_more_alone():
+    model = nn.Sequential(nn.Embedding(5000, 64), nn.Flatten(), nn.Linear(64 * 4, 4))
+    step = forecast(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(8, 4, dtype=torch.int64), 4).step
+    assert step is not None
+    params = sum(param.nbytes for param in model.parameters())
+    # Parameters, their gradients, and the new gradient of the embedding.
+    assert step.peak_bytes == pytest.approx(2 * params + model[0].weight.nbytes, rel=0.02)
+
+
+def test_a_batch_of_no_images_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="sample: must not be empty"):
+        forecast(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(0, 4))
+
+
+def test_labels_are_not_passed_as_a_mask():
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+            assert attn_mask is None
+            return super().forward(x)
+
+    model = Masked(4, 4)
+    sample = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
+    assert forecast(model, torch.optim.SGD(model.parameters(), lr=0.1), sample).step is not None
+
+
+def test_no_plan_at_all_has_a_reason():
+    words = {"level": "LEVEL", "memory": "MEMORY_GB", "disk": "", "others": ""}
+    assert "there is none (parameters in half precision" in str(nothing_fits([], Budget(1), **words))

@@ -1,0 +1,190 @@
+"""Packing a folder of images into tars, Arrow files or an LMDB database, in the folder's order."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from vissl_zero.atomic import read_object, replacing
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.source import SourceRequest
+from vissl_zero.data.sources.disk import DiskFolder
+from vissl_zero.data.sources.packed import CLASSES_FILE, CLASSES_KEY, LABELS_KEY
+from vissl_zero.errors import DataError
+
+PER_PART = 1000  # images
+PROGRESS_FILE = "packed.json"
+_QUALITY = 95
+
+
+@dataclass(frozen=True)
+class Row:
+    """An image to pack: its number, its file, the extension of its name, and its label."""
+
+    index: int
+    data: bytes
+    extension: str
+    label: int | None
+
+
+def pack(folder: Path, out: Path, form: str, size: int | None, report: Callable[[str], None]) -> int:
+    """Pack a folder; one that was interrupted goes on with the first part that is missing.
+
+    Args:
+        folder: of images, as ``disk_folder`` reads it.
+        out: folder to write; new, or begun with the same arguments.
+        form: one of ``WRITERS``.
+        size: shorter side in pixels that larger images are reduced to, as JPEG; None: files as they are.
+        report: gets a line of progress for each part.
+    Returns:
+        Images packed, over all calls.
+    Raises:
+        DataError: the folder has no images, ``out`` holds something else, or a library is missing.
+        BrokenImageError: an image cannot be used: read, or decoded where ``size`` is given.
+    """
+    source = DiskFolder(SourceRequest("TRAIN", (str(folder),)))
+    out.mkdir(parents=True, exist_ok=True)
+    names = xxhash.xxh3_64_hexdigest(b"\0".join(os.fsencode(source.name(i)) for i in range(len(source))))
+    begun = {"folder": ascii(str(folder.resolve())), "to": form, "size": size, "images": len(source), "names": names}
+    done = _parts_of(out, begun)
+    write = WRITERS[form]
+    parts = -(-len(source) // PER_PART)
+    for part in range(parts):
+        if str(part) not in done:
+            indices = range(part * PER_PART, min(len(source), (part + 1) * PER_PART))
+            rows = [_row(source, index, size) for index in indices]
+            write(out, part, parts, rows, source.class_names)
+            digest = xxhash.xxh3_64()
+            for row in rows:
+                digest.update(row.data)
+            done[str(part)] = digest.hexdigest()
+            _write(out / PROGRESS_FILE, {**begun, "parts": done})
+        report(f"{min(len(source), (part + 1) * PER_PART):,} of {len(source):,} images")
+    _finish(out, form, source, parts)
+    return len(source)
+
+
+def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
+    """Checksums of the parts that an earlier call wrote: of the content of their images."""
+    if not (out / PROGRESS_FILE).exists():
+        if any(out.iterdir()):
+            raise DataError(f"{out} is not empty. Name a new folder.")
+        return {}
+    try:
+        found = read_object(out / PROGRESS_FILE)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{out / PROGRESS_FILE} cannot be read ({error}). Name a new folder.") from error
+    if {name: found.get(name) for name in begun} != begun or not isinstance(found.get("parts"), dict):
+        raise DataError(f"{out} was begun with another folder, other images or other arguments. Name a new folder.")
+    return dict(found["parts"])
+
+
+def _write(path: Path, content: Any) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1))
+
+
+def _row(source: DiskFolder, index: int, size: int | None) -> Row:
+    data, name = source.encoded(index), source.name(index)
+    extension = Path(name).suffix.lower().lstrip(".")
+    if size is not None:
+        image = Decoder().image(data, name)
+        if min(image.size) > size:
+            factor = size / min(image.size)
+            sides = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
+            file = io.BytesIO()
+            image.resize(sides, Image.Resampling.BICUBIC).save(file, "JPEG", quality=_QUALITY)
+            data, extension = file.getvalue(), "jpg"
+    return Row(index, data, extension, source.label(index))
+
+
+def _tar(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence[str]) -> None:
+    with replacing(out / f"part-{part:06d}.tar") as path, tarfile.open(path, "w") as tar:
+        for row in rows:
+            members = [(row.extension, row.data)]
+            if row.label is not None:
+                members.append(("cls", str(row.label).encode()))
+            for extension, content in members:
+                member = tarfile.TarInfo(f"{row.index:09d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def _arrow(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence[str]) -> None:
+    pa = _library("pyarrow", "arrow")
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    columns, fields = [pa.array([{"bytes": row.data, "path": None} for row in rows], image)], [("image", image)]
+    if names:
+        features["label"] = {"names": list(names), "_type": "ClassLabel"}
+        columns.append(pa.array([row.label for row in rows], pa.int64()))
+        fields.append(("label", pa.int64()))
+    about = json.dumps({"info": {"features": features}})
+    schema = pa.schema(fields, metadata={"huggingface": about})
+    with replacing(out / _arrow_name(part, parts)) as path, pa.ipc.new_stream(str(path), schema) as stream:
+        stream.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def _arrow_name(part: int, parts: int) -> str:
+    return f"data-{part:05d}-of-{parts:05d}.arrow"
+
+
+def _lmdb(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence[str]) -> None:
+    lmdb = _library("lmdb", "lmdb")
+    with lmdb.open(str(out), map_size=2**40) as environment, environment.begin(write=True) as transaction:
+        for row in rows:
+            transaction.put(f"{row.index:09d}.{row.extension}".encode(), row.data)
+
+
+WRITERS = {"webdataset": _tar, "arrow": _arrow, "lmdb": _lmdb}
+
+
+def _finish(out: Path, form: str, source: DiskFolder, parts: int) -> None:
+    """Write what holds for all parts."""
+    names = list(source.class_names)
+    if form == "webdataset" and names:
+        _write(out / CLASSES_FILE, names)
+    if form == "arrow":
+        features: dict[str, Any] = {"image": {"_type": "Image"}}
+        if names:
+            features["label"] = {"names": names, "_type": "ClassLabel"}
+        files = [{"filename": _arrow_name(part, parts)} for part in range(parts)]
+        _write(out / "dataset_info.json", {"features": features, "citation": "", "description": ""})
+        state: dict[str, Any] = {
+            "_data_files": files,
+            "_fingerprint": "0" * 16,
+            "_format_columns": None,
+            "_format_kwargs": {},
+        }
+        _write(out / "state.json", {**state, "_format_type": None, "_output_all_columns": False, "_split": None})
+    if form == "lmdb" and names:
+        lmdb = _library("lmdb", "lmdb")
+        labels = io.BytesIO()
+        np.save(labels, np.array(list(_labels(source)), np.int64))
+        with lmdb.open(str(out), map_size=2**40) as environment, environment.begin(write=True) as transaction:
+            transaction.put(LABELS_KEY, labels.getvalue())
+            transaction.put(CLASSES_KEY, json.dumps(names).encode())
+
+
+def _labels(source: DiskFolder) -> Iterator[int]:
+    for index in range(len(source)):
+        label = source.label(index)
+        assert label is not None  # there are classes
+        yield label
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        return __import__(name)
+    except ModuleNotFoundError as error:
+        raise DataError(f"--to {extra} needs {name}. Run pip install vissl-zero[{extra}].") from error

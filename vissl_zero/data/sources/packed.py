@@ -1,0 +1,351 @@
+"""Image files packed into few large ones: tars (``webdataset``), Arrow files (``arrow``), an LMDB database (``lmdb``).
+
+Each is read by index, so that the order of an epoch is the loader's, and the pixels are those of the folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vissl_zero.atomic import read_object, replacing
+from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
+from vissl_zero.data.source import EncodedSource, SourceRequest
+from vissl_zero.errors import DataError, did_you_mean
+from vissl_zero.registry import DATA_SOURCES
+
+CLASSES_FILE = "classes.json"
+LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
+UNLABELLED = -1
+_INDEX_FILE = ".vissl_zero_index.npz"
+_MOST_JSON = 2**26
+
+
+class _Packed(EncodedSource):
+    """What the packed sources share: labels, and their numbers in TRAIN.
+
+    Args:
+        request: of the source.
+        labels: (N,) integers, -1 without.
+        names: of the classes; empty: their numbers.
+    """
+
+    def __init__(self, request: SourceRequest, labels: np.ndarray, names: Sequence[str]):
+        super().__init__(request.decoder)
+        has_labels = len(labels) > 0 and bool((labels >= 0).all())
+        own = tuple(names) or (tuple(map(str, range(int(labels.max()) + 1))) if has_labels else ())
+        if has_labels and int(labels.max()) >= len(own):
+            raise DataError(f"{', '.join(request.paths)} has labels up to {labels.max()}, but {len(own)} classes.")
+        self.class_names: tuple[str, ...] = own if has_labels else ()
+        self._labels = labels if has_labels else np.full(len(labels), UNLABELLED)
+        if has_labels and request.class_names:
+            unknown = [name for name in own if name not in request.class_names]
+            if unknown:
+                hint = did_you_mean(unknown[0], request.class_names)
+                key = f"config.DATA.{request.split}.DATA_PATHS"
+                raise DataError(f"{key} has classes that DATA.TRAIN does not have: {', '.join(unknown[:10])}.{hint}")
+            number = np.array([request.class_names.index(name) for name in own])
+            self.class_names, self._labels = request.class_names, number[labels]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, index: int) -> int | None:
+        label = int(self._labels[index])
+        return None if label == UNLABELLED else label
+
+
+def _one_path(request: SourceRequest, what: str) -> Path:
+    key = f"config.DATA.{request.split}.DATA_PATHS"
+    if len(request.paths) != 1 or not Path(request.paths[0]).exists():
+        raise DataError(f"{key} must name {what} that exists, got {', '.join(request.paths) or 'nothing'}.")
+    return Path(request.paths[0])
+
+
+def _missing(library: str, extra: str) -> DataError:
+    return DataError(f"This data source needs {library}. Run pip install vissl-zero[{extra}].")
+
+
+def _class_names(folder: Path) -> list[str]:
+    """Names in ``classes.json``, a list; none without the file."""
+    try:
+        names = json.loads((folder / CLASSES_FILE).read_text(encoding="utf-8", errors="surrogateescape"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{folder / CLASSES_FILE} cannot be read ({error}). Write a JSON list of names.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{folder / CLASSES_FILE} must be a JSON list of names.")
+    return names
+
+
+@DATA_SOURCES.register("webdataset")
+class WebDataset(_Packed):
+    """Tars as webdataset writes them: files that share a name up to its first dot are a sample.
+
+    An image, and ``cls`` (the number of its class) or ``json`` with a ``label``. ``classes.json`` beside the tars may
+    name the classes. Images come in the order of the tars' names, then as they lie in a tar.
+
+    Cost: the first time, reads the headers of all tars. The index is kept beside them, where that can be written, and
+    made again when a tar's size or time has changed.
+    """
+
+    def __init__(self, request: SourceRequest):
+        if not request.paths:
+            raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
+        self._tars = [os.fsencode(tar) for path in request.paths for tar in tars_in(Path(path), request.split)]
+        found = [_index_of(Path(os.fsdecode(tar))) for tar in self._tars]
+        self._tar = np.repeat(np.arange(len(found)), [len(index["offset"]) for index in found])
+        self._offset, self._size, labels, self._key = (
+            np.concatenate([index[part] for index in found]) for part in ("offset", "size", "label", "key")
+        )
+        if not len(self._tar):
+            raise DataError(f"{', '.join(request.paths)} has no images ({', '.join(EXTENSIONS)}) in its tars.")
+        first = Path(request.paths[0])
+        super().__init__(request, labels, _class_names(first if first.is_dir() else first.parent))
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file out of its tar. Raises BrokenImageError."""
+        size = int(self._size[index])
+        try:
+            with open(self._tars[self._tar[index]], "rb") as tar:  # noqa: PTH123 - bytes
+                tar.seek(int(self._offset[index]))
+                data = tar.read(size)
+        except OSError as error:
+            raise BrokenImageError(self.name(index), f"its tar cannot be read: {error.strerror}") from error
+        if len(data) < size:
+            raise BrokenImageError(self.name(index), "its tar is truncated")
+        return data
+
+    def name(self, index: int) -> str:
+        """The tar's path and the file's name in it."""
+        return f"{os.fsdecode(self._tars[self._tar[index]])}:{os.fsdecode(bytes(self._key[index]))}"
+
+
+def tars_in(path: Path, split: str) -> list[Path]:
+    """The tars in a folder, sorted by name, or the one tar that ``path`` is."""
+    found = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
+    if not found:
+        raise DataError(f"{path} has no tars. Correct config.DATA.{split}.DATA_PATHS.")
+    return found
+
+
+def _index_of(tar: Path) -> dict[str, np.ndarray]:
+    """Places of the images in a tar, from its index file if that is of this tar as it is now."""
+    facts = tar.stat()
+    stamp = np.array([facts.st_size, facts.st_mtime_ns])
+    kept = tar.with_name(f".{tar.name}{_INDEX_FILE}")
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            index = {name: arrays[name] for name in ("stamp", "offset", "size", "label", "key")}
+        if np.array_equal(index["stamp"], stamp) and len({len(index[name]) for name in list(index)[1:]}) == 1:
+            return index
+    except Exception:  # noqa: BLE001 - missing, damaged, of another version: it is made again
+        pass
+    index = {"stamp": stamp, **_read_index(tar)}
+    try:
+        with replacing(kept) as path, path.open("wb") as file:
+            np.savez(file, **index)
+    except OSError:
+        pass  # a folder that cannot be written
+    return index
+
+
+def _read_index(tar: Path) -> dict[str, np.ndarray]:
+    places: list[tuple[int, int, bytes, bytes]] = []
+    labels: dict[bytes, int] = {}
+    try:
+        with tarfile.open(tar, "r:", errors="surrogateescape") as opened:
+            for member in opened:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                if not member.isfile() or not stem:
+                    continue
+                key = os.fsencode(f"{folder}/{stem}")
+                if f".{extension.lower()}".endswith(EXTENSIONS):
+                    places.append((member.offset_data, member.size, key, os.fsencode(member.name)))
+                elif extension.lower() in ("cls", "json") and member.size <= _MOST_JSON:
+                    content = opened.extractfile(member)
+                    assert content is not None
+                    labels[key] = _label_in(content.read(), extension.lower())
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise DataError(f"{tar} cannot be read as a tar ({error}). Write it again, without compression.") from error
+    return {
+        "offset": np.array([place[0] for place in places], np.int64),
+        "size": np.array([place[1] for place in places], np.int64),
+        "label": np.array([labels.get(place[2], UNLABELLED) for place in places], np.int64),
+        "key": np.array([place[3] for place in places], np.bytes_),
+    }
+
+
+def _label_in(content: bytes, extension: str) -> int:
+    if extension == "cls":
+        return int(content)
+    found = json.loads(content)
+    label = found.get("label", UNLABELLED) if isinstance(found, dict) else UNLABELLED
+    return label if type(label) is int else UNLABELLED
+
+
+_SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
+
+
+@DATA_SOURCES.register("arrow")
+class ArrowFiles(_Packed):
+    """A data set of Hugging Face's ``datasets`` on disk: ``save_to_disk``'s folder, or a folder of its Arrow files.
+
+    Images are a column of files (``Image``, or binary), labels an integer column (``label``); names of classes are
+    those of its ``ClassLabel``. Of a folder with splits, TRAIN takes train, TEST takes test or validation. Files are
+    mapped into memory, not read.
+    """
+
+    def __init__(self, request: SourceRequest):
+        folder = _one_path(request, "a data set's folder")
+        if (folder / "dataset_dict.json").is_file():
+            found = [folder / name for name in _SPLITS[request.split] if (folder / name).is_dir()]
+            if not found:
+                raise DataError(f"{folder} has no split {' or '.join(_SPLITS[request.split])}.")
+            folder = found[0]
+        self._files = [os.fsencode(file) for file in _arrow_files(folder)]
+        self._tables: list[Any] = []
+        tables = self._open()
+        self._starts = np.cumsum([0, *(len(table) for table in tables)])
+        schema = tables[0].schema
+        self._column = _image_column(schema, folder)
+        names, column = _label_column(schema)
+        labels = [table[column].to_numpy() for table in tables] if column else []
+        every = np.concatenate(labels) if labels else np.full(int(self._starts[-1]), UNLABELLED)
+        super().__init__(request, every.astype(np.int64), names)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "_tables": []}  # a mapped table would be pickled with its content
+
+    def _open(self) -> list[Any]:
+        if not self._tables:
+            try:
+                import pyarrow as pa
+            except ModuleNotFoundError as error:
+                raise _missing("pyarrow", "arrow") from error
+            self._tables = [_table(pa, os.fsdecode(file)) for file in self._files]
+        return self._tables
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file out of its table. Raises BrokenImageError."""
+        at = int(np.searchsorted(self._starts, index, "right")) - 1
+        value = self._open()[at][self._column][index - int(self._starts[at])].as_py()
+        if isinstance(value, dict):
+            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, str):
+            return read_file(value)
+        if value is None:
+            raise BrokenImageError(self.name(index), "its row has no image")
+        return bytes(value)
+
+    def name(self, index: int) -> str:
+        """The folder's first file, and the row."""
+        return f"{Path(os.fsdecode(self._files[0])).parent} row {index}"
+
+
+def _table(pa: Any, file: str) -> Any:
+    """Map a file of Arrow's stream format, or of its file format."""
+    try:
+        try:
+            return pa.ipc.open_stream(pa.memory_map(file)).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(pa.memory_map(file)).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} cannot be read as an Arrow file ({error}).") from error
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    if (folder / "state.json").is_file():
+        state = read_object(folder / "state.json")
+        if state.get("_indices_files"):
+            raise DataError(f"{folder} selects rows by an index. Write it again with flatten_indices().save_to_disk().")
+        files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+    else:
+        files = sorted(folder.glob("*.arrow"))
+    if not files:
+        raise DataError(f"{folder} has no Arrow files.")
+    return files
+
+
+def _image_column(schema: Any, folder: Path) -> str:
+    for field in schema:
+        kind = str(field.type)
+        if kind.startswith("struct<bytes: ") or kind in ("binary", "large_binary"):
+            return str(field.name)
+    raise DataError(f"{folder} has no column of image files; its columns are {', '.join(schema.names)}.")
+
+
+def _label_column(schema: Any) -> tuple[list[str], str]:
+    """Names of the classes and the column of labels; an empty name without."""
+    column = next((name for name in ("label", "labels", "fine_label") if name in schema.names), "")
+    if not column or "int" not in str(schema.field(column).type):
+        return [], ""
+    try:
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        return list(about["info"]["features"][column]["names"]), column
+    except (ValueError, KeyError, TypeError):
+        return [], column
+
+
+@cache
+def _environment(path: str, process: int) -> Any:
+    """Open a database once in a process, which LMDB demands: training and evaluation may read the same one."""
+    try:
+        import lmdb
+    except ModuleNotFoundError as error:
+        raise _missing("lmdb", "lmdb") from error
+    try:
+        return lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
+    except lmdb.Error as error:
+        raise DataError(f"{path} cannot be read as an LMDB database ({error}).") from error
+
+
+@DATA_SOURCES.register("lmdb")
+class Lmdb(_Packed):
+    """An LMDB database: a file under each key, images in the order of the keys.
+
+    ``__labels__`` may hold the labels, an array in .npy's format, and ``__classes__`` their names, a JSON list.
+    """
+
+    def __init__(self, request: SourceRequest):
+        self._path = str(_one_path(request, "an LMDB database"))
+        with self._read() as transaction:
+            keys = [bytes(key) for key in transaction.cursor().iternext(values=False)]
+            kept = transaction.get(LABELS_KEY), transaction.get(CLASSES_KEY)
+        self._keys = np.array([key for key in keys if key not in (LABELS_KEY, CLASSES_KEY)])
+        try:
+            labels = np.full(len(self._keys), UNLABELLED)
+            labels = labels if kept[0] is None else np.load(io.BytesIO(kept[0]), allow_pickle=False)
+            names = [] if kept[1] is None else json.loads(kept[1])
+        except ValueError as error:
+            raise DataError(f"{self._path} has labels that cannot be read ({error}). Pack it again.") from error
+        if not len(self._keys) or len(labels) != len(self._keys):
+            raise DataError(f"{self._path} has {len(self._keys)} images and {len(labels)} labels.")
+        super().__init__(request, labels, names)
+
+    def _read(self) -> Any:
+        return _environment(self._path, os.getpid()).begin()
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file under its key. Raises BrokenImageError."""
+        with self._read() as transaction:
+            data = transaction.get(bytes(self._keys[index]))
+        if data is None:
+            raise BrokenImageError(self.name(index), "its key is gone")
+        return bytes(data)
+
+    def name(self, index: int) -> str:
+        """The database's path and the key."""
+        return f"{self._path}:{os.fsdecode(bytes(self._keys[index]))}"

@@ -1,0 +1,80 @@
+"""The loader's crops of one image, for a loader of your own: ``vissl_zero.load_views``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.config.blocks.data import Split
+from vissl_zero.config.compose import compose
+from vissl_zero.data.dataset import borrowed_randomness, seed_sample
+from vissl_zero.data.decode import Decoder, read_file
+from vissl_zero.data.pipeline import Pipeline, build_split_pipeline
+from vissl_zero.resolve.resolve import resolve
+
+
+class Views:
+    """From an image to its crops, as the loader makes them. Picklable, so that loader workers can have it.
+
+    Args:
+        pipeline: of DATA.TRAIN.TRANSFORMS.
+        decoder: reads files.
+        seed: SEED_VALUE.
+    """
+
+    def __init__(self, pipeline: Pipeline, decoder: Decoder, seed: int):
+        self.pipeline, self.decoder, self.seed = pipeline, decoder, seed
+
+    def __call__(self, image: bytes | str | Path | Image.Image, epoch: int = 0, index: int = 0) -> list[Tensor]:
+        """Make the crops of a sample; they depend on (SEED_VALUE, epoch, index) and the image alone.
+
+        The global random numbers of torch, numpy and Python are as before afterwards.
+
+        Args:
+            image: the content of a file, its path, or an image.
+            epoch: from 0.
+            index: of the image in its source.
+        Returns:
+            (3, H, W) float32 each, in the order in which the transforms make them.
+        Raises:
+            BrokenImageError: the file cannot be used.
+            DataError: the transforms cannot take the image.
+        """
+        name = f"image {index}" if isinstance(image, (bytes, Image.Image)) else str(image)
+        content = read_file(image) if isinstance(image, (str, Path)) else image
+        opened = self.pipeline.open(content, name, self.decoder)
+        with borrowed_randomness():
+            seed_sample(self.seed, epoch, index)
+            return self.pipeline(opened)
+
+
+def load_views(recipe: str, overrides: Sequence[str] = ()) -> Views:
+    """Load the training crops of a recipe: ``views(image, epoch=0, index=0) -> list[Tensor]``.
+
+    They are, bit by bit, those that the loader makes of image ``index`` of its source in ``epoch``.
+
+    Args:
+        recipe: what ``config=`` would name.
+        overrides: such as ``config.SEED_VALUE=1`` or ``config.DATA.BACKEND=fast``.
+    Raises:
+        ConfigError: everything that is wrong with the recipe, all at once.
+    """
+    composed = compose(recipe, [*overrides, "config.DRY_RUN=true"])
+    # The images that the recipe names need not be here; those of this source always are.
+    none: dict[str, Any] = {
+        "DATA_PATHS": [],
+        "DATASET_NAMES": [],
+        "LABEL_SOURCES": [],
+        "LABEL_PATHS": [],
+        "SOURCE_PARAMS": {},
+    }
+    composed.run.DATA.TRAIN = replace(composed.run.DATA.TRAIN, DATA_SOURCES=["synthetic"], **none)
+    composed.run.DATA.TEST = Split()
+    plan = resolve(composed.run, ".", recipe=composed.recipe, written=composed.written, notes=composed.notes)
+    data = plan.config["DATA"]
+    return Views(build_split_pipeline(data, "TRAIN"), Decoder.of(data), plan.seed)
