@@ -25,6 +25,7 @@ setup(
             "vissl/*.yaml",
             "planner/machines/*.yaml",
             "methods/figures.json",
+            "reporting/comparison_page.html",
             "methods/digits_teacher/*",
         ]
     },

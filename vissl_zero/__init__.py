@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.torchvision_compat import install as _let_torchvision_import
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
+    from vissl_zero.commands.from_python import Run, plan, train
     from vissl_zero.data.views import load_views
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.integration.initialize import initialize
@@ -15,25 +17,21 @@ if TYPE_CHECKING:
 
 _let_torchvision_import()
 
-__all__ = ["__version__", "initialize", "load_trunk", "load_views", "verify"]
+__all__ = ["Run", "__version__", "initialize", "load_trunk", "load_views", "plan", "train", "verify"]
+
+_FROM = {
+    "Run": "vissl_zero.commands.from_python",
+    "initialize": "vissl_zero.integration.initialize",
+    "load_trunk": "vissl_zero.evaluation.trunk",
+    "load_views": "vissl_zero.data.views",
+    "plan": "vissl_zero.commands.from_python",
+    "train": "vissl_zero.commands.from_python",
+    "verify": "vissl_zero.integration.verification",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Lazy: `import vissl_zero` and a config error must not pay for importing torch.
-    if name == "load_trunk":
-        from vissl_zero.evaluation.trunk import load_trunk
-
-        return load_trunk
-    if name == "load_views":
-        from vissl_zero.data.views import load_views
-
-        return load_views
-    if name == "initialize":
-        from vissl_zero.integration.initialize import initialize
-
-        return initialize
-    if name == "verify":
-        from vissl_zero.integration.verification import verify
-
-        return verify
-    raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")
+    if name not in _FROM:
+        raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")
+    return getattr(import_module(_FROM[name]), name)

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from vissl_zero.config.programs import PROGRAMS
@@ -22,7 +23,9 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_i
 from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs", "data")
+# Each is a function of the same name in the file of that name in commands/, which gets the words that follow.
+_COMMANDS = ("plan", "explain", "verify", "checkpoint", "jobs", "runs", "compare", "data")
+WORDS = ("list", "doctor", *_COMMANDS)
 _PRINT_ONLY = {
     "--dry-run",
     "config.DRY_RUN",
@@ -75,6 +78,8 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero extract_label_predictions ...          what the heads predict, to files
 
 Look into what was trained:
+  vissl-zero runs [folder] [--json]                 runs: state, progress, figures, the command that resumes each
+  vissl-zero compare <run> <run> ...                runs side by side: keys, curves, figures over seeds
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
 
 Pack images into few large files, which DATA_PATHS then names:
@@ -182,30 +187,10 @@ def _dispatch(arguments: list[str]) -> int:
     if word in ("--help", "-h", "help"):
         print(HELP, end="")
         return 0
-    if word == "plan":
-        from vissl_zero.commands.plan import plan
-
-        return plan(rest)
-    if word == "explain":
-        from vissl_zero.commands.explain import explain
-
-        return explain(rest)
-    if word == "verify":
-        from vissl_zero.commands.verify import verify
-
-        return verify(rest)
-    if word == "checkpoint":
-        from vissl_zero.commands.checkpoint import checkpoint
-
-        return checkpoint(rest)
-    if word == "jobs":
-        from vissl_zero.commands.jobs import jobs
-
-        return jobs(["--help"] if {"--help", "-h"} & {*rest} else rest)
-    if word == "data":
-        from vissl_zero.commands.data import data
-
-        return data(rest)
+    if word in _COMMANDS:
+        command = getattr(import_module(f"vissl_zero.commands.{word}"), word)
+        is_jobs_help = word == "jobs" and {"--help", "-h"} & {*rest}  # its words have no help of their own
+        return int(command(["--help"] if is_jobs_help else rest))
     if word == "list":
         from vissl_zero.commands.list import list_kind
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from vissl_zero.config.compose import (
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
+from vissl_zero.launch.run_list import COMMAND_MARK
 from vissl_zero.launch.sweep import finish_sweep, register_launcher
 from vissl_zero.lifetime import apart
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
@@ -179,7 +181,10 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
         composed = typed(cfg, recipe, overrides, folders)
         fit = _fit(composed, output_dir) if str(composed.run.ZERO.LEVEL) == "fit" else None
         plan = fit.choice.run if fit else _resolved(composed, output_dir)
-        code = run(plan, composed.user_yaml(), composed.node_id, fit)
+        named = [source.path for source in sources if source.provider == "command-line"]
+        words = ["vissl-zero", *(word for path in named for word in ("--config-dir", path)), *map(str, overrides)]
+        user_yaml = f"{composed.user_yaml()}{COMMAND_MARK}{shlex.join(words)}\n"
+        code = run(plan, user_yaml, composed.node_id, fit)
         if composed.run.DRY_RUN:
             _remove_if_empty(output_dir)
         return code

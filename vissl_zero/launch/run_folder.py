@@ -162,6 +162,19 @@ class RunLock:
                 os.utime(self._fd)
 
 
+def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return what ``run.lock`` says of its owner (empty after a run that ended by itself), and whether it is alive."""
+    try:
+        fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return {}, False
+    try:
+        owner = _read(fd)
+        return owner, bool(owner) and owner.get("pid") != os.getpid() and not _is_gone(owner, fd)
+    finally:
+        os.close(fd)
+
+
 def _own_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()}
 

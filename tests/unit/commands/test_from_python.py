@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import vissl_zero
+from vissl_zero.commands.from_python import _written
+from vissl_zero.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 2.5, 1e-9, True, None, "a", "two words", "it's", "/my, photos", "a\\", "null", "", [1, "x y"], {"a": [True]}],
+)
+def test_a_value_arrives_as_it_was_given(value: Any) -> None:
+    found = OverridesParser.create().parse_override(f"key={_written(value)}").value()
+    assert (str(found) if isinstance(value, str) and found is not None else found) == value
+
+
+def test_importing_the_package_costs_no_torch() -> None:
+    code = "import sys, vissl_zero; vissl_zero.train; vissl_zero.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_wrong_key_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"config.ZERO.LEVL: is not a key"):
+        vissl_zero.train("quickstart/swav_digits", {"config.ZERO.LEVL": 3})
+
+
+SHORT = {"config.NEAREST_NEIGHBOR.USE_KNN": False, "config.DISTRIBUTED.NUM_PROC_PER_NODE": 1}
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_the_run_resumes(tmp_path: Path) -> None:
+    code = f"""
+        import vissl_zero
+        run = vissl_zero.train("quickstart/swav_digits", {SHORT | {"config.CHECKPOINT.DIR": str(tmp_path / "run")}!r})
+        print("code", run.exit_code, run.figures)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(2)
+    assert "code 130 {}" in process.communicate(timeout=120)[0]
+    steps = len(metrics.read_text().splitlines())
+    overrides = SHORT | {"config.CHECKPOINT.DIR": str(tmp_path / "run"), "config.TRAINER.MAX_STEPS": steps + 3}
+    run = vissl_zero.train("quickstart/swav_digits", overrides)
+    assert run.is_complete and run.figures["num_steps"] == steps + 3
+    assert run.load_trunk() is not None

@@ -1,0 +1,164 @@
+"""``vissl_zero.train`` and ``vissl_zero.plan``: the command line from Python, also in a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vissl_zero.engine.stopping import INTERRUPTED, STOPPED, read_summary
+from vissl_zero.errors import ConfigError, LaunchError
+from vissl_zero.lifetime import SWEEP_VARIABLE
+
+if TYPE_CHECKING:
+    from vissl_zero.evaluation.trunk import LoadedTrunk
+
+_INPUT_IS_WRONG = 2
+_TAIL_LINES = 40
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+_RESERVED = {"true", "false", "null", "nan", "inf"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that ``train`` has started, after its end.
+
+    Attributes:
+        folder: the run folder.
+        exit_code: 0: complete; 75 or 130: it saved and stopped, and ``train`` with the same folder resumes it.
+    """
+
+    folder: Path
+    exit_code: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.exit_code == 0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty for one that was stopped."""
+        return read_summary(self.folder)
+
+    def load_trunk(self, **options: Any) -> LoadedTrunk:
+        """Return the trained trunk; ``options`` are those of ``vissl_zero.load_trunk``. Imports torch."""
+        import vissl_zero
+
+        return vissl_zero.load_trunk(self.folder, **options)
+
+
+def train(recipe: str, overrides: Mapping[str, Any] | None = None) -> Run:
+    """Train a recipe in processes of its own, and wait for its end.
+
+    The same as ``vissl-zero config=<recipe> key=value ...``, with the same checks. Progress is printed line by line, as
+    a notebook shows it. Ctrl-C, or a notebook's interrupt, has the run save and stop; call ``train`` with the same
+    ``config.CHECKPOINT.DIR`` to resume. The processes end with this one.
+
+    Args:
+        recipe: what ``config=`` names, such as "pretrain/simclr/my_photos".
+        overrides: full key -> value, such as ``{"config.ZERO.LEVEL": 3}``. Values are plain Python: numbers, texts,
+            None, lists, dicts. Without "config.CHECKPOINT.DIR" the run gets a new folder below ./runs.
+    Raises:
+        ConfigError: the recipe, a key or the data are wrong; everything that is wrong, all at once.
+        LaunchError: the run crashed; with the end of what it printed.
+    """
+    words = dict(overrides or {})
+    folder = words.setdefault("config.CHECKPOINT.DIR", None) or _new_folder(recipe)
+    words["config.CHECKPOINT.DIR"] = str(folder)
+    code, tail = _command([f"config={recipe}", *_words(words)])
+    if code == _INPUT_IS_WRONG:
+        raise ConfigError(tail)
+    if code not in (0, STOPPED, INTERRUPTED):
+        raise LaunchError(f"The run in {folder} ended with exit code {code}.\n{tail}")
+    return Run(Path(str(folder)).expanduser().absolute(), code)
+
+
+def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: float | None = None) -> dict[str, Any]:
+    """List every way to run a recipe with its memory and time, without training: ``vissl-zero plan --json``.
+
+    Args:
+        recipe: what ``config=`` names.
+        overrides: as for ``train``.
+        memory_gb: of each device, in 10^9 bytes as the command takes it; None: this machine's.
+    Returns:
+        What docs/plan.md describes: the plans, and which one is chosen.
+    Raises:
+        ConfigError: the recipe or a key is wrong.
+    """
+    memory = [] if memory_gb is None else [f"--memory-gb={memory_gb:g}"]
+    command = [sys.executable, "-m", "vissl_zero.cli", "plan", f"config={recipe}", *_words(overrides or {}), "--json"]
+    done = subprocess.run([*command, *memory], capture_output=True, text=True, check=False)
+    if done.returncode == _INPUT_IS_WRONG:
+        raise ConfigError(done.stderr.strip())
+    try:
+        return dict(json.loads(done.stdout))
+    except ValueError:
+        raise LaunchError(f"vissl-zero plan ended with exit code {done.returncode}.\n{done.stderr.strip()}") from None
+
+
+def _new_folder(recipe: str) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    return Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
+
+
+def _command(words: Sequence[str]) -> tuple[int, str]:
+    """Run ``vissl-zero`` and print what it prints; return its exit code and the end of its errors."""
+    # A session of its own: an interrupt is passed on once, and a second one ends it at once, as at a terminal.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vissl_zero.cli", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())},
+        start_new_session=True,
+    )
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    assert process.stdout is not None and process.stderr is not None
+    errors = threading.Thread(target=lambda stream: tail.extend(stream), args=(process.stderr,), daemon=True)
+    errors.start()
+    while True:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+    errors.join()
+    return code, "".join(tail).strip()
+
+
+def _words(overrides: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={_written(value)}" for key, value in overrides.items()]
+
+
+def _written(value: Any) -> str:
+    """Return a value as Hydra's grammar writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
+        return text
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"

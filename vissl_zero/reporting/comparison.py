@@ -1,0 +1,201 @@
+"""Runs side by side: the keys that differ, figures over seeds with intervals, and one HTML page with curves."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from vissl_zero.engine.hook import Records
+from vissl_zero.engine.stopping import read_summary
+from vissl_zero.errors import printable
+from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
+from vissl_zero.reporting.quantity import bytes_text, figure_text
+from vissl_zero.resolve.saved import leaves, read_saved
+
+# Figure of summary.json -> its name for people.
+FIGURES = {
+    "loss_last": "loss, last step",
+    "top1": "top-1",
+    "knn_top1_after": "kNN top-1",
+    "probe_top1": "linear probe top-1",
+    "rankme_after": "RankMe",
+    "images_per_s": "images/s",
+    "memory": "memory of a rank",
+    "peak": "peak of the process",
+}
+_SHARES = ("top1", "knn_top1_after", "probe_top1")
+_BYTES = ("memory", "peak")
+# Keys that do not make another experiment.
+_SEED = "SEED_VALUE"
+_PLACES = ("CHECKPOINT.DIR", _SEED)
+_RESAMPLES = 2000
+_MOST_POINTS = 600
+_PAGE = Path(__file__).with_name("comparison_page.html")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run: its folder, flat configuration, curve of the loss as (step, loss), and figures by name."""
+
+    folder: Path
+    config: dict[str, Any]
+    curve: list[tuple[int, float]]
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    name: str
+    runs: list[ComparedRun] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95 % bootstrap interval; no interval for one run."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def read_run(folder: Path) -> ComparedRun:
+    """Return a run as its folder describes it.
+
+    Raises:
+        OSError, ValueError: it has no configuration or metrics that can be read.
+    """
+    config = dict(leaves(read_saved(folder / "config.resolved.yaml")["config"]))
+    records = Records(read_records(folder / FILE_NAME))
+    curve = [(record.step, float(record.loss)) for record in records if record.loss is not None]
+    curve = curve[:: max(1, -(-len(curve) // _MOST_POINTS))]
+    summary = read_summary(folder)
+    figures = {name: float(summary[name]) for name in FIGURES if isinstance(summary.get(name), int | float)}
+    if isinstance(held := summary.get("bytes"), dict):
+        figures["peak"] = float(held.get("peak", 0))
+        figures["memory"] = float(sum(held.get(kind, 0) for kind in ("params", "grads", "optimizer", "activations")))
+    if not summary and curve:
+        figures["loss_last"] = curve[-1][1]
+    return ComparedRun(folder, config, curve, figures)
+
+
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Return the keys whose values differ between runs, with the value of each run; None where a run lacks it."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "CHECKPOINT.DIR")
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: row for key, row in values.items() if len({repr(value) for value in row}) > 1}
+
+
+def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
+    """Join the seeds of one recipe; a group is named by the values of the keys that differ between groups."""
+    keys = [key for key in differing(runs) if key not in _PLACES]
+    found: dict[tuple[str, ...], Group] = {}
+    for run in runs:
+        values = tuple(str(run.config.get(key)) for key in keys)
+        name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in zip(keys, values, strict=True))
+        found.setdefault(values, Group(printable(name[:80]) or run.folder.name)).runs.append(run)
+    return list(found.values())
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of ``values`` and its percentile bootstrap interval (Efron 1979); the same every time."""
+    data = np.asarray(values, dtype=np.float64)
+    if len(data) < 2:
+        return Estimate(float(data.mean()), None, None)
+    draws = np.random.default_rng(0).integers(0, len(data), (_RESAMPLES, len(data)))
+    low, high = np.percentile(data[draws].mean(axis=1), [2.5, 97.5])
+    return Estimate(float(data.mean()), float(low), float(high))
+
+
+def figures_of(group: Group) -> dict[str, Estimate]:
+    """Return each figure that every run of the group has."""
+    shared = [name for name in FIGURES if all(name in run.figures for run in group.runs)]
+    return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
+
+
+def estimate_text(name: str, found: Estimate | None) -> str:
+    """Return a figure for people: the mean, and the interval where there are several seeds."""
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return _text(name, found.mean)
+    return f"{_text(name, found.mean)} [{_text(name, found.low)}, {_text(name, found.high)}]"
+
+
+def _text(name: str, value: float) -> str:
+    if name in _BYTES:
+        return bytes_text(value)
+    return f"{100 * value:.1f} %" if name in _SHARES else figure_text(value)
+
+
+def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the table of figures: a row per figure that some group has, a column per group."""
+    columns = [figures_of(group) for group in groups]
+    for name, title in FIGURES.items():
+        if any(name in column for column in columns):
+            yield title, [estimate_text(name, column.get(name)) for column in columns]
+
+
+def page(runs: Sequence[ComparedRun]) -> str:
+    """Return one self-contained HTML page; it loads nothing from anywhere."""
+    groups = grouped(runs)
+    number = {id(run): index for index, group in enumerate(groups) for run in group.runs}
+    curves = [
+        {"name": run.folder.name, "group": number[id(run)], "points": run.curve} for run in runs if len(run.curve) > 1
+    ]
+    heads = [f"{group.name} ({len(group.runs)} {'run' if len(group.runs) == 1 else 'seeds'})" for group in groups]
+    keys = [(key, [printable(value) for value in row]) for key, row in differing(runs).items()]
+    data = {"curves": curves, "groups": heads}
+    return Template(_PAGE.read_text(encoding="utf-8")).substitute(
+        figures=_table(["figure", *heads], rows_of(groups)),
+        keys=_table(["key", *(run.folder.name for run in runs)], keys) if keys else "<p>No key differs.</p>",
+        reports="".join(map(_report, runs)),
+        # "</script>" in a folder's name would end the element.
+        data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        title=f"{len(runs)} runs side by side",
+    )
+
+
+def _table(heads: Sequence[str], rows: Any) -> str:
+    first = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, cells in rows
+    )
+    return f"<div class=wide><table><tr>{first}</tr>{body}</table></div>"
+
+
+def _report(run: ComparedRun) -> str:
+    try:
+        picture = base64.b64encode((run.folder / "report.png").read_bytes()).decode()
+    except OSError:
+        return ""
+    name = html.escape(str(run.folder))
+    image = f'<img alt="report of {name}" src="data:image/png;base64,{picture}">'
+    return f"<details><summary>{name}</summary>{image}</details>"
+
+
+def as_json(runs: Sequence[ComparedRun]) -> Mapping[str, Any]:
+    """Return the comparison as data: differing keys by run, figures by group."""
+    groups = grouped(runs)
+    return {
+        "runs": [str(run.folder) for run in runs],
+        "keys": differing(runs),
+        "groups": [
+            {
+                "name": group.name,
+                "runs": [str(run.folder) for run in group.runs],
+                "figures": {name: vars(found) for name, found in figures_of(group).items()},
+            }
+            for group in groups
+        ],
+    }
