@@ -165,7 +165,7 @@ class RunLock:
 def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
     """Return what ``run.lock`` says of its owner (empty after a run that ended by itself), and whether it is alive."""
     try:
-        fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}, False
     try:
