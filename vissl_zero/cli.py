@@ -101,6 +101,40 @@ Exit codes: 0 done, 2 an error in your input, 1 a crash, 75 saved and stopped on
 """
 
 
+_HELP = {
+    "list": """\
+vissl-zero list [recipes|methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines]
+  --config-dir <folder>   recipes of this folder too: <folder>/config/*.yaml
+
+Lists the names that a recipe may use, with a sentence about each. Without a word: what can be listed.
+""",
+    "doctor": """\
+vissl-zero doctor
+
+Says what works on this machine, and why the rest does not: versions, processors, memory, GPUs, /dev/shm, SLURM. Takes
+no arguments. Exit codes: 0 training works, 1 it does not.
+""",
+}
+_PROGRAM_HELP = """\
+vissl-zero {word} config=<recipe> config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run or weights> [config.A.B=value ...]
+
+{what}. Nothing is trained. Results are printed, and are in summary.json of the run folder
+(config.CHECKPOINT.DIR). --dry-run checks everything first. docs/benchmarks.md has the keys; vissl-zero list recipes
+lists recipes of benchmark/.
+"""
+_MEASURES = {
+    "extract_features": "Writes the features of all images to files",
+    "extract_label_predictions": "Writes what the heads predict for all images to files",
+    "train_svm": "Trains SVMs on the features of TRAIN and measures them on TEST",
+    "train_svm_low_shot": "Trains SVMs on the features of few images and measures them on TEST",
+    "nearest_neighbor_test": "Measures kNN on features: TEST's images among TRAIN's",
+    "cluster_features_and_label": "Labels images by k-means of their features",
+    "extract_cluster": "Writes the prototype that each image is nearest to",
+    "low_shot_test": "Trains logistic regression on the features of few images and measures it on TEST",
+    "instance_retrieval_test": "Finds images by their features and measures the order in which they come",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the ``vissl-zero`` command and of ``tools/run_distributed.py``; returns the exit code."""
     if argv is None:
@@ -147,12 +181,16 @@ def _speak_utf8() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word in ("--help", "-h", "help") or (word in ("list", "doctor") and {"--help", "-h"} & {*rest}):
+    if {"--help", "-h"} & {*rest} and (word in _HELP or word in PROGRAMS):
+        print(_HELP[word] if word in _HELP else _PROGRAM_HELP.format(word=word, what=_MEASURES[word]), end="")
+        return 0
+    if word in ("--help", "-h", "help"):
         print(HELP, end="")
         return 0
     if word in _COMMANDS:
         command = getattr(import_module(f"vissl_zero.commands.{word}"), word)
-        return int(command(rest))
+        is_jobs_help = word == "jobs" and {"--help", "-h"} & {*rest}  # its words have no help of their own
+        return int(command(["--help"] if is_jobs_help else rest))
     if word == "list":
         from vissl_zero.commands.list import list_kind
 

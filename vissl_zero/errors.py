@@ -6,14 +6,36 @@ defect of ours (or of a plugin) and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+_secrets: dict[str, str] = {}
+_LEAST_SECRET = 4  # characters: to mask a shorter value would make every message unreadable
+
+
+def keep_secret(value: str, written: str) -> None:
+    """Have ``masked`` put ``written``, such as ``${oc.env:TOKEN}``, in the place of a value of the environment."""
+    if len(value) >= _LEAST_SECRET and not value.isdecimal():
+        _secrets[value] = written
+
+
+def masked(text: str) -> str:
+    """Mask the values that ``keep_secret`` was called with: whole words, the longest value first."""
+    for value in sorted(_secrets, key=len, reverse=True):
+        if value in text:
+            written = _secrets[value].replace("\\", r"\\")  # not a reference to a group
+            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", written, text)
+    return text
+
 
 def printable(value: object) -> str:
-    """Escape control characters, which could rewrite a terminal, and return the value as text that is safe to print."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(value))
+    """Make a value text that is safe to print.
+
+    Control characters, which could rewrite a terminal, become escapes; values of the environment are masked.
+    """
+    return masked("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(value)))
 
 
 class VisslZeroError(Exception):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from vissl_zero import __version__, cli
+from vissl_zero.cli import WORDS, main
+from vissl_zero.config.programs import PROGRAMS
 
 QUICKSTART = "config=quickstart/swav_digits"
 ROOT = Path(__file__).parents[2]
@@ -59,7 +61,7 @@ def command(tmp_path, monkeypatch, capsys):
         ([QUICKSTART, "--cfg", "job", "--package", "config.ZEROO"], "package 'config.ZEROO' not found"),
         ([QUICKSTART, "--config-path", "elsewhere"], "Use --config-dir instead."),
         (["-sc", "install=tcsh"], "No completion plugin for 'tcsh'"),
-        (["config=binary"], "config: must be UTF-8 text (invalid start byte at byte 0)."),
+        (["config=binary"], "binary.yaml: must be a recipe that can be read ('utf-8' codec can't decode byte 0xff"),
         (["config=/tmp/recipe.yaml"], "A recipe is named by its path under a folder config/"),
         ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
         ([QUICKSTART, "config.CHECKPOINT.DIR=file/run"], "file/run: cannot be used (Not a directory). Name another"),
@@ -352,3 +354,33 @@ def test_recipes_from_other_folders(command, tmp_path, where):
     code, out, err = command("config=theirs", where.format(folder), "--cfg", "job")
     assert (code, err) == (0, "")
     assert "SEED_VALUE: 43" in out
+
+
+COMMANDS = [*WORDS, *PROGRAMS, "jobs list", "jobs logs", "jobs cancel", "checkpoint inspect", "checkpoint export"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_own_help(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([*command.split(), flag]) == 0
+    except SystemExit as end:  # argparse
+        assert end.code == 0
+    said = capsys.readouterr().out
+    assert f"vissl-zero {command.split()[0]}" in said and not said.startswith("vissl-zero: large vision models")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--config-name", "quickstart/swav_digits"], "Write config=quickstart/swav_digits."),
+        (["config=digits/swav", "config.OPTIMIZER.lr", "=", "0.1"], "Write config.OPTIMIZER.lr=<value>"),
+        (["config=digits/swav", "config.OPTIMIZER.lr", "=0.1"], "Write config.OPTIMIZER.lr=0.1;"),
+        (["config=digits/swav", "config.OPTIMIZER.lr=0,1"], "config.OPTIMIZER.lr: must be one value, and commas"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_answered_to_the_point(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--dry-run"]) == 2
+    assert sentence in capsys.readouterr().err

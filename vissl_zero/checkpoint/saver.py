@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from vissl_zero import collectives
+from vissl_zero.atomic import LOCK_NAME
 from vissl_zero.checkpoint.folder import (
     FOLDER_NAME,
     MANIFEST_NAME,
@@ -58,7 +59,9 @@ def write_rank(
         OSError: no room, or the disk failed.
     """
     folder = run_folder / FOLDER_NAME / partial_name_of(step)
-    folder.mkdir(parents=True, exist_ok=True)
+    # The run folder is never made here: one that was moved away would be continued as two.
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     stem = stem_of(rank)
     # Removed first, so that a crash while writing cannot leave files of two attempts together.
     for ending in ("json", "safetensors"):
@@ -162,6 +165,7 @@ class Saver:
     """Writes checkpoints of one run. Every rank has one; methods are collective unless they say otherwise.
 
     A save that fails (for example on a full disk) is abandoned on all ranks, with a warning. Earlier checkpoints stay.
+    Only where the run folder itself is gone, every rank raises: what follows could be saved nowhere.
 
     Args:
         run_folder: the same on all ranks, on a file system they share.
@@ -183,6 +187,7 @@ class Saver:
         self._memory = HostMemory(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
+        self._has_lock = (run_folder / LOCK_NAME).exists()
         self.latest_step: int | None = None
 
     def save(self, run: Run, hooks: Sequence[Hook], is_epoch_over: bool = False) -> None:
@@ -216,7 +221,11 @@ class Saver:
         self.finish()
 
     def advance(self) -> None:
-        """Take the next step of a save under way. Cost: an all-reduce of 2 numbers; nothing without one."""
+        """Take the next step of a save under way. Cost: an all-reduce of 2 numbers; nothing without one.
+
+        Raises:
+            CheckpointError: the run folder was moved or removed.
+        """
         save = self._save
         if save is None:
             return
@@ -268,11 +277,24 @@ class Saver:
             is_copied.set()
         self._write(snapshot)
 
+    def _is_gone(self) -> bool:
+        """Whether the run folder was moved or removed; a new one of its name does not hold the run's lock."""
+        return not self._run_folder.is_dir() or (self._has_lock and not (self._run_folder / LOCK_NAME).exists())
+
+    def _require_folder(self) -> None:
+        if self._is_gone():
+            raise CheckpointError(
+                f"{self._run_folder} was moved or removed while the run wrote to it. Move it back and give the same "
+                "command again: the run resumes from the newest checkpoint."
+            )
+
     def _write(self, snapshot: Snapshot) -> None:
+        self._require_folder()
         parts = [*snapshot.parts, *snapshot.replicated]
         write_rank(self._run_folder, snapshot.manifest.step, collectives.rank(), parts, snapshot.scalars, snapshot.rng)
 
     def _commit(self, manifest: Manifest) -> None:
+        self._require_folder()
         commit(self._run_folder, manifest)
         try:
             prune(self._run_folder, *self._keep, newest=manifest.step)
@@ -282,6 +304,10 @@ class Saver:
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
         own = None if error is None else str(error) or type(error).__name__
+        if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
+            self._save = None
+            self._require_folder()
+            raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")
         reasons = [own]
         if collectives.world_size() > 1:
             reasons = [None] * collectives.world_size()

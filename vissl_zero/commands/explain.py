@@ -53,6 +53,7 @@ USAGE = """\
 vissl-zero explain <recipe | file.yaml | folder> [config.A.B=value ...] [hydra.searchpath=[file:///my/vissl/configs]]
   --parts        of a folder: also files that name no more than a trunk, on the nearest complete recipe
   --fix FOLDER   write copies with Facebook-internal paths replaced, and a comment on each replaced line
+  --config-dir FOLDER   where else recipes are looked for: FOLDER/config
   --json         for scripts, on standard output
 
 Sorts the keys that the recipe sets: used, without effect (and why), different from VISSL, refused. Reports all
@@ -76,14 +77,19 @@ def explain(arguments: Sequence[str]) -> int:
     asked, overrides, flags, out = list[str](), list[str](), set[str](), ""
     while words:
         word = words.pop(0)
-        if word == "--fix":
+        if word in ("--config-dir", "-cd"):
+            if not words:
+                raise ConfigError("vissl-zero explain: --config-dir needs a folder. Write --config-dir <folder>.")
+            overrides.append(f"hydra.searchpath=['file://{Path(words.pop(0)).absolute()}']")
+        elif word == "--fix":
             if not words:
                 raise ConfigError("vissl-zero explain: --fix needs a folder. Write --fix <folder>.")
             out = words.pop(0)
         elif word in _FLAGS:
             flags.add(word)
         elif word.startswith("-"):
-            raise ConfigError(f"vissl-zero explain: {word} is not a flag.{did_you_mean(word, _FLAGS)}\n{USAGE}")
+            near = did_you_mean(word, (*_FLAGS, "--config-dir"))
+            raise ConfigError(f"vissl-zero explain: {word} is not a flag.{near}\n{USAGE}")
         elif word.startswith("config=") or ("=" not in word and not word.startswith(("+", "~"))):
             asked.append(word.removeprefix("config="))
         else:
@@ -166,7 +172,8 @@ def _rows(replaced: Iterable[Replacement]) -> list[dict[str, Any]]:
 
 def _print_one(account: Account) -> None:
     console = Console(width=None if os.isatty(1) else 10_000)
-    verdict = "accepted" if account.is_accepted else f"refused: {len(account.refused)} problems"
+    number = len(account.refused)
+    verdict = "accepted" if account.is_accepted else f"refused: {number} {'problem' if number == 1 else 'problems'}"
     counts = f"{len(account.used)} keys used, {len(account.without_effect)} without effect"
     _line(f"{account.name}: {verdict}; {counts}")
     for title, problems in (("Refused", account.refused), ("Yours to give", account.yours)):
@@ -270,6 +277,9 @@ def account_of(
     words = [f"config={recipe.recipe}", *recipe.overrides, "config.DRY_RUN=true", *overrides]
     try:
         tree = untyped(plain_words(words))
+    except ConfigError as error:  # a file that is no moderate YAML
+        account.refused += error.problems
+        return account
     except EXPLAINABLE as error:
         account.refused += explained(error, words).problems
         return account

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import hydra
@@ -29,7 +30,7 @@ from vissl_zero.config.compose import (
     register,
     remember_new,
 )
-from vissl_zero.config.recipes import recipe_names, recipe_text
+from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.run_list import COMMAND_MARK
@@ -78,6 +79,10 @@ def train(arguments: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own trace and exits with 1
     try:
         job()
+    except RecursionError as error:
+        if in_job:
+            raise
+        raise explained(error, overrides, folders) from None
     except EXPLAINABLE as error:
         raise explained(error, overrides, folders) from error
     except BEFORE_A_JOB as error:
@@ -90,7 +95,9 @@ def train(arguments: Sequence[str]) -> int:
         return 2  # Hydra has said what is wrong with one of its own flags
     finally:
         if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
         swept = finish_sweep()
     if not codes and swept is None and {"-m", "--multirun"} & {*arguments}:
         must = "must make a job: nothing is swept, or a glob() matches nothing"
@@ -102,8 +109,13 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
-        ConfigError: a flag that there is not, or a file of --config-dir that cannot be read.
+        ConfigError: a flag that there is not or that would replace our defaults, or blanks around "=".
     """
+    for before, word in pairwise(arguments):
+        if word.startswith("=") and "=" not in before:
+            must = "must be one word: key=value without blanks"
+            fix = f"Write {before}={word[1:] or '<value>'}; a value with blanks needs quotes: \"key='a b'\"."
+            raise ConfigError([Problem("command line", repr(f"{before} {word}"), must, fix)])
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(words)
@@ -111,17 +123,17 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
         if word.startswith("-"):
             near = did_you_mean(word.split("=")[0], ["--dry-run", *parser._option_string_actions])
             raise ConfigError(f"command line: {word} is not a flag.{near} See vissl-zero --help and --hydra-help.")
+    if parsed.config_name:
+        must, fix = "must be left out: it replaces the defaults of all recipes", f"Write config={parsed.config_name}."
+        raise ConfigError([Problem("--config-name", repr(parsed.config_name), must, fix)])
     overrides = [*parsed.overrides, *rest]
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []
     overrides = [_recipes_of_glob(word, folders) for word in plain_words(overrides)]
-    for folder in folders:
-        for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
-            if (file := Path(folder, group, f"{choice}.yaml")).exists():
-                recipe_text(file)
     if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
-    if os.environ.get("RANK", "0") != "0" and not any(word.startswith("hydra.run.dir=") for word in overrides):
+    is_other_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() and os.environ["RANK"] != "0"
+    if is_other_rank and not any(word.startswith("hydra.run.dir=") for word in overrides):
         overrides.append("hydra.run.dir=.")  # under torchrun every rank composes: only rank 0 may make a folder
     return flags, overrides, folders
 

@@ -27,6 +27,8 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError
 
 from vissl_zero.config.catalogue import find_catalogue, use_catalogue, use_own_images
+from vissl_zero.config.environment import mask_environment
+from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
 from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
@@ -37,7 +39,7 @@ from vissl_zero.vissl.names import use_own_names
 from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
-EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)
+EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 # The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
@@ -51,6 +53,9 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
+    if any(isinstance(link, RecursionError) for link in _chain(error)):
+        fix = "Make blocks and lists flatter, and let no recipe name itself among its defaults."
+        return ConfigError([Problem("configuration", "", "must not be nested too deeply, or in itself", fix)])
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
@@ -65,6 +70,9 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
+    if found := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
+        fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
+        return ConfigError([Problem(found[1], repr(found[2]), "must be one value, and commas separate several", fix)])
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
@@ -92,9 +100,6 @@ def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
     if isinstance(error, OSError) and error.filename is not None:
         fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
         return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)
-    if isinstance(error, UnicodeDecodeError):
-        must = f"must be UTF-8 text ({error.reason} at byte {error.start})"
-        return Problem("config", "", must, "Correct the file that config= or a +config/ part names.")
     text = " ".join(str(error).split())
     if isinstance(error, UserWarning):
         path = text.partition("path=")[2].removesuffix(" is not available.")
@@ -202,6 +207,7 @@ def register() -> None:
     """Register the schema, the search path and the resolvers. Repeating it does nothing."""
     ConfigStore.instance().store(name="root_schema", node=schema(), provider="vissl_zero")
     register_search_path()
+    mask_environment()
     # Cached, because the name holds the time: every reader must get the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
 
@@ -266,11 +272,13 @@ def typed(
     if problems := added_keys(cfg) or _other_programs(cfg):
         raise ConfigError(problems)
     try:
-        run = OmegaConf.to_object(cfg.config)
         written = OmegaConf.to_container(cfg.config, resolve=False)
+        assert isinstance(written, dict)
+        require_moderate_texts({"config": written})
+        run = OmegaConf.to_object(cfg.config)
     except EXPLAINABLE as error:
         raise explain(error) from error
-    assert isinstance(run, RunConfig) and isinstance(written, dict)
+    assert isinstance(run, RunConfig)
     if problems := one_or_many(run):
         raise ConfigError(problems)
     if cfg.engine_name != TRAIN:
@@ -291,10 +299,15 @@ def typed(
 
 def _named_folders(overrides: Sequence[str]) -> list[Path]:
     """Folders outside of packages in which recipes are looked for, those of the command line first."""
+    return [*_searchpath(overrides), *recipe_folders()]
+
+
+def _searchpath(overrides: Sequence[str]) -> list[Path]:
+    """Return the folders that hydra.searchpath names on the command line."""
     words = [word for word in overrides if word.startswith("hydra.searchpath=")]
     values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
     named = [str(path) for value in values if isinstance(value, list) for path in value]
-    return [*(Path(path.removeprefix("file://")) for path in named), *recipe_folders()]
+    return [Path(path.removeprefix("file://")) for path in named if "://" not in path.removeprefix("file://")]
 
 
 def one_or_many(block: Any, path: str = "config") -> list[Problem]:
@@ -395,7 +408,7 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         overrides: of the command line, ``config=`` too.
         folders: that --config-dir and hydra.searchpath name.
     """
-    first = explain(error, folders)
+    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))])
     try:
         tree = untyped(plain_words(overrides), folders)
         found = of_another_program(tree)
@@ -406,6 +419,13 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         return first
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
     return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+
+
+def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
+    try:
+        return _searchpath(plain_words(overrides))
+    except HydraException:  # an override that cannot be parsed is refused in words of its own
+        return []
 
 
 def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:

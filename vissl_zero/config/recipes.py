@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from vissl_zero.atomic import read_regular
+from vissl_zero.atomic import is_file, is_there, read_regular
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
@@ -78,9 +81,15 @@ def recipe_packages() -> tuple[list[Path], list[Problem]]:
 
 
 def register_search_path() -> None:
-    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path. Registering again changes nothing."""
-    if RecipeSearchPath not in Plugins.instance().discover(SearchPathPlugin):
-        Plugins.instance().register(RecipeSearchPath)
+    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path, and ``ModerateFiles`` for files.
+
+    Registering again changes nothing.
+    """
+    plugins = Plugins.instance()  # registers Hydra's own sources
+    # The registry's ``register`` keeps the class that came first.
+    SourcesRegistry.instance().types[ModerateFiles.scheme()] = ModerateFiles
+    if RecipeSearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(RecipeSearchPath)
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,8 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
     for root in roots:
         for folder, _, names in sorted(os.walk(root / "config")):
             for name in sorted(names):
-                if name.endswith(".yaml"):
-                    path = Path(folder) / name
+                path = Path(folder) / name
+                if name.endswith(".yaml") and is_file(path):
                     recipe = _read(str(path.relative_to(root / "config").with_suffix("")), path)
                     found.setdefault(recipe.name, recipe)
     return list(found.values())
@@ -206,7 +215,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
         return file.relative_to(root).with_suffix("").as_posix()
 
     for file in inside:
-        if file in bases:
+        if file in bases or (blocks[file] and _begins_with_recipe(file)):
             yield RecipeFile(name(file), "", str(root.parent), _program(_tree(file)))
             continue
         is_overlay = blocks[file] >= _COMPLETE or (with_parts and "trunk" in blocks[file])
@@ -219,13 +228,33 @@ def recipe_file(path: Path) -> RecipeFile:
     path = path.absolute()
     root = _config_folder(path.parent)
     name = path.relative_to(root).with_suffix("").as_posix()
-    if _blocks(path) >= _COMPLETE | {"loss"}:
+    if _blocks(path) >= _COMPLETE | {"loss"} or _begins_with_recipe(path):
         return RecipeFile(name, "", str(root.parent), _program(_tree(path)))
     around = [file for parent in path.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
     base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}], root)
     if base is None:
         return RecipeFile(name, folder=str(root.parent))
     return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent), _program(_tree(base)))
+
+
+class ModerateFiles(FileConfigSource):
+    """Hydra's source of YAML files, which composes none that ``recipe_text`` refuses, wherever it is looked for."""
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether something has the file's name; ``load_config`` names what is no file."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        return is_there(path) and not path.is_dir()
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Called by Hydra for every file of a composition."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if is_there(path):
+            try:
+                recipe_text(path)
+            except ConfigError as error:
+                if not isinstance(error.__cause__, yaml.YAMLError):  # Hydra's own error names the line
+                    raise
+        return super().load_config(config_path)
 
 
 def recipe_text(path: Path) -> str:
@@ -236,7 +265,7 @@ def recipe_text(path: Path) -> str:
     """
     try:
         text = read_regular(path, _MAX_BYTES, follow_links=True).decode()
-        _require_moderate(text)
+        require_moderate(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         must = f"must be a recipe that can be read ({reason})"
@@ -244,7 +273,7 @@ def recipe_text(path: Path) -> str:
     return text
 
 
-def _require_moderate(text: str) -> None:
+def require_moderate(text: str) -> None:
     """Count values with aliases unfolded, without unfolding them. Raises ValueError, YAMLError."""
     sizes: dict[str, int] = {}
     blocks: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, of every block that is open
@@ -281,6 +310,13 @@ def _config_folder(folder: Path) -> Path:
             return candidate
     fix = "Recipes are named by their path below a folder called config: move them there, or name a recipe."
     raise ConfigError([Problem("recipes", repr(str(folder)), "must stand in or below a folder called config", fix)])
+
+
+def _begins_with_recipe(file: Path) -> bool:
+    """Whether a file names its own base: ``defaults: [/config/<recipe>]``."""
+    tree = _tree(file)
+    defaults = tree.get("defaults") if isinstance(tree, dict) else None
+    return any(str(name).startswith("/config/") for name in (defaults if isinstance(defaults, list) else ()))
 
 
 def _base(file: Path, bases: list[Path], root: Path) -> Path | None:

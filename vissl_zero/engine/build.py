@@ -83,7 +83,8 @@ def build_run(
     taught = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
-    sharded = strategy.shard(model, groups, factory, plan.sharding, device, lambda _, name: weights.fill_(name))
+    sharding = plan.sharding.of_run(plan.run_dir)
+    sharded = strategy.shard(model, groups, factory, sharding, device, lambda _, name: weights.fill_(name))
     seen = model
     if taught is not None:
         teacher, fill_teacher_unit = taught

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -352,8 +352,8 @@ def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: 
             "ranks": ranks,
             "parameters": params,
         }
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
+        with suppress(OSError):  # the disk is full, or the folder was moved: the error below matters more
+            (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
     named = ", ".join(params[:_MOST_NAMED]) + (f" and {len(params) - _MOST_NAMED} more" * (len(params) > _MOST_NAMED))
     gradients = f"Gradients that are not finite: {named or 'none'}"
     when = f"at step {step.step} (learning rate {step.lr:g})"

@@ -25,6 +25,7 @@ from vissl_zero.integration.settings import ZeroSettings, read_settings
 from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
 from vissl_zero.integration.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.host import rank_numbers, require_interfaces
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.allocator import return_free_pages, set_allocator
@@ -318,7 +319,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         device: of this rank.
         timeout_s: of every collective of a group started here.
     Raises:
-        ConfigError: torchrun's environment is incomplete.
+        ConfigError: torchrun's environment is incomplete, or left over from another run.
     """
     if dist.is_initialized():
         return
@@ -328,6 +329,9 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         missing = ", ".join(name for name in _TORCHRUN if name not in given)
         fix = "Start the program with torchrun, or unset RANK and WORLD_SIZE to train in one process."
         raise ConfigError([Problem("environment", "", f"has {', '.join(given)} but not {missing}", fix)])
+    if is_launched:
+        rank_numbers(os.environ)
+    require_interfaces(os.environ)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -18,6 +18,8 @@ from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
 from vissl_zero.config.constraints import choice, pattern_problems
+from vissl_zero.config.expansion import require_moderate_texts
+from vissl_zero.config.recipes import recipe_text
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.offload import engine_of, engine_problems, offload_problems
 from vissl_zero.resolve.resolved import Float8Plan
@@ -217,9 +219,11 @@ def _mapping(zero: Any) -> Mapping[Any, Any]:
 
 def _from_file(path: Path) -> Any:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except OSError as error:
-        fix = "Correct the path, or write zero=dict(level=3)."
+        node = OmegaConf.create(recipe_text(path))
+        require_moderate_texts(OmegaConf.to_container(node, resolve=False))  # type: ignore[arg-type]
+        tree = OmegaConf.to_container(node, resolve=True)
+    except ConfigError as error:
+        fix = "Correct the file or its path, or write zero=dict(level=3)."
         raise ConfigError([Problem("zero", str(path), "must name a YAML file that can be read", fix)]) from error
     except EXPLAINABLE as error:
         raise explain(error) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.errors import OutOfMemoryError, ProcessLostError, VisslZeroError
+from vissl_zero.errors import OutOfMemoryError, ProcessLostError, VisslZeroError, masked
 from vissl_zero.lifetime import signal_name
 
 FAILURE_FOLDER_VARIABLE = "VISSL_ZERO_FAILURES"
@@ -51,7 +51,7 @@ def write_failure(error: BaseException, rank: int) -> Failure:
     """
     is_user_error = isinstance(error, VisslZeroError)
     is_sentence = is_user_error or isinstance(error, ProcessLostError)
-    text = str(error) if is_sentence else "".join(traceback.format_exception(error)).rstrip()
+    text = str(error) if is_sentence else masked("".join(traceback.format_exception(error)).rstrip())
     was_killed = isinstance(error, ProcessLostError) and error.was_killed
     failure = Failure(rank, time.time_ns(), is_user_error, text, isinstance(error, OutOfMemoryError), was_killed)
     path, record = _record(error, failure)

@@ -27,7 +27,7 @@ from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import prepare_folder
 from vissl_zero.lifetime import Scratch, apart
 from vissl_zero.planner.fit_plans import FitRun
-from vissl_zero.resolve.host import RESERVE, num_oom_kills, settled_free_memory
+from vissl_zero.resolve.host import RESERVE, num_oom_kills, require_interfaces, settled_free_memory
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
 from vissl_zero.sharding.allocator import allocator_environment
@@ -173,6 +173,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
     """Build the environment that the ranks inherit."""
     environment = dict(os.environ)
+    require_interfaces(environment)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
     if rendezvous is not None:
         environment |= rendezvous.variables()

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from vissl_zero.engine import stopping
+from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
 from vissl_zero.launch.key_value_store import STORE_PATH_VARIABLE
 from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
@@ -60,6 +61,8 @@ class RankGroup:
         self.was_killed_by_user = False
         self._first_rank = first_rank
         self._ranks: list[subprocess.Popen[bytes]] = []
+        if not log_folder.parent.is_dir() and Path(plan_folder) == log_folder.parent:
+            raise LaunchError(f"{plan_folder} was moved or removed while the run wrote to it. Move it back.")
         log_folder.mkdir(parents=True, exist_ok=True)
         # Where there are several machines, ``rendezvous`` adds the numbers and the store to the environment.
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
@@ -77,10 +80,14 @@ class RankGroup:
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
         command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder]
-        for index in range(num_procs):
-            own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
-            with _output(log_folder, first_rank + index) as log:
-                self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+        try:
+            for index in range(num_procs):
+                own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
+                with _output(log_folder, first_rank + index) as log:
+                    self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+        except BaseException:
+            self.kill()  # whoever asked for the group does not get it, and could not end those that run
+            raise
 
     def wait(self) -> dict[int, int]:
         """Wait until all have ended. Returns exit codes (negative: a signal) of those that ended by themselves.

@@ -37,7 +37,8 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
-        return print_dry_run(plan, _submission(plan)) if os.environ.get("RANK", "0") == "0" else 0
+        is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
+        return 0 if is_silent else print_dry_run(plan, _submission(plan))
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config.SLURM.USE_SLURM:

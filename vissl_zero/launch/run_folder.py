@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vissl_zero.atomic import irregular, replacing
+from vissl_zero.atomic import LOCK_NAME, irregular, replacing
 from vissl_zero.errors import LaunchError
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -29,13 +29,12 @@ _OUR_FILES = {
     "forecasts.jsonl",
     "metrics.jsonl",
     "report.png",
-    "run.lock",
+    LOCK_NAME,
     "summary.json",
     "weights.safetensors",
     "weights_ema.safetensors",
 }
 _OUR_FOLDERS = ("features", "logs", "tensorboard")
-FILE_NAME = "run.lock"
 RENEW_S = 30.0
 STALE_S = 300.0  # ten missed renewals
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
@@ -113,7 +112,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path):
-        self._path = folder / FILE_NAME
+        self._path = folder / LOCK_NAME
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             # Before the lock is tried, so that a refusal can name the owner.
@@ -166,7 +165,7 @@ class RunLock:
 def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
     """Return what ``run.lock`` says of its owner (empty after a run that ended by itself), and whether it is alive."""
     try:
-        fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}, False
     try:

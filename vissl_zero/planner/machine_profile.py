@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from vissl_zero.atomic import read_regular
+from vissl_zero.config.recipes import require_moderate
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 
 _KEY = "config.ZERO.MACHINE_PROFILE"
@@ -78,8 +79,9 @@ def read_profile(profile: str) -> MachineProfile:
     """
     text = _text(profile)
     try:
+        require_moderate(text)
         given = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
     if not isinstance(given, Mapping):
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")

@@ -14,6 +14,7 @@ from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.loggers.logging import Logging
+from vissl_zero.reporting.lossy_output import optional_output
 from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.summary import Summary
@@ -118,15 +119,15 @@ class ReportImage(Hook):
     def on_end(self, run: Run) -> None:
         if not run.is_main:
             return
-        from vissl_zero.reporting.report import gather_content, write_report  # matplotlib: not before the first step
-
         path = run.folder / self.FILE
-        try:
+        with optional_output(self.FILE, self._console):
+            from vissl_zero.reporting.report import (  # matplotlib: not before the first step
+                gather_content,
+                write_report,
+            )
+
             write_report(gather_content(run, self._knn), path)
-        except OSError as error:
-            self._console.print(f"warning: {self.FILE} cannot be written ({error.strerror}).", markup=False)
-            return
-        self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 class CollapseWatch(Hook):

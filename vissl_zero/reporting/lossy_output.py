@@ -1,6 +1,7 @@
 """Terminal output that may be lost: a full disk, a reader that has gone or a closed terminal must not end a run.
 
-Imports nothing of this package: the command line takes it before anything else.
+What is printed holds no value that a configuration took from the environment (``errors.masked``). Imports nothing of
+this package but the errors: the command line takes it before anything else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from vissl_zero.errors import masked
 
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
@@ -27,12 +30,16 @@ class LossyStream:
         self.dropped: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
+        """Write what there is, or drop it; returns the length of ``text``."""
         try:
-            return self._stream.write(text)
+            self._stream.write(masked(text))
         except OSError as error:
             self._drop(error)
-            return len(text)
+        except UnicodeEncodeError:
+            # A locale that lacks a letter of a folder's name must not end a run.
+            encoding = self._stream.encoding or "ascii"
+            self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
 
     def flush(self) -> None:
         """Flush, or drop."""
@@ -55,6 +62,31 @@ class LossyStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class optional_output:  # noqa: N801 - used as a context, as contextlib's are
+    """A context of work on a file that a run can do without: whatever fails in it is a warning.
+
+    Not only ``OSError``: a library that draws or writes may pass a disk's failure on as anything.
+
+    Args:
+        name: of the file.
+        console: rich's, to print the warning on.
+    """
+
+    def __init__(self, name: str, console: Any):
+        self._name, self._console = name, console
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        text = f"warning: {self._name} cannot be written ({why}); the run goes on without it."
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return True
 
 
 def why_stdout_is_incomplete() -> OSError | None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
+from vissl_zero.reporting.lossy_output import optional_output
 from vissl_zero.sharding.memory import Bytes
 
 FILE_NAME = "metrics.jsonl"
@@ -37,9 +38,10 @@ class MetricsFile(Hook):
         if not run.is_main:
             return
         path = run.folder / FILE_NAME
-        if path.exists():
-            _forget_after(path, run.step, run.records)
-        self._file = path.open("ab", buffering=0)
+        with optional_output(FILE_NAME, self._console):
+            if path.exists():
+                _forget_after(path, run.step, run.records)
+            self._file = path.open("ab", buffering=0)
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         if self._file is not None:

@@ -6,6 +6,7 @@ import ast
 import ctypes
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -102,17 +103,45 @@ def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
         return None
+    numbers = rank_numbers(environment)
+    return numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
+
+
+def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
+    """Read the variables that a launcher such as torchrun sets; RANK and WORLD_SIZE are there.
+
+    Raises:
+        ConfigError: they are no numbers, or do not fit together: left over from another run, perhaps.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     numbers = {name: int(text) for name, text in given.items() if text.isdecimal() and text.isascii()}
     local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
     if numbers.keys() != given.keys() or not (
-        numbers["LOCAL_RANK"] < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
+        numbers.get("LOCAL_RANK", 0) < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
     ):
         got = ", ".join(f"{name}={text}" for name, text in given.items())
         fix = "Unset them: only torchrun should set them, for each process that it starts."
         raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
-    return numbers["WORLD_SIZE"], local
+    port = environment.get("MASTER_PORT", "1")
+    if not (port.isdecimal() and port.isascii() and 0 < int(port) < 2**16):
+        fix = "Unset it: torchrun sets it for the processes that it starts."
+        raise ConfigError([Problem("environment", f"MASTER_PORT={port}", "must name a port, 1 to 65535", fix)])
+    return numbers
+
+
+def require_interfaces(environment: Mapping[str, str]) -> None:
+    """Check that the network interfaces that gloo is told to use are there.
+
+    Raises:
+        ConfigError: GLOO_SOCKET_IFNAME names one that this machine does not have; it may be left over.
+    """
+    known = sorted(name for _, name in socket.if_nameindex())
+    for name in environment.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in known:
+            must = f"must name network interfaces of this machine: {', '.join(known)}"
+            fix = "Unset it, or correct it."
+            raise ConfigError([Problem("environment", f"GLOO_SOCKET_IFNAME={name}", must, fix)])
 
 
 @cache

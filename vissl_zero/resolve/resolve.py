@@ -14,7 +14,7 @@ from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.constraints import constraint_problems
-from vissl_zero.config.programs import TRAIN
+from vissl_zero.config.programs import RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
@@ -178,6 +178,9 @@ def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
     is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
     if not recipe or (part is None and is_whole):
         return None
+    if cfg.IMG_RETRIEVAL.DATASET_PATH and part is None and cfg.MODEL.TRUNK.NAME:
+        must = "must be given to the program that it is for, and names images of IMG_RETRIEVAL alone"
+        return Problem("config", repr(recipe), must, f"Write vissl-zero {RETRIEVAL} config={recipe}.")
     group, _, file = recipe.rpartition("/")
     argument = part.argument if part else f"+config/{group}={file}"
     must = "must name a complete recipe, and this is a part of one"

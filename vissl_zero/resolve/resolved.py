@@ -105,6 +105,7 @@ class OffloadPlan:
         fast_init: leave memory and disk untouched until their first use.
         keep_files: leave the files on the disk at a clean end.
         max_in_cpu: parameters on NVMe: most elements of a rank that stay in host memory; None: none does.
+        run: the run folder, whose killed attempts' files are removed first; empty: of none.
     """
 
     device: str = "none"
@@ -113,6 +114,7 @@ class OffloadPlan:
     fast_init: bool = False
     keep_files: bool = False
     max_in_cpu: int | None = None
+    run: str = ""
 
     @property
     def is_on_disk(self) -> bool:
@@ -218,6 +220,11 @@ class ShardingPlan:
             return 1
         return self.shard_group_size if self.shard_group_size > 1 else world_size
 
+    def of_run(self, run: str) -> ShardingPlan:
+        """Build the same plan with the run folder that files on a disk belong to."""
+        optimizer, params = replace(self.offload_optimizer, run=run), replace(self.offload_params, run=run)
+        return replace(self, offload_optimizer=optimizer, offload_params=params)
+
     def keeping_activations(self) -> ShardingPlan:
         """The same plan, with nothing recomputed."""
         return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
@@ -306,19 +313,20 @@ def shards_parameters(plan: ShardingPlan, num_ranks: int, world_size: int, devic
 
 
 def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
-    """The plan for the most processes below the present number, at least ``least``, that divide the micro-batch.
+    """Plan for the most processes below the present number, at least ``least``, that divide the micro-batch.
 
-    None if there are none. For runs on one machine.
+    Groups of fewer ranks than all (a shard group, a batch-norm group) keep their size, so the processes must be a
+    multiple of it too. None if there are none. For runs on one machine.
     """
     micro_batch = plan.batch_per_rank * plan.world_size
     for number in range(plan.world_size - 1, least - 1, -1):
         if number < 1 or micro_batch % number:
             continue
-        sharding = plan.sharding
-        if sharding.shard_group_size == plan.world_size:
-            sharding = replace(sharding, shard_group_size=number)
-        if sharding.sync_bn_group == plan.world_size:
-            sharding = replace(sharding, sync_bn_group=number)
+        sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
+        shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
+        if any(size > 1 and number % size for size in (shard_group, bn_group)):
+            continue
+        sharding = replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group)
         return replace(
             plan,
             world_size=number,

@@ -26,6 +26,7 @@ from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_fields, trunk_block_names
+from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.resolve.resolved import (
@@ -289,6 +290,7 @@ def load_resolved(path: Path) -> ResolvedRun:
     Raises:
         OSError, ValueError: see ``read_saved``.
     """
+    mask_environment()
     data = read_saved(path)
     written = data.pop(_WRITTEN)
     root = OmegaConf.create({"config": copy.deepcopy(data["config"])})

@@ -16,6 +16,7 @@ from vissl_zero.commands.explain import account_of, explain
 from vissl_zero.commands.plan import plan
 from vissl_zero.commands.train import train
 from vissl_zero.config.catalogue import public_equivalent, with_public_paths
+from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError
 
@@ -164,15 +165,79 @@ def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reas
         os.mkfifo(path)
     else:
         path.write_bytes(text.encode(errors="surrogateescape"))
-    for asked in (lambda: recipe_text(path), lambda: train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])):
-        with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
-            asked()
+    with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
+        recipe_text(path)
+    refused = "x.yaml, line 1: is not YAML" if reason == "while parsing" else rf"(?s)x\.yaml: .*{reason}"
+    for place in (f"--config-dir={tmp_path}", f"hydra.searchpath=[file://{tmp_path}]"):
+        with pytest.raises(ConfigError, match=refused):
+            train(["config=x", place, "--dry-run"])
     if text is not None:
         for command in (plan, explain):
             with pytest.raises(ConfigError, match="must be a recipe that can be read"):
                 command([str(path)])
 
 
+@pytest.mark.parametrize(
+    "word", ["config.LOSS=" + "{a: " * 500 + "1" + "}" * 500, "config.LOSS=" + "[" * 500 + "]" * 500]
+)
+def test_a_command_line_that_is_nested_too_deeply_is_one_sentence(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^configuration: must not be nested too deeply"):
+        train(["config=quickstart/swav_digits", word, "--dry-run"])
+
+
+def test_a_recipe_that_begins_with_itself_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/x.yaml").write_text("# @package _global_\ndefaults: [/config/x]\n")
+    with pytest.raises(ConfigError, match="let no recipe name itself among its defaults"):
+        train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])
+
+
+@pytest.mark.timeout(60)
+def test_texts_that_name_each_other_do_not_fill_the_memory() -> None:
+    words = ["config.LOSS.x0=abcdefghi"]
+    words += [f"config.LOSS.x{i}='{f'${{config.LOSS.x{i - 1}}}' * 9}'" for i in range(1, 12)]
+    with pytest.raises(
+        ConfigError, match=r"config\.LOSS\.x\d: must not make the texts longer than 1,000,000 characters"
+    ):
+        compose("quickstart/swav_digits", [f"+{word}" for word in words])
+
+
 def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\n")
     assert recipe_text(tmp_path / "x.yaml").startswith("a: &a")
+
+
+def test_a_recipe_that_names_its_own_base_is_explained_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where both lie at the root of config/, so that one could be taken for a part of the other."""
+    folder = tmp_path / "configs" / "config"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/digits/supervised]\nconfig: {SEED_VALUE: 2}\n"
+    )
+    (folder / "more.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/base]\nconfig: {OPTIMIZER: {weight_decay: 0.1}}\n"
+    )
+    assert explain([str(folder / "more.yaml")]) == 0
+    assert capsys.readouterr().out.startswith("more: accepted")
+    assert explain(["more", "--config-dir", str(tmp_path / "configs"), "config.SEED_VALUE=x"]) == 1
+    assert "more: refused: 1 problem;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_mistyped_recipe_is_looked_for_where_the_command_line_says(tmp_path: Path, form: str) -> None:
+    (tmp_path / "config/mine").mkdir(parents=True)
+    (tmp_path / "config/mine/odd_recipe.yaml").write_text("# @package _global_\nconfig: {SEED_VALUE: 1}\n")
+    with pytest.raises(ConfigError, match="Did you mean config=mine/odd_recipe"):
+        train(["config=mine/odd_recpe", form.format(tmp_path), "--dry-run"])
+
+
+def test_a_recipe_of_retrieval_is_sent_to_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/find.yaml").write_text(
+        "# @package _global_\nconfig:\n  MODEL: {TRUNK: {NAME: resnet}}\n"
+        "  IMG_RETRIEVAL: {EVAL_DATASET_NAME: roxford5k, DATASET_PATH: /tmp}\n"
+    )
+    assert main(["config=find", f"--config-dir={tmp_path}", "--dry-run"]) == 2
+    assert "Write vissl-zero instance_retrieval_test config=find." in capsys.readouterr().err

@@ -99,6 +99,14 @@ def test_without_test_model_features_of_train_alone_are_written(tmp_path):
     assert list(run.results["features_extracted"]) == ["TRAIN"]
 
 
+def test_two_heads_on_one_layer_with_one_pooling_are_both_reported():
+    chosen = [layers()[index] for index in (-1, -1, 0)]  # as VISSL's in1k linear recipe, which has eval_mlp beside mlp
+    results, _ = evaluate(chosen)
+    assert list(results["top1_by_layer"]) == ["res5avg Identity[], head 0", "res5avg Identity[], head 1", "conv1"]
+    assert results["best_layer"] in results["top1_by_layer"]
+    assert results["top1"] == max(results["top1_by_layer"].values())
+
+
 def test_each_layer_is_evaluated_as_by_a_probe_of_its_own():
     chosen = layers()
     results, heads = evaluate(chosen)

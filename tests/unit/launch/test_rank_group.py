@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from vissl_zero.launch.rank_group import RankGroup, be_killed_first
 
@@ -35,6 +39,24 @@ def test_ending_the_ranks_ends_no_other_child_of_this_process(tmp_path: Path) ->
         assert group.wait() == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
         assert other.poll() is None
         other.kill()
+
+
+def test_ranks_that_were_started_end_where_a_later_one_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def second_fails(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == 2:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(start(["sleep", "60"]))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        RankGroup(3, 0, str(tmp_path), tmp_path, tmp_path / "logs", dict(os.environ))
+    assert [rank.poll() for rank in started] == [-signal.SIGKILL] * 2
 
 
 def test_the_kernel_takes_a_rank_before_its_launcher(tmp_path: Path) -> None:

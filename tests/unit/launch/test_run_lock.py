@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.errors import LaunchError
-from vissl_zero.launch.run_folder import FILE_NAME, STALE_S, RunLock
+from vissl_zero.launch.run_folder import LOCK_NAME, STALE_S, RunLock
 
 HOLD = "import sys, time; from pathlib import Path; from vissl_zero.launch.run_folder import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
@@ -36,7 +36,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
 
 
 def _written_elsewhere(folder: Path, job: str = "") -> Path:
-    path = folder / FILE_NAME
+    path = folder / LOCK_NAME
     path.write_text(json.dumps({"host": "another-machine", "pid": 1, "born": "1", "job": job}))
     return path
 
@@ -60,10 +60,10 @@ def test_a_process_number_given_to_another_process_is_no_owner(tmp_path):
     import socket
 
     facts = {"host": socket.gethostname(), "pid": os.getppid(), "born": "1", "job": ""}
-    (tmp_path / FILE_NAME).write_text(json.dumps(facts))
+    (tmp_path / LOCK_NAME).write_text(json.dumps(facts))
     RunLock(tmp_path).release()
 
 
 def test_rubbish_in_the_file_is_no_owner(tmp_path):
-    (tmp_path / FILE_NAME).write_bytes(b"\x80\x04garbage")
+    (tmp_path / LOCK_NAME).write_bytes(b"\x80\x04garbage")
     RunLock(tmp_path).release()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.unit.reporting.example_run import make_record, make_run, play
 from vissl_zero.engine.hook import Run, StepRecord
@@ -22,6 +23,7 @@ from vissl_zero.errors import RegistryError
 from vissl_zero.registry import LOGGERS
 from vissl_zero.reporting.hooks import Logging
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
+from vissl_zero.reporting.loggers.tensorboard_events import EventFile
 from vissl_zero.reporting.metrics_file import MetricsFile
 
 
@@ -245,3 +247,15 @@ def test_an_unknown_logger_is_named() -> None:
 def test_only_rank_0_writes(tmp_path: Path, records: list[StepRecord]) -> None:
     play(make_run(tmp_path, rank=1), Logging(["tensorboard", "csv"]), records)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path, capfd):
+    """/dev/full takes nothing, at the start and later; no thread prints a traceback of its own."""
+    with pytest.raises(OSError, match="No space left on device"):
+        EventFile(Path("/dev/full"))
+    events = EventFile(tmp_path / "events.out.tfevents.1")
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="No space left on device"):
+        events._records = RecordWriter(full)
+        events.add({"train/loss": 1.0}, 1)
+    events.close()
+    assert "".join(capfd.readouterr()) == ""

@@ -144,12 +144,18 @@ def features_are_tapped(cfg: RunConfig) -> bool:
 
 
 def layer_names(entries: Sequence[Any]) -> list[str]:
-    """What the accuracy of each entry is called: the layer, and the pooling where a layer stands there twice."""
+    """Name each entry for its accuracy: layer, pooling where a layer stands there twice, number where both do."""
     layers = [str(name) for name, _ in entries]
-    return [
+    names = [
         layer if layers.count(layer) == 1 else f"{layer} {pooling}{list(args)}"
         for layer, (_, (pooling, args)) in zip(layers, entries, strict=True)
     ]
+    return told_apart(names)
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Add the head's place in ``HEAD.PARAMS`` to names that occur twice: figures of heads are kept by name."""
+    return [name if names.count(name) == 1 else f"{name}, head {index}" for index, name in enumerate(names)]
 
 
 def problems(cfg: RunConfig) -> list[Problem]:

@@ -216,7 +216,7 @@ def read_list(path: Path, key: str) -> list[str]:
         raise DataError(f"The list of images {path} cannot be read: {error.strerror}. Correct {key}.") from error
     if path.suffix != ".npy":
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins a text with a mark
         except (OSError, UnicodeDecodeError) as error:
             fix = f"Correct {key}, or write it as text, one path a line."
             raise DataError(f"The list of images {path} is not text ({error}). {fix}") from error

@@ -14,7 +14,13 @@ from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.update_rule import trial_state
 from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.allocator import give_back_large_blocks
-from vissl_zero.sharding.offload.block_file import OffloadError, RunFolder, new_run_name, stale_runs
+from vissl_zero.sharding.offload.block_file import (
+    OffloadError,
+    RunFolder,
+    new_run_name,
+    remove_dead_attempts,
+    stale_runs,
+)
 from vissl_zero.sharding.offload.layout import StoredParam, kept_in_memory
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import UpdateKernel
@@ -125,9 +131,17 @@ def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
 def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Built:
     """Build on every rank or on none: a rank that continued alone would hang in its next collective."""
     assert plan.nvme_path is not None
-    run_name = new_run_name()
     built, failure = None, None
     try:
+        remove_dead_attempts(plan.nvme_path, plan.run)
+    except OffloadError as error:
+        failure = error
+    # After all ranks have removed them: a new folder that is not locked yet would be taken for a dead one.
+    is_usable = not collectives.all_reduce_sum(torch.tensor(float(failure is not None)))
+    run_name = new_run_name(plan.run, plan.keep_files)
+    try:
+        if failure is not None or not is_usable:
+            raise failure or OffloadError(f"nvme_path: another rank cannot use {plan.nvme_path}; see its message.")
         folder = RunFolder(plan.nvme_path, run_name, collectives.rank(), plan.keep_files)
         try:
             built = build(folder)

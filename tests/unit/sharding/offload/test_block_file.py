@@ -146,6 +146,37 @@ def test_a_file_changed_behind_our_back_is_found(folder, damage, what):
         file.read(1, buffer)
 
 
+@pytest.mark.parametrize("width", [1, 4, 8, 64, PAGE])
+def test_checksum_depends_on_the_place_of_every_word(width):
+    data = torch.randint(0, 256, (8 * PAGE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = data.view(-1, width)
+    before = checksum(data)
+    for first, second in ((0, 1), (0, len(words) - 1), (len(words) // 2, len(words) // 2 + 1)):
+        order = torch.arange(len(words))
+        order[[first, second]] = order[[second, first]]
+        if not torch.equal(words[first], words[second]):
+            assert checksum(words[order].flatten()) != before
+    assert checksum(words.flip(0).flatten()) != before and checksum(data) == before
+
+
+def _exchanged_pages(path):
+    with path.open("r+b") as file:
+        whole = file.read()
+        file.seek(0)
+        file.write(whole[: 2 * PAGE] + whole[3 * PAGE : 4 * PAGE] + whole[2 * PAGE : 3 * PAGE] + whole[4 * PAGE :])
+
+
+def test_exchanged_pages_of_a_record_are_found(folder):
+    file, [buffer] = BlockFile(folder, "records", [PAGE, 3 * PAGE], False), page_buffers([3 * PAGE])
+    buffer.bytes.copy_(torch.arange(3 * PAGE) // 7 % 251)
+    for index in range(2):
+        file.write(index, buffer)
+    _exchanged_pages(folder.path / "records")
+    file.read(0, buffer)
+    with pytest.raises(OffloadError, match="record 1 is not what was written"):
+        file.read(1, buffer)
+
+
 def test_checksum_sees_every_bit():
     data = torch.arange(PAGE).to(torch.uint8)
     before = checksum(data)

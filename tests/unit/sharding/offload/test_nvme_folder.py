@@ -7,11 +7,19 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vissl_zero.sharding.offload.block_file import PREFIX, OffloadError, RunFolder, new_run_name, stale_runs
+from vissl_zero.sharding.offload.block_file import (
+    PREFIX,
+    OffloadError,
+    RunFolder,
+    new_run_name,
+    remove_dead_attempts,
+    stale_runs,
+)
 
 
 def test_only_this_user_may_enter(tmp_path):
@@ -43,6 +51,43 @@ def test_files_are_kept_on_request(tmp_path):
     (folder.path / "x").write_text("x")
     folder.remove()
     assert (folder.path / "x").exists()
+
+
+def _attempt(path: str, run: str, keep: bool = False) -> str:
+    """What a killed attempt of a run leaves: a folder that no process has locked."""
+    name = new_run_name(run, keep)
+    folder = RunFolder(path, name, rank=0, keep=True)
+    (folder.path / "parameters").write_bytes(b"x" * 10_000)
+    folder.remove()
+    return name
+
+
+def test_files_of_dead_attempts_of_this_run_alone_are_removed(tmp_path):
+    path = str(tmp_path)
+    dead, other, of_none = (_attempt(path, run) for run in ("runs/a", "runs/b", ""))
+    kept = _attempt(path, "runs/a", keep=True)
+    alive = RunFolder(path, new_run_name("runs/a"), rank=0)
+    remove_dead_attempts(path, "")
+    assert dead in {found.name for found in tmp_path.iterdir()}
+    remove_dead_attempts(path, "runs/a")
+    assert {found.name for found in tmp_path.iterdir()} == {other, of_none, kept, alive.path.parent.name}
+
+
+def test_a_link_among_the_files_of_a_dead_attempt_is_not_followed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "photo").write_text("x")
+    (tmp_path / "disk").mkdir()
+    dead = _attempt(str(tmp_path / "disk"), "runs/a")
+    (tmp_path / "disk" / dead / "rank1").symlink_to(tmp_path / "mine")
+    remove_dead_attempts(str(tmp_path / "disk"), "runs/a")
+    assert (tmp_path / "mine" / "photo").exists() and not (tmp_path / "disk" / dead / "rank0").exists()
+
+
+def test_the_message_of_a_small_disk_has_sizes_that_say_something(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1, f_frsize=2**20))
+    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    with pytest.raises(OffloadError, match=r"needs 3\.00 MiB and the disk has 1\.00 MiB left"):
+        folder.file("parameters", [3 * 2**20], False)
 
 
 def _missing(path: Path) -> str:
