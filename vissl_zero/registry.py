@@ -332,6 +332,7 @@ TRUNKS = Registry(
         "alexnet_jigsaw": (f"{_TRUNKS}.alexnet", "AlexNet of the jigsaw paper."),
         "alexnet_rotnet": (f"{_TRUNKS}.alexnet", "AlexNet of RotNet."),
         "timm": (f"{_TRUNKS}.timm_trunk", "Any timm model by name, written timm/<model>, without its classifier."),
+        "torchvision": (f"{_TRUNKS}.torchvision_trunk", "Any torchvision classifier, torchvision/<model>, without its head."),
     },
 )
 HEADS = Registry(

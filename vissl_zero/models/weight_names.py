@@ -107,7 +107,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     by_timm_name = {_timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
     for name in names:
-        found = by_timm_name.get(_plain(name)) or _our_name(name)
+        found = by_timm_name.get(plain_name(name)) or _our_name(name)
         if found is None or found in result.names:
             result.unknown.append(name)
         else:
@@ -140,8 +140,8 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _plain(name: str) -> str:
-    """Without wrappers and prefixes, a torchvision transformer's name in timm's words."""
+def plain_name(name: str) -> str:
+    """Return a name without wrappers and prefixes, and a torchvision transformer's in timm's words."""
     plain = without_wrappers(name)
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
@@ -171,7 +171,7 @@ def _torchvision_transformer_name(name: str) -> str | None:
 
 
 def _our_name(name: str) -> str | None:
-    plain = _plain(name)
+    plain = plain_name(name)
     if plain.startswith("heads."):
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
