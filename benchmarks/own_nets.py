@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
-from vissl_zero.own_loop.fit import forecaster_of
+from vissl_zero.integration.fit import forecaster_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "lr": 1e-3},

@@ -39,7 +39,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
-from vissl_zero.own_loop.initialize import initialize
+from vissl_zero.integration.initialize import initialize
 
 NUM_STEPS = 3
 

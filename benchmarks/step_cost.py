@@ -87,7 +87,7 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
 
     if system_name.startswith("DeepSpeed"):
         import step_cost_deepspeed  # noqa: F401 - adds its systems
-    import vissl_zero.own_loop.initialize
+    import vissl_zero.integration.initialize
     import vissl_zero.sharding.torch_engine.torch_strategy  # noqa: F401 - imported before memory is measured, like torch
 
     # Others print on standard output too.

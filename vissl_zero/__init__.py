@@ -9,8 +9,8 @@ from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
-    from vissl_zero.own_loop.initialize import initialize
-    from vissl_zero.own_loop.verification import verify
+    from vissl_zero.integration.initialize import initialize
+    from vissl_zero.integration.verification import verify
 
 _let_torchvision_import()
 
@@ -24,11 +24,11 @@ def __getattr__(name: str) -> Any:
 
         return load_trunk
     if name == "initialize":
-        from vissl_zero.own_loop.initialize import initialize
+        from vissl_zero.integration.initialize import initialize
 
         return initialize
     if name == "verify":
-        from vissl_zero.own_loop.verification import verify
+        from vissl_zero.integration.verification import verify
 
         return verify
     raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")

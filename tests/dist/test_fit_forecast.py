@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vissl_zero
 from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
-from vissl_zero.own_loop.fit import forecaster_of
+from vissl_zero.integration.fit import forecaster_of
 from vissl_zero.sharding.memory import ActivationCounter, Storages
 from vissl_zero.sharding.memory_model import StepMemory
 from vissl_zero.sharding.step_trace import StepTrace

@@ -23,8 +23,8 @@ from vissl_zero import collectives
 from vissl_zero.config.blocks.model_and_loss import Float8
 from vissl_zero.config.resolved import Float8Plan, OffloadPlan, Precision, ShardingPlan
 from vissl_zero.errors import VisslZeroError
+from vissl_zero.integration.fit import forecaster_of
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.own_loop.fit import forecaster_of
 from vissl_zero.sharding import float8
 from vissl_zero.sharding.float8 import Rows
 from vissl_zero.sharding.torch_engine import fully_sharded, unit_transfers

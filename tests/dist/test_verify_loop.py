@@ -93,7 +93,7 @@ def _verify(
     dropout: float = 0.0,
     size: int = 6,
     seed: int | None = 7,
-) -> vissl_zero.own_loop.verification.Verdict:  # type: ignore[name-defined]
+) -> vissl_zero.integration.verification.Verdict:  # type: ignore[name-defined]
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted}[cls](_NORMS[norm](7), dropout)
         return model, torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)

@@ -51,7 +51,7 @@ def sharded(level: int) -> dict[str, Any]:
 
 def trained(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Full weights on rank 0 after training."""
-    import vissl_zero.own_loop.classy as ours  # the one import; before Classy's, which a CPU build of torch needs
+    import vissl_zero.integration.classy as ours  # the one import; before Classy's, which a CPU build of torch needs
 
     # isort: split
     from classy_vision.generic.distributed_util import set_cpu_device
@@ -82,7 +82,7 @@ def test_classys_own_zero_stays_what_it_is():
     from classy_vision.optim import OPTIMIZER_REGISTRY
     from classy_vision.optim.zero import ZeRO
 
-    import vissl_zero.own_loop.classy as ours
+    import vissl_zero.integration.classy as ours
 
     assert OPTIMIZER_REGISTRY["zero"] is ZeRO
     assert OPTIMIZER_REGISTRY["vissl_zero"] is ours.ClassyZero
@@ -95,7 +95,7 @@ def test_classys_own_zero_stays_what_it_is():
 def test_what_would_be_done_twice_is_refused(key, value, message):
     from classy_vision.tasks import build_task
 
-    import vissl_zero.own_loop.classy  # noqa: F401
+    import vissl_zero.integration.classy  # noqa: F401
 
     task = build_task({**sharded(1), key: value})
     with pytest.raises(ConfigError, match=message):

@@ -20,7 +20,7 @@ ALLOWED = {
     "data": {"config"},
     "optim": {"config"},
     "sharding": {"config", "models", "methods", "data", "optim"},
-    "own_loop": {"config", "optim", "sharding", "checkpoint"},
+    "integration": {"config", "optim", "sharding", "checkpoint"},
     "engine": {"config", "models", "methods", "data", "optim", "sharding"},
     "checkpoint": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
     "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
-from vissl_zero.own_loop.user_optimizer import read_optimizer, unchanged_on_error
+from vissl_zero.integration.user_optimizer import read_optimizer, unchanged_on_error
 
 
 def _model():

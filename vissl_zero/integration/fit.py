@@ -24,8 +24,8 @@ from vissl_zero import collectives
 from vissl_zero.config.host import RESERVE, free_memory
 from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.own_loop.settings import ZeroSettings
-from vissl_zero.own_loop.user_optimizer import read_optimizer
+from vissl_zero.integration.settings import ZeroSettings
+from vissl_zero.integration.user_optimizer import read_optimizer
 from vissl_zero.sharding.candidates import (
     Budget,
     because,

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.own_loop.initialize import initialize, join_ranks, training_device
-from vissl_zero.own_loop.settings import ZeroSettings, read_settings
+from vissl_zero.integration.initialize import initialize, join_ranks, training_device
+from vissl_zero.integration.settings import ZeroSettings, read_settings
 
 Build = Callable[[], tuple[nn.Module, Any]]
 Step = Callable[[nn.Module, Any, Any], Any]

@@ -8,8 +8,8 @@ from torch import nn
 
 from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import ConfigError
-from vissl_zero.own_loop.initialize import choose_precision
-from vissl_zero.own_loop.settings import read_settings
+from vissl_zero.integration.initialize import choose_precision
+from vissl_zero.integration.settings import read_settings
 
 TYPED = {"type": "ZeroRedundancyOptimizer_Level_3"}
 SCALED = Precision("float32", None, "float16", "float32", True)

@@ -1,8 +1,8 @@
-"""ZeRO for Classy Vision: ``import vissl_zero.own_loop.classy`` and a task of its registry trains sharded.
+"""ZeRO for Classy Vision: ``import vissl_zero.integration.classy`` and a task of its registry trains sharded.
 
 ::
 
-    import vissl_zero.own_loop.classy
+    import vissl_zero.integration.classy
 
     config = {
         "name": "vissl_zero_classification_task",
@@ -28,8 +28,8 @@ from classy_vision.tasks import ClassificationTask, register_task
 from torch import nn
 
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.own_loop.initialize import initialize
-from vissl_zero.own_loop.sharded_optimizer import ZeroOptimizer
+from vissl_zero.integration.initialize import initialize
+from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
 
 
 @register_optimizer("vissl_zero")
