@@ -23,6 +23,7 @@ setup(
             "py.typed",
             "conf/**/*.yaml",
             "config/*.yaml",
+            "weights/*.json",
             "config/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
@@ -59,6 +60,8 @@ setup(
             "mypy",
             "pre-commit",
         ],
+        # vissl-zero export --to onnx, and embed --out X.parquet.
+        "export": ["onnx>=1.18", "onnxscript>=0.3", "onnxruntime>=1.20", "pyarrow>=16"],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

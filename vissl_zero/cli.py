@@ -21,7 +21,7 @@ from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
 
 INTERRUPTED = 130
-WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
+WORDS = ("list", "doctor", "plan", "explain", "verify", "evaluate", "embed", "export", "checkpoint", "jobs")
 _PRINT_ONLY = {
     "--dry-run",
     "config.DRY_RUN",
@@ -61,6 +61,11 @@ Look before you train:
   vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
+
+Use weights of any origin: a run folder, a file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>:
+  vissl-zero evaluate <weights> ... --data <folder>     kNN and a linear probe on class folders in train/ and val/
+  vissl-zero embed <weights> <folder> --out X.npz       features of photos (.npz, .parquet, .safetensors)
+  vissl-zero export <weights> --to timm --out <folder>  a folder that timm opens; also transformers, onnx, ...
 
 Measure what was trained, under VISSL's names, with any recipe; nothing is trained:
   vissl-zero train_svm config=benchmark/svm config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run>   SVMs on features
@@ -153,6 +158,18 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.verify import verify
 
         return verify(rest)
+    if word == "evaluate":
+        from vissl_zero.commands.evaluate import evaluate
+
+        return evaluate(rest)
+    if word == "embed":
+        from vissl_zero.commands.evaluate import embed
+
+        return embed(rest)
+    if word == "export":
+        from vissl_zero.commands.export import export
+
+        return export(rest)
     if word == "checkpoint":
         from vissl_zero.commands.checkpoint import checkpoint
 

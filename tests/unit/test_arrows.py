@@ -23,10 +23,11 @@ ALLOWED = {
     "integration": {"config", "optim", "sharding", "checkpoint"},
     "engine": {"config", "models", "methods", "data", "optim", "sharding"},
     "checkpoint": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
-    "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
+    "weights": {"config", "models", "data", "checkpoint"},
+    "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "weights"},
     "reporting": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "evaluation"},
     "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
-    "commands": {"config", "engine", "checkpoint", "reporting", "launch"},
+    "commands": {"config", "engine", "checkpoint", "weights", "evaluation", "reporting", "launch"},
 }
 
 

@@ -38,8 +38,8 @@ from vissl_zero.errors import CheckpointError, did_you_mean
 _MODEL = ("classy_state_dict", "base_model", "model")
 # Where other programs keep the model's state dict, first come first served.
 # Averages of the weights come before the weights themselves, as timm and DINO load them.
-_USUAL_KEYS = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "teacher")
-_USUAL_KEYS += ("state_dict", "model_state_dict", "model", "module", "params", "student")
+_AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "teacher")
+_USUAL_KEYS = (*_AVERAGES, "state_dict", "model_state_dict", "model", "module", "params", "student")
 _MOST_SHARDS = 100_000
 
 
@@ -118,7 +118,9 @@ def _library_folder(path: Path, key: str) -> Foreign:
             found.entries += part.entries
             continue
         weights = open_weights(file, with_data=True)
-        found.entries += [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
+        found.entries += [
+            Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()
+        ]
     rooted, which = at_root(found.entries)
     found.entries, found.layout = to_timm(rooted), found.layout + which
     return _not_empty(found, path)

@@ -96,7 +96,8 @@ def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
     root = min(roots, key=_rank)
     inside = [replace(entry, key=entry.key.removeprefix(root)) for entry in entries if entry.key.startswith(root)]
     if len(roots) > 1:
-        return inside, f", its {root.rstrip('.')} (left out: {', '.join(r.rstrip('.') or 'the rest' for r in roots if r != root)})"
+        others = ", ".join(other.rstrip(".") or "the rest" for other in roots if other != root)
+        return inside, f", its {root.rstrip('.')} (left out: {others})"
     if plain_name(root + "x") == "x":
         return list(entries), ""
     taken = {entry.key for entry in inside}
@@ -117,4 +118,6 @@ def _roots(names: Any) -> list[str]:
 def _rank(root: str) -> tuple[int, str]:
     words = re.split(r"[._]", root)
     joined = "_".join(words)
-    return next((at for at, word in enumerate(_FIRST) if word in words or f"_{word}_" in f"_{joined}_"), len(_FIRST)), root
+    return next(
+        (at for at, word in enumerate(_FIRST) if word in words or f"_{word}_" in f"_{joined}_"), len(_FIRST)
+    ), root

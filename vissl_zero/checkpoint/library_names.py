@@ -25,7 +25,7 @@ class _Layout:
 
     Attributes:
         mark: a name that only this layout has.
-        rules: theirs -> timm's, full matches; the first that matches counts. {n} in a group called ``up`` counts one up.
+        rules: theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
     """
 
     mark: str
@@ -124,7 +124,9 @@ def _fused(entries: list[Entry]) -> Iterable[Entry]:
         elif entry.key.endswith(".attn.qkv.bias"):
             start = entry.key.removesuffix(".qkv.bias")
             yield from (_third(entry, f"{start}.{name}_bias", at) for name, at in (("q", 0), ("v", 2)))
-        elif not entry.key.endswith((".bias_mask", "rope_embed.periods", "local_cls_norm.weight", "local_cls_norm.bias")):
+        elif not entry.key.endswith(
+            (".bias_mask", "rope_embed.periods", "local_cls_norm.weight", "local_cls_norm.bias")
+        ):
             yield entry
 
 

@@ -80,7 +80,9 @@ def _snapshot(repo: str, name: str) -> Path:
     try:
         found = [try_to_load_from_cache(repo, file) for file in _HF_FILES]
     except HFValidationError as error:
-        raise CheckpointError(f"{name}: {repo!r} is neither a folder nor <owner>/<name> of the Hub. Correct it.") from error
+        raise CheckpointError(
+            f"{name}: {repo!r} is neither a folder nor <owner>/<name> of the Hub. Correct it."
+        ) from error
     for place in found:
         if isinstance(place, str):
             return Path(place).parent
@@ -104,7 +106,7 @@ def _timm(name: str) -> Located:
     model = f"timm/{name.split('.')[0]}"
     if config.hf_hub_id:
         return Located(_snapshot(config.hf_hub_id, f"timm:{name}"), model, preprocessing)
-    if config.url:
+    if isinstance(config.url, str) and config.url:
         return Located(_hub_file(config.url, f"timm:{name}"), model, preprocessing)
     raise CheckpointError(f"timm:{name}: nobody has published weights of this model. Name another, or give a file.")
 

@@ -42,6 +42,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.saved import copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.config.vissl_programs import TRAIN
+from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
 
@@ -205,7 +206,7 @@ def _config(cfg: RunConfig) -> dict[str, Any]:
     if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
         model["NON_TRAINABLE_PARAMS"] = [*model["NON_TRAINABLE_PARAMS"], "trunk"]
     if path := cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
-        model["WEIGHTS_INIT"]["PARAMS_FILE"] = str(Path(path).expanduser().absolute())  # workers may start elsewhere
+        model["WEIGHTS_INIT"]["PARAMS_FILE"] = absolute(path)  # workers may start elsewhere
     if cfg.DATA.WORKER_TIMEOUT_S is None:
         tree["DATA"]["WORKER_TIMEOUT_S"] = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in ("TRAIN", "TEST"):
@@ -228,7 +229,7 @@ def _teacher(cfg: RunConfig) -> dict[str, Any]:
         "TRUNK": {"NAME": name, TRUNK_BLOCKS.get(name, "PARAMS"): trunk_options(cfg)},
         "HEAD": {**asdict(cfg.MODEL.HEAD), "PARAMS": [[head, options] for head, options in head_options(cfg)]},
         "INPUT_TYPE": cfg.MODEL.INPUT_TYPE,
-        "WEIGHTS_INIT": {**weights, "PARAMS_FILE": str(Path(weights["PARAMS_FILE"]).expanduser().absolute())},
+        "WEIGHTS_INIT": {**weights, "PARAMS_FILE": absolute(weights["PARAMS_FILE"])},
     }
 
 

@@ -125,9 +125,12 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     ours = list(names)
     is_regnet = any(".f." in name for name in ours if name.startswith("trunk.stages."))
     has_bottlenecks = any(".f.c." in name for name in ours)
+    # Only a head that is one linear layer is a classifier: the first layer of a projection is none.
+    is_classifier = {name.rpartition(".")[0] for name in ours if name.startswith("heads.")} == {_OUR_CLASSIFIER}
     result = Renamed()
     for name in ours:
-        other = None if is_regnet and not has_bottlenecks else _other_name(name, style, is_regnet)
+        has_name = not (is_regnet and not has_bottlenecks) and (is_classifier or not name.startswith("heads."))
+        other = _other_name(name, style, is_regnet) if has_name else None
         if other is None:
             result.unknown.append(name)
         else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from vissl_zero.checkpoint.first_weights import FOUND_BY_ITSELF
 from vissl_zero.checkpoint.foreign_layouts import Foreign, read_foreign
 from vissl_zero.checkpoint.named_weights import locate
-from vissl_zero.errors import CheckpointError, VisslZeroError
+from vissl_zero.errors import CheckpointError
+from vissl_zero.registry import WEIGHTS_READERS
 from vissl_zero.weights.recognition import Recognized, recognize
 
 
@@ -33,8 +33,14 @@ def find(name: str, key: str = "") -> Found:
     located = locate(name)
     if not located.path.exists():
         raise CheckpointError(f"There is no {located.path}. Give a file of weights, a folder or a run folder.")
-    foreign = read_foreign(located.path, key)
+    foreign = read_foreign(located.path, "" if key in FOUND_BY_ITSELF else key)
     return Found(foreign, recognize(foreign, located.model, located.preprocessing))
+
+
+@WEIGHTS_READERS.register("network")
+def network_of(name: str, key: str = "") -> dict[str, Any]:
+    """Find the network of weights and describe it as the configuration of a run. Args and Raises: as for ``find``."""
+    return as_run(find(name, key).network)
 
 
 def as_run(network: Recognized) -> dict[str, Any]:
@@ -51,20 +57,3 @@ def as_run(network: Recognized) -> dict[str, Any]:
         "recognized": network.text,
         "others": list(network.others),
     }
-
-
-def main(arguments: list[str]) -> int:
-    """Print the network of weights as JSON: ``python -m vissl_zero.weights.reading <weights> [<key>]``.
-
-    Configurations are resolved without torch, so they ask in a process of its own.
-    """
-    try:
-        print(json.dumps(as_run(find(*arguments).network)))
-    except VisslZeroError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,9 @@ from vissl_zero.weights.library_index import models_of
 Shapes = Mapping[str, tuple[int, ...]]
 # Channels a head of published transformers, where it is not 64.
 _HEADS = {1280: 16, 1152: 16, 1408: 16, 1664: 16, 4096: 32}
+# transformers' activations -> timm's; "" is what timm's transformers have anyway.
+_ACTIVATIONS = {"gelu": "", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+_ACTIVATIONS |= {"silu": "silu", "relu": "relu"}
 _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 _USUAL_SIZE = 224
 # Names of a plain vision transformer, in timm's words, outside of its blocks and inside.
@@ -62,9 +65,11 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
     told = {**_told(foreign.config), **(preprocessing or {})}
+    if (own := _own(foreign.config)) is not None:
+        return own
     model = model or _architecture(foreign.config)
     found = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
-    found = found or _convnext(shapes) or _swin(shapes) or _indexed(shapes, model)
+    found = found or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
     if found is None:
         some = ", ".join(entry.key for entry in foreign.entries[:4])
         raise CheckpointError(
@@ -79,6 +84,31 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
         list(told.get("std") or found.std),
         [other for other in found.others if other != found.trunk["NAME"]],
     )
+
+
+def _own(config: Mapping[str, Any]) -> Recognized | None:
+    """What ``vissl-zero export --to safetensors`` has written."""
+    written = config.get("vissl_zero")
+    trunk = written.get("TRUNK") if isinstance(written, Mapping) else None
+    views = written.get("views") if isinstance(written, Mapping) else None
+    if not isinstance(trunk, Mapping) or not isinstance(trunk.get("NAME"), str) or not isinstance(views, Mapping):
+        return None
+    params = trunk.get("PARAMS")
+    plain = (
+        {**trunk, "PARAMS": {k: v for k, v in params.items() if k != "name"}} if isinstance(params, Mapping) else trunk
+    )
+    size = views.get("size")
+    normalization = _normalization(views)
+    return Recognized(trunk["NAME"], plain, size if isinstance(size, int) else 224, *normalization)
+
+
+def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Mean and deviation of three channels; ImageNet's where they are not written."""
+    mean, std = views.get("mean"), views.get("std")
+    for values in (mean, std):
+        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
+            return _IMAGENET["mean"], _IMAGENET["std"]
+    return list(mean or ()), list(std or ())
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -109,9 +139,9 @@ def _heads(width: int, config: Mapping[str, Any]) -> int:
     heads = _number(config, "num_attention_heads") or _HEADS.get(width) or (0 if width % 64 else width // 64)
     if not heads or width % heads:
         raise CheckpointError(
-            f"A vision transformer of width {width}: no published one has it, so its attention heads are not known. Put "
-            f'a config.json with {{"num_attention_heads": ...}} beside the file, in a folder of their own, and name the '
-            "folder; or write config.MODEL.TRUNK."
+            f"A vision transformer of width {width}: no published one has it, so its attention heads are not known. "
+            'Put a config.json with {"num_attention_heads": ...} beside the file, in a folder of their own, and name '
+            "the folder; or write config.MODEL.TRUNK."
         )
     return int(heads)
 
@@ -134,7 +164,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     outside = [name for name in shapes if not name.startswith(("blocks.", "head", "fc.", "decoder", "dino_", "ibot_"))]
     if not depth or not patches or not first or len(patches) != 4 or not all(map(_INSIDE.fullmatch, inside)):
         return None
-    if "pos_embed" not in shapes or not all(map(_OUTSIDE.fullmatch, outside)) or "reg_token" in shapes and decoder:
+    if "pos_embed" not in shapes or not all(map(_OUTSIDE.fullmatch, outside)) or ("reg_token" in shapes and decoder):
         return None
     width, patch = patches[0], patches[-1]
     is_hidden_by_name = {"register_tokens", "reg_token"} & shapes.keys()
@@ -150,15 +180,25 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     args |= {"class_token": has_class, "no_embed_class": prefix == 0, "qkv_bias": "blocks.0.attn.qkv.bias" in shapes}
     args |= {"init_values": 1.0 if "blocks.0.ls1.gamma" in shapes else None, "pre_norm": "norm_pre.weight" in shapes}
     args |= {"qk_norm": "blocks.0.attn.q_norm.weight" in shapes}
+    act = foreign.config.get("hidden_act", "gelu")
+    if act not in _ACTIVATIONS:
+        return None
+    if not is_gated and _ACTIVATIONS[act]:
+        args["act_layer"] = _ACTIVATIONS[act]
     has_fc_norm = "fc_norm.weight" in shapes
     args |= {"global_pool": "token" if has_class and not has_fc_norm else "avg", "fc_norm": has_fc_norm}
-    params = {"model_args": args, "position_resize": _position_resize(foreign, shapes)}
-    if eps := _number(foreign.config, "layer_norm_eps"):
+    params: dict[str, Any] = {
+        "model_args": {k: v for k, v in args.items() if v is not None},
+        "position_resize": _position_resize(foreign, shapes),
+    }
+    if eps := _number(foreign.config, "layer_norm_eps") or (1e-5 if args["pre_norm"] else None):  # CLIP's
         params["layer_norm_eps"] = eps
     name = "vit_giant_patch14_dinov2" if is_gated else f"vit_base_patch{patch if patch in (8, 16, 32) else 16}_224"
     text = f"vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
     text += f", {registers} registers" if registers else ""
-    return Recognized(f"{text}, made for images of {side * patch}", {"NAME": f"timm/{name}", "PARAMS": params}, side * patch)
+    return Recognized(
+        f"{text}, made for images of {side * patch}", {"NAME": f"timm/{name}", "PARAMS": params}, side * patch
+    )
 
 
 def _ratio(inner: int, width: int) -> float:
@@ -179,14 +219,22 @@ def _position_resize(foreign: Foreign, shapes: Shapes) -> str:
 def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     """DINOv3's vision transformer, timm's Eva with rotary positions."""
     depth, patches = _depth(shapes, r"blocks\.(\d+)\.attn\.qkv\.weight"), shapes.get("patch_embed.proj.weight")
-    if not depth or not patches or "pos_embed" in shapes or "reg_token" not in shapes or "blocks.0.gamma_1" not in shapes:
+    if (
+        not depth
+        or not patches
+        or "pos_embed" in shapes
+        or "reg_token" not in shapes
+        or "blocks.0.gamma_1" not in shapes
+    ):
         return None
     width, patch, registers = patches[0], patches[-1], shapes["reg_token"][1]
     is_gated = "blocks.0.mlp.fc1_g.weight" in shapes
     inner = shapes["blocks.0.mlp.fc1_g.weight" if is_gated else "blocks.0.mlp.fc1.weight"][0]
     args: dict[str, Any] = {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": _heads(width, config)}
     args |= {"mlp_ratio": _ratio(inner, width), "num_reg_tokens": registers, "global_pool": "token"}
-    args |= {"qkv_bias": "blocks.0.attn.q_bias" in shapes, "swiglu_mlp": is_gated, "swiglu_align_to": 0}
+    args |= {"qkv_bias": "blocks.0.attn.q_bias" in shapes, "swiglu_mlp": is_gated, "swiglu_align_to": 1}
+    if config.get("hidden_act", "silu" if is_gated else "gelu") != ("silu" if is_gated else "gelu"):
+        return None
     args |= {"rope_temperature": _number(config, "rope_theta") or 100.0}
     params = {"model_args": args, "layer_norm_eps": _number(config, "layer_norm_eps") or 1e-5}
     text = f"DINOv3 vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
@@ -194,18 +242,32 @@ def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     return Recognized(f"{text}, {registers} registers", trunk, int(_number(config, "image_size") or _USUAL_SIZE))
 
 
-_RESNETS = {(2, 2, 2, 2): 18, (3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152, (3, 24, 36, 3): 200}
+_RESNETS: dict[tuple[int, ...], int] = {
+    (2, 2, 2, 2): 18,
+    (3, 4, 6, 3): 50,
+    (3, 4, 23, 3): 101,
+    (3, 8, 36, 3): 152,
+    (3, 24, 36, 3): 200,
+}
 
 
 def _resnet(shapes: Shapes) -> Recognized | None:
     """torchvision's, timm's and VISSL's ResNet, ResNeXt and wide ResNet of a published depth."""
     stem, last = shapes.get("conv1.weight"), shapes.get("layer1.0.conv2.weight")
     layers = tuple(_depth(shapes, rf"layer{stage}\.(\d+)\.conv1\.weight") for stage in range(1, 5))
-    known = re.compile(r"(?:conv1|bn1|layer\d\.\d+\.(?:conv[123]|bn[123]|downsample\.[01]))\.\w+|(?:fc|head|last_linear)\..+")
+    known = re.compile(
+        r"(?:conv1|bn1|layer\d\.\d+\.(?:conv[123]|bn[123]|downsample\.[01]))\.\w+|(?:fc|head|last_linear)\..+"
+    )
     is_wide = "layer1.0.conv3.weight" in shapes
     depth = _RESNETS.get(layers, 0) if is_wide or layers != (3, 4, 6, 3) else 34
-    has_plain_stem = stem is not None and stem[1:] in ((3, 7, 7), (3, 3, 3))
-    if not depth or not has_plain_stem or last is None or is_wide != (depth >= 50) or depth == 18 and is_wide:
+    if (
+        stem is None
+        or stem[1:] not in ((3, 7, 7), (3, 3, 3))
+        or not depth
+        or last is None
+        or is_wide != (depth >= 50)
+        or (depth == 18 and is_wide)
+    ):
         return None
     trunk_names = [n for n in shapes if not n.startswith(("heads.", "projection", "prototypes", "predictor"))]
     if not all(map(known.fullmatch, trunk_names)):
@@ -218,7 +280,7 @@ def _resnet(shapes: Shapes) -> Recognized | None:
     return Recognized(text, {"NAME": "resnet", "RESNETS": options})
 
 
-def _convnext(shapes: Shapes) -> Recognized | None:
+def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     """ConvNeXt of any depth and width, in timm's names, first and second version."""
     depths = [_depth(shapes, rf"stages\.{stage}\.blocks\.(\d+)\.conv_dw\.weight") for stage in range(4)]
     if not all(depths) or len(shapes.get("stem.0.weight", ())) != 4 or "head.norm.weight" not in shapes:
@@ -226,13 +288,15 @@ def _convnext(shapes: Shapes) -> Recognized | None:
     dims = [shapes[f"stages.{stage}.blocks.0.conv_dw.weight"][0] for stage in range(4)]
     patch, kernel = shapes["stem.0.weight"][-1], shapes["stages.0.blocks.0.conv_dw.weight"][-1]
     args: dict[str, Any] = {"depths": depths, "dims": dims, "patch_size": patch, "kernel_sizes": kernel}
-    args |= {"use_grn": "stages.0.blocks.0.mlp.grn.weight" in shapes}
-    args |= {"ls_init_value": 1e-6 if "stages.0.blocks.0.gamma" in shapes else None}
     args |= {"conv_mlp": len(shapes["stages.0.blocks.0.mlp.fc1.weight"]) == 4}
-    if "head.pre_logits.fc.weight" in shapes:
+    is_second = "stages.0.blocks.0.mlp.grn.weight" in shapes
+    if "head.pre_logits.fc.weight" in shapes or is_second == ("stages.0.blocks.0.gamma" in shapes):
         return None
-    text = f"ConvNeXt: {depths} blocks of {dims}"
-    return Recognized(text, {"NAME": "timm/convnext_tiny", "PARAMS": {"model_args": args}})
+    params: dict[str, Any] = {"model_args": args}
+    if config.get("model_type") in ("convnext", "convnextv2"):
+        params["last_norm_eps"] = _number(config, "layer_norm_eps") or 1e-12
+    name = "timm/convnextv2_tiny" if is_second else "timm/convnext_tiny"
+    return Recognized(f"ConvNeXt{' V2' * is_second}: {depths} blocks of {dims}", {"NAME": name, "PARAMS": params})
 
 
 def _swin(shapes: Shapes) -> Recognized | None:

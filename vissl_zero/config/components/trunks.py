@@ -333,6 +333,8 @@ class TimmConfig:
     """Stochastic depth of the last block; null: the model's own."""
     layer_norm_eps: float | None = number(None, above=0, most=1)
     """Added to the variance in all layer norms; null: the model's own."""
+    last_norm_eps: float | None = number(None, above=0, most=1)
+    """The same of the last layer norm alone (transformers' ConvNeXt); null: as the others."""
     position_resize: str = choice("antialiased", "antialiased", "bicubic", "offset")
     """How positions of a vision transformer are resized for other image sizes: antialiased (timm, DINOv2 with
     registers), bicubic (transformers) or offset (bicubic by a factor of 0.1 patches more: DINO, DINOv2)."""

@@ -68,6 +68,7 @@ def build_timm_trunk(
     patch_drop_rate: float = 0.0,
     drop_path_rate: float | None = None,
     layer_norm_eps: float | None = None,
+    last_norm_eps: float | None = None,
     position_resize: str = "antialiased",
     model_args: dict[str, Any] | None = None,
 ) -> nn.Module:
@@ -81,7 +82,7 @@ def build_timm_trunk(
     arguments = dict(model_args or {})
     if drop_path_rate is not None:
         arguments["drop_path_rate"] = drop_path_rate
-    build = partial(_create, name, arguments, layer_norm_eps)
+    build = partial(_create_with_norms, name, arguments, layer_norm_eps, last_norm_eps)
     net = build()
     if isinstance(net, TimmVisionTransformer) and _is_plain(type(net)):
         if problems := [_without_effect(key, arguments[key]) for key in _WITHOUT_EFFECT if arguments.get(key)]:
@@ -274,7 +275,19 @@ def _is_plain(kind: type) -> bool:
     return all(getattr(kind, name) is getattr(TimmVisionTransformer, name) for name in _TRANSFORMER_METHODS)
 
 
-def _create(name: str, arguments: dict[str, Any], layer_norm_eps: float | None = None) -> nn.Module:
+def _create_with_norms(
+    name: str, arguments: dict[str, Any], layer_norm_eps: float | None, last_norm_eps: float | None
+) -> nn.Module:
+    net = _create(name, arguments)
+    norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+    for module in norms:
+        module.eps = layer_norm_eps or module.eps
+    if norms and last_norm_eps:
+        norms[-1].eps = last_norm_eps
+    return net
+
+
+def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     if not timm.is_model(name):
         fix = f"See https://huggingface.co/timm.{did_you_mean(name, timm.list_models())}"
         raise ConfigError([Problem(f"{_KEY}.NAME", f"timm/{name}", "must name a model of timm", fix)])
@@ -288,10 +301,6 @@ def _create(name: str, arguments: dict[str, Any], layer_norm_eps: float | None =
             net = build()
     except TypeError as error:
         raise ConfigError([Problem(f"{_KEY}.PARAMS.model_args", str(arguments), str(error), "Correct it.")]) from error
-    if layer_norm_eps is not None:
-        for module in net.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = layer_norm_eps
     return net
 
 

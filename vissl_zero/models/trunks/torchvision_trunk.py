@@ -35,7 +35,9 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         fix = f"vissl-zero list trunks names the others.{did_you_mean(name, known)}"
-        raise ConfigError([Problem(f"{_KEY}.NAME", f"torchvision/{name}", "must name a classifier of torchvision", fix)])
+        raise ConfigError(
+            [Problem(f"{_KEY}.NAME", f"torchvision/{name}", "must name a classifier of torchvision", fix)]
+        )
     options = {"init_weights": False, "aux_logits": False} if name in _LARGE else {}
     try:
         net: nn.Module = torchvision.models.get_model(name, weights=None, **options, **arguments)

@@ -211,9 +211,7 @@ class TokenEmbedding(nn.Module):
 _OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
 
 
-def interpolated(
-    positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased"
-) -> Tensor:
+def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased") -> Tensor:
     """Position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
 
     Args:
