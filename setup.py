@@ -22,9 +22,9 @@ setup(
         "vissl_zero": [
             "py.typed",
             "conf/**/*.yaml",
-            "config/*.yaml",
             "weights/*.json",
-            "config/machines/*.yaml",
+            "vissl/*.yaml",
+            "planner/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
         ]

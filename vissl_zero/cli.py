@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.config.vissl_programs import ELSEWHERE, PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
+from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
 WORDS = ("list", "doctor", "plan", "explain", "verify", "evaluate", "embed", "export", "checkpoint", "jobs")

@@ -11,8 +11,8 @@ import yaml
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import list_recipes
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import LarcPlan, Precision, ResolvedRun
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import LarcPlan, Precision, ResolvedRun
 
 RECIPES = [recipe for recipe in list_recipes() if not recipe.is_part]
 PARTS = [recipe for recipe in list_recipes() if recipe.is_part]

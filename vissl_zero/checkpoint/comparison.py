@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.weights import Weights, WeightsFile, weights_of
-from vissl_zero.config.derive.components import method_of
-from vissl_zero.config.saved import find
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.components import method_of
+from vissl_zero.resolve.saved import find
 
 _CHUNK_ELEMENTS = 2**20
 _OF_ONE_RANK = "of_rank/"

@@ -23,12 +23,12 @@ from vissl_zero.checkpoint.folder import (
     stem_of,
 )
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError, printable
-from vissl_zero.sharding.state import restore_counters
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import as_data
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import restore_counters
 
 _MOST_LINES = 20
 
@@ -216,7 +216,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
 
 
 @torch.no_grad()
-def restore_buffers(sharded: Sharded, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
+def restore_buffers(sharded: ShardedModel, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
     """Running statistics and the like; on the number of ranks that wrote them, each rank its own.
 
     Raises:

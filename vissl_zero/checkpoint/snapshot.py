@@ -23,10 +23,10 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.shard_file import bytes_of
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError, VisslZeroError
-from vissl_zero.sharding.state import Part
+from vissl_zero.resolve.saved import as_data
+from vissl_zero.sharding.state.saved_state import Part
 from vissl_zero.version import __version__
 
 

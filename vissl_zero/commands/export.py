@@ -48,13 +48,11 @@ def export(arguments: Sequence[str]) -> int:
     out = Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
-    from vissl_zero.data.pipeline import derive_eval_transforms
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
     loaded = load_trunk(options.weights, which=options.which)
-    data = loaded.config["DATA"]
-    views = Views.of(data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"]))
+    views = Views.of(loaded.config["DATA"])
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside its place and under its own name, which the calls that open it quote; moved when it is whole.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
@@ -101,8 +99,8 @@ def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, licens
         f"A trunk that turns an image into {loaded.feature_dim} features: {loaded.recognized}.",
         f"```python\n{calls}\n```",
         *done.notes,
-        f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in the "
-        f"middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
+        f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in "
+        f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
         f"Opened by {target}, features differ from the trunk's by {done.difference:.2g} at most.",
         f"| | |\n| --- | --- |\n| trunk | {loaded.config['MODEL']['TRUNK']['NAME']} |\n"
@@ -120,7 +118,7 @@ def _facts(source: Path) -> dict[str, Any]:
         found = read_object(summary)
     except (OSError, ValueError):
         return {}
-    from vissl_zero.config.saved import RESOLVED_FILE, read_saved
+    from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
     facts: dict[str, Any] = {}
     try:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.components.heads import layer_names
-from vissl_zero.config.derive.optimizer_plan import peak
-from vissl_zero.config.vissl_programs import PREDICTIONS, TRAIN
+from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.resolve.optimizer_plan import peak
 
 TOP_K = 5
 

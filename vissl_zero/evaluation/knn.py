@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, rank, world_size
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, Subset, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
@@ -29,6 +28,7 @@ from vissl_zero.evaluation.features import (
     view_features,
 )
 from vissl_zero.evaluation.pictures import Neighbours, PatchPictures, find_neighbours, middles, patch_pictures
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:

@@ -37,12 +37,12 @@ from vissl_zero.checkpoint.weights import (
     weights_of,
 )
 from vissl_zero.config.components.trunks import trunk_component, trunk_params
-from vissl_zero.config.saved import RESOLVED_FILE, leaves, read_saved, with_references
 from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.data.pipeline import build_eval_pipeline
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
+from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
 from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."

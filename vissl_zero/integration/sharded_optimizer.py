@@ -23,8 +23,9 @@ from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_bu
 from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts
 from vissl_zero.errors import CheckpointError, VisslZeroError
-from vissl_zero.sharding.state import check_same_update, take_group_options
-from vissl_zero.sharding.strategy import Sharded, StepResult
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
+from vissl_zero.sharding.update.stepper import StepResult
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -44,7 +45,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         num_updates: how often the optimizer has stepped, skipped steps included.
     """
 
-    def __init__(self, sharded: Sharded, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
+    def __init__(self, sharded: ShardedModel, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
         base = sharded.optimizer
         # torch's constructor gives the groups to ``add_param_group``, which refuses later ones.
         self._is_built = False
@@ -255,7 +256,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[param] for name, param in names if first[param] != name}
 
 
-def save_state(sharded: Sharded, folder: Path, step: int) -> None:
+def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
     """Write ``<folder>/checkpoints/step_<step>``: each rank what it holds, one tensor in memory at a time. Collective.
 
     Args:
@@ -296,7 +297,7 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
         raise
 
 
-def load_state(sharded: Sharded, folder: Path) -> int:
+def load_state(sharded: ShardedModel, folder: Path) -> int:
     """Restore the newest complete checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
 
     Collective; ranks share the reading of checksums.

@@ -19,7 +19,7 @@ from rich.console import Console
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
 from vissl_zero.reporting.quantity import KINDS
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -98,7 +98,7 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
 
 
 def record_from(entry: Mapping[str, Any]) -> StepRecord:
-    """The record that ``line`` wrote; what was not finite is None.
+    """Read the record that ``line`` wrote; what was not finite is None.
 
     Raises:
         KeyError, TypeError: it is no such line.
@@ -193,7 +193,7 @@ class TensorBoard(Hook):
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """What is written for one step: tag -> finite number."""
+    """Return what is written for one step: tag -> finite number."""
     found = {
         "train/loss": record.loss,
         "train/lr": record.lr,

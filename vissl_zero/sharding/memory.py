@@ -6,6 +6,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.state.shard import Shard
 from vissl_zero.sharding.torch_private import object_address, real_grad
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory of this rank by kind, in bytes.
+
+    Attributes:
+        params: parameters: this rank's shards, and whole ones where units are gathered at this moment.
+        grads: gradients, counted in the same way.
+        optimizer: state of the optimizer, its step counters apart.
+        activations: what the forward pass that was measured kept alive for the backward pass.
+        buffers: running statistics and other buffers, and the running average of the weights.
+        teacher: parameters and buffers of the teacher in memory: its shards unless they are on a disk, and whole
+            parameters where units are gathered.
+        peak: largest so far: resident memory on CPU, allocated on CUDA.
+        params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
+            whole at once.
+    """
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+    peak: int = 0
+    params_step_peak: int = 0
+    teacher: int = 0
 
 
 class Storages:
@@ -74,6 +102,13 @@ def peak_bytes(device: torch.device) -> int:
         return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def resident_bytes() -> int | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vissl_zero.checkpoint.foreign_layouts import HUGGING_FACE, Foreign, from_timm
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import write_torch_file
+from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.weight_names import to_other_names
 from vissl_zero.weights.library_index import models_of
@@ -47,8 +48,9 @@ class Views:
     std: Sequence[float]
 
     @classmethod
-    def of(cls, transforms: Sequence[Mapping[str, Any]]) -> Views:
-        """Read them from a list of TRANSFORMS of evaluation."""
+    def of(cls, data: Mapping[str, Any]) -> Views:
+        """Read them from the TRANSFORMS of evaluation, or those that TRAIN's imply, of a DATA block."""
+        transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
         found = {entry["name"]: entry for entry in transforms}
         resize, crop = _side(found.get("Resize", {}).get("size")), _side(found.get("CenterCrop", {}).get("size"))
         normalize = found.get("Normalize", {})

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.unit.reporting.example_run import make_plan
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import RegistryError
 from vissl_zero.registry import HOOKS
@@ -16,6 +15,7 @@ from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.hooks import ReportImage, build_hooks
 from vissl_zero.reporting.metrics_file import TensorBoard
 from vissl_zero.reporting.summary import Summary
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:

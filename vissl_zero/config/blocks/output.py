@@ -10,7 +10,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import TEXTS, Texts
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @with_vissl_keys("CHECKPOINT")
@@ -213,7 +213,7 @@ class Svm:
     loss: str = choice("squared_hinge", "squared_hinge", "hinge")
     """scikit-learn's LinearSVC."""
     penalty: str = choice("l2", "l2", "l1")
-    """Of the weights; l1 needs squared_hinge and dual: false."""
+    """Penalty on the weights; ``l1`` requires ``squared_hinge`` and ``dual: false``."""
     dual: bool = True
     """Solve the dual problem; hinge needs it."""
     max_iter: int = number(2000, least=1)

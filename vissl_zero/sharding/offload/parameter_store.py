@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.offload.block_file import (
     NUM_BUFFERS,
     BlockFile,
@@ -28,7 +28,7 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.shard import Shard, divide_by_norms, squared_norms
+from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
 from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 

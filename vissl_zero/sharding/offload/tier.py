@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
-from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.update_rule import trial_state
+from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.block_file import OffloadError, RunFolder, new_run_name, stale_runs
 from vissl_zero.sharding.offload.layout import StoredParam, kept_in_memory
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates, padded_bytes
-from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.state.shard import Shard
 
 Groups = list[dict[str, Any]]
 Built = TypeVar("Built")
