@@ -210,7 +210,10 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
     shapes = {entry.key: entry.shape for entry in entries}
     options: dict[str, Any] = {}
     if name.startswith("torchvision/"):
-        model, options = name.removeprefix("torchvision/"), dict(source.config["PARAMS"].get("model_args") or {})
+        model, options = (
+            name.removeprefix("torchvision/"),
+            dict(source.config.get("PARAMS", {}).get("model_args") or {}),
+        )
     else:
         found = [one for one in models_of(shapes) if one.startswith("torchvision/")]
         if not found:
