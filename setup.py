@@ -62,6 +62,17 @@ setup(
         ],
         # vissl-zero export --to onnx, and embed --out X.parquet.
         "export": ["onnx>=1.18", "onnxscript>=0.3", "onnxruntime>=1.20", "pyarrow>=16"],
+        # DATA.BACKEND=fast.
+        "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],
+        # Data sources; the standard library reads the tars of webdataset.
+        "webdataset": [],
+        "arrow": ["pyarrow>=17"],
+        "lmdb": ["lmdb>=1.5"],
+        "hdf5": ["h5py>=3.11"],
+        # Loggers (config.HOOKS.LOGGERS). mlflow-skinny with the two packages of its database: all of mlflow is 1 GB.
+        "wandb": ["wandb>=0.18"],
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
+        "trackio": ["trackio>=0.20"],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

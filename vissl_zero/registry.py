@@ -478,6 +478,18 @@ HOOKS = Registry(
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )
+_LOGGERS = "vissl_zero.reporting.loggers"
+LOGGERS = Registry(
+    "logger",
+    "config.HOOKS.LOGGERS",
+    {
+        "tensorboard": (f"{_LOGGERS}.tensorboard_events", "Event files for TensorBoard."),
+        "csv": (f"{_LOGGERS}.csv_file", "One table, metrics.csv: a row per step."),
+        "wandb": (f"{_LOGGERS}.wandb_run", "A run of Weights & Biases; offline unless WANDB_MODE=online."),
+        "mlflow": (f"{_LOGGERS}.mlflow_run", "A run of MLflow, in mlflow.db or at MLFLOW_TRACKING_URI."),
+        "trackio": (f"{_LOGGERS}.trackio_run", "A run of Trackio, in trackio/ or at TRACKIO_DIR."),
+    },
+)
 STRATEGIES = Registry(
     "sharding engine",
     "config.ZERO.ENGINE",
@@ -500,5 +512,6 @@ REGISTRIES: dict[str, Registry] = {
     "sources": DATA_SOURCES,
     "transforms": TRANSFORMS,
     "hooks": HOOKS,
+    "loggers": LOGGERS,
     "engines": STRATEGIES,
 }

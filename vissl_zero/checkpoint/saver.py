@@ -140,7 +140,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _shape_in_file(part: Part) -> tuple[int, ...]:
-    """A part that is the whole keeps its shape, so that a checkpoint of one rank opens with any safetensors reader."""
+    """Keep the shape of a part that is the whole, so that any safetensors reader opens a checkpoint of one rank."""
     is_whole = part.first_element == 0 and part.num_elements == part.full_shape.numel()
     return tuple(part.full_shape) if is_whole else (part.num_elements,)
 
@@ -301,7 +301,7 @@ class Saver:
 
 
 def _nothing(manifest: Manifest) -> None:
-    """What ranks other than 0 do to complete a checkpoint."""
+    """Do nothing: what ranks other than 0 do to complete a checkpoint."""
 
 
 class CheckpointHook(Hook):

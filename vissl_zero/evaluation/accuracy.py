@@ -54,7 +54,7 @@ class AccuracyHook(Hook):
         self._curve: list[list[float]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
+        """Return the curve so far."""
         return {"curve": self._curve}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def _numbers(meters: Mapping[str, Any], meter: str) -> list[int]:
 
 
 def further_figures(meters: Mapping[str, Any], found: Accuracy) -> dict[str, float]:
-    """What METERS names beyond top-1 and top-5, by its name among the results.
+    """Compute what METERS names beyond top-1 and top-5, by its name among the results.
 
     Args:
         meters: the resolved block.
@@ -233,7 +233,7 @@ class OnlineProbeHook(Hook):
         self._seen = torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
+        """Return the curve so far."""
         return {"curve": self._curve}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

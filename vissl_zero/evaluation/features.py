@@ -23,7 +23,7 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
-from vissl_zero.data.pipeline import Pipeline, build_pipeline
+from vissl_zero.data.pipeline import Pipeline, build_split_pipeline
 from vissl_zero.data.source import Source
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
@@ -67,7 +67,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]]:
-    """This rank's batches on its device, each with the number of samples in it that are this rank's own.
+    """Yield this rank's batches on its device, each with the number of samples in it that belong to this rank.
 
     Rank 0 prints its progress every few seconds, because nothing else is shown during that time.
 
@@ -111,12 +111,12 @@ class Features:
         return Features(self.rows[places], labels, pixels)
 
     def of_pixels(self) -> Features:
-        """The same images with their pixels for features."""
+        """Return the same images with their pixels for features."""
         assert self.pixels is not None, "extract_features was not asked for pixels"
         return Features(self.pixels, self.labels)
 
     def of_columns(self, columns: slice) -> Features:
-        """The same images with some of their features."""
+        """Return the same images with some of their features."""
         return Features(self.rows[:, columns], self.labels, self.pixels)
 
 
@@ -235,7 +235,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
     """
     data_cfg: Mapping[str, Any] = run.plan.config["DATA"]
-    pipeline = build_pipeline(data_cfg["TRAIN"]["TRANSFORMS"], "config.DATA.TRAIN.TRANSFORMS")
+    pipeline = build_split_pipeline(data_cfg, "TRAIN")
     dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0
@@ -264,7 +264,7 @@ def _plans(run: Run, num_samples: int, epoch: int) -> Iterator[MicroBatchPlan]:
 def nearest(
     queries: Tensor, index: Tensor, num_neighbours: int, is_cosine: bool = True, excluded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
+    """Find the most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
 
     Args:
         queries: (Q, F) features.

@@ -15,10 +15,12 @@ from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
-from vissl_zero.reporting.metrics_file import MetricsFile, TensorBoard
+from vissl_zero.reporting.loggers.logging import Logging
+from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
+from vissl_zero.resolve.logger_rules import logger_names
 from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
 
 
@@ -43,13 +45,11 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     for name in dict.fromkeys([*([program] if program else []), *options["EXTRA"]]):
         hooks.append(HOOKS.get(name).build())
         require_interface(HOOKS, name, hooks[-1], base=Hook)
-    if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
-        hooks.append(TensorBoard())
     if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
     if not plan.config["TEST_ONLY"]:
         hooks.append(FinalWeights())
-    return [*hooks, PeakMemory(), Summary(), ReportImage(knn)]
+    return [*hooks, PeakMemory(), Summary(), ReportImage(knn), Logging(logger_names(plan.config["HOOKS"]))]
 
 
 class Opening(Hook):

@@ -30,6 +30,7 @@ from vissl_zero.resolve.components import (
 from vissl_zero.resolve.data_plan import DATA_RULES, with_image_size
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.resolve.inactive import VISSL_RULES, inactive_keys, no_effect
+from vissl_zero.resolve.logger_rules import LOGGER_RULES
 from vissl_zero.resolve.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
 from vissl_zero.resolve.model_rules import MODEL_RULES
 from vissl_zero.resolve.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
@@ -59,6 +60,7 @@ RULES: tuple[Rule, ...] = (
     *SHARDING_RULES,
     *PLACEMENT_RULES,
     *PROGRAM_RULES,
+    *LOGGER_RULES,
     *VISSL_RULES,
 )
 

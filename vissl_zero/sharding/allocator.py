@@ -75,7 +75,7 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
 
 
 def allocator_advice(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> str:
-    """The note to print on a CPU rank that another launcher started without these variables; else ""."""
+    """Return the note for a CPU rank that another launcher started without these variables; else ""."""
     missing = allocator_environment(plan, environment)
     if not missing:
         return ""

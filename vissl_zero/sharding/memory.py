@@ -71,21 +71,21 @@ class Storages:
 
 
 def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards, and full parameters where units are gathered at this moment."""
+    """Collect this rank's shards, and full parameters where units are gathered at this moment."""
     storages = Storages(shard.local for shard in shards)
     storages.add(model.parameters())
     return storages
 
 
 def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards of gradients, and full gradients that wait for the last micro-batch."""
+    """Collect this rank's shards of gradients, and full gradients that wait for the last micro-batch."""
     storages = Storages(shard.local_grad() for shard in shards)
     storages.add(real_grad(param) for param in model.parameters())
     return storages
 
 
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
-    """The optimizer's state in memory; step counters (one number a parameter) are left out."""
+    """Collect the optimizer's state in memory; step counters (one number a parameter) are left out."""
     buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
     if buffers is not None:  # the state is on a disk and passes through these
         return Storages(buffers)
@@ -112,17 +112,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def resident_bytes() -> int | None:
-    """What this process has in memory now; None where the system does not say."""
+    """Return the resident memory of this process; None where the system does not report it."""
     return _status("VmRSS")
 
 
 def mapped_bytes() -> int:
-    """What this process has in memory of mapped files, mostly code; 0 where the system does not say."""
+    """Return the resident memory of mapped files, mostly code; 0 where the system does not report it."""
     return _status("RssFile") or 0
 
 
 def _status(name: str) -> int | None:
-    """A figure of Linux on this process, bytes."""
+    """Read a figure of Linux on this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

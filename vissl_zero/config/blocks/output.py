@@ -50,7 +50,7 @@ class TensorboardSetup:
     """``HOOKS.TENSORBOARD_SETUP``."""
 
     USE_TENSORBOARD: bool = True
-    """Write event files into <run folder>/tensorboard."""
+    """False takes tensorboard out of HOOKS.LOGGERS."""
 
 
 @with_vissl_keys("HOOKS.EMA_MODEL")
@@ -75,8 +75,10 @@ class Hooks:
 
     EXTRA: list[str] = field(default_factory=list)
     """Names of hooks of your own, called after the built-in ones that measure and before those that report."""
+    LOGGERS: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where figures go besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio, or a logger of your own."""
     TENSORBOARD_SETUP: TensorboardSetup = field(default_factory=TensorboardSetup)
-    """Event files for TensorBoard."""
+    """VISSL's switch of TensorBoard."""
     EMA_MODEL: EmaModel = field(default_factory=EmaModel)
     """A running average of the weights."""
 

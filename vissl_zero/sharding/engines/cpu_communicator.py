@@ -227,7 +227,7 @@ class _Cursor:
         self._tensors, self._index, self._start = tensors, 0, 0
 
     def pieces(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-        """The next elements, fewer at the end: views, each with its place among them."""
+        """Yield the next elements, fewer at the end: views, each with its place among them."""
         place = 0
         while place < num_elements and self._index < len(self._tensors):
             tensor = self._tensors[self._index]
@@ -343,7 +343,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
 
 
 def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryCommunicator | None:
-    """Collective over ``group``. None, on every rank, where its ranks cannot share memory: other machines, other users.
+    """Open memory shared by ``group``; None, on every rank, where its ranks cannot share any. Collective.
 
     Only on x86, whose order of stores it relies on.
     """
@@ -371,7 +371,7 @@ def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: flo
 
 
 def _machine() -> tuple[str, int] | None:
-    """The running system and its process namespace; None where this cannot work."""
+    """Identify the running system and its process namespace; None where this cannot work."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
         return None
     try:

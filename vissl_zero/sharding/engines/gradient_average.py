@@ -140,7 +140,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """The backward pass has ended: send the rest, and replace the gradients with their means."""
+        """End the backward pass: send the rest, and replace the gradients with their means."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
         # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by

@@ -184,7 +184,7 @@ def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 
 
 def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGroup | None:
-    """The group of ranks that share batch statistics with this one; None if that is this rank alone.
+    """Return the group of ranks that share batch statistics with this one; None if that is this rank alone.
 
     Args:
         ranks_per_group: consecutive ranks that share statistics; -1: all; 0: none.

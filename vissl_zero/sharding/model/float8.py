@@ -73,7 +73,7 @@ class Rows(NamedTuple):
         return product(self, other, dtype)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """The matrix (n, k) scaled back, in ``dtype``."""
+        """Scale the matrix (n, k) back, in ``dtype``."""
         return (self.values.to(self.scales.dtype) * self.scales).to(dtype)
 
 
@@ -90,7 +90,7 @@ def quantize(matrix: Tensor, dtype: torch.dtype) -> Rows:
 
 
 def product(a: Rows, b: Rows, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``, (n, m) in ``dtype``, of (n, k) in either format and (m, k) in e4m3."""
+    """Multiply ``a @ b.T``, (n, m) in ``dtype``, with a (n, k) in either format and b (m, k) in e4m3."""
     sides = (*a.values.shape, len(b.values))
     has_kernel = a.values.is_cuda and a.scales.dtype == torch.float32
     if has_kernel and sides[0] and sides[1] % _SIDE == sides[2] % _SIDE == 0:
@@ -140,7 +140,7 @@ class Blocks(NamedTuple):
         return (self.wide(exact) @ other.wide(exact).t()).to(dtype)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """The matrix (n, k) scaled back, in ``dtype``."""
+        """Scale the matrix (n, k) back, in ``dtype``."""
         exact = torch.promote_types(dtype, torch.float32)
         found = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
         return (found if self.factors is None else found * self.factors).to(dtype)
@@ -170,7 +170,7 @@ def unpacked(rows: Rows, out: Tensor) -> Tensor:
 
 
 def as_sent(weight: Tensor) -> Tensor:
-    """A weight (n, k) in its own format, rounded as it is sent. Bit for bit the same of one that has been sent."""
+    """Round a weight (n, k) as it is sent, in its own format. Rounding twice gives the same bits."""
     return unpacked(packed(weight), torch.empty_like(weight))
 
 
@@ -194,7 +194,7 @@ def _widened(scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
-    """``a @ b.T`` of MXFP8 on a GPU, (n, m) in bfloat16, accumulated in float32.
+    """Multiply ``a @ b.T`` in MXFP8 on a GPU, (n, m) in bfloat16, accumulated in float32.
 
     Args:
         a: (n, k) e4m3, contiguous.
@@ -298,7 +298,7 @@ def quantize_layers(model: nn.Module, plan: Float8Plan) -> None:
 
 
 def sent_weights(model: nn.Module) -> set[nn.Parameter]:
-    """The weights to send in float8: each belongs to one layer that rounds it, and to no other module."""
+    """List the weights to send in float8: each belongs to one layer that rounds it, and to no other module."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -336,7 +336,7 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
 
 
 def _device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
-    """An emulation on a GPU would be slower than what it has, so it is not started."""
+    """Refuse an emulation on a GPU: it would be slower than what the GPU has."""
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []

@@ -75,7 +75,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name such as ``"bfloat16"``."""
+    """Return the dtype of a name such as ``"bfloat16"``."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
@@ -116,7 +116,7 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
 
 
 def widened(outputs: Any) -> Any:
-    """``outputs`` with half-precision tensors in float32, in any nesting of tuples, lists, dicts and dataclasses."""
+    """Convert half-precision tensors to float32, in any nesting of tuples, lists, dicts and dataclasses."""
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.dtype in _HALF else outputs
     if isinstance(outputs, MutableMapping):

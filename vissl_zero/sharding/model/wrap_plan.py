@@ -60,7 +60,7 @@ class WrapPlan:
     whole_bytes: int = 0
 
     def describe(self) -> str:
-        """A table for people: one line per unit, and what is whole on a rank at each moment."""
+        """Format a table for people: one line per unit, and what is whole on a rank at each moment."""
         total = sum(unit.num_params for unit in self.units)
         largest = max((unit.num_params for unit in self.units), default=0)
         lines = [f"ZeRO level {self.level} over {self.num_ranks} ranks, {total:,} parameters, {_MOMENT[self.level]}"]
@@ -132,7 +132,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
+    """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
     A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
     which can be called: containers of containers are looked into.
@@ -215,7 +215,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
 
 
 def _owner(module_name: str, kinds: dict[str, str]) -> str:
-    """The innermost unit that holds a module."""
+    """Return the innermost unit that holds a module."""
     while module_name not in kinds:
         module_name = module_name.rpartition(".")[0]
     return module_name
@@ -233,7 +233,7 @@ def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[str]:
-    """Module names, children before parents, in forward order among siblings."""
+    """List module names, children before parents, in forward order among siblings."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[str]:
         for name, child in module.named_children():
@@ -280,7 +280,7 @@ def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
-    """The units of each stage up to its last block end.
+    """Return the units of each stage up to its last block end.
 
     VISSL cuts a stage at every block end and recomputes each piece as a whole; here every block up to the last end is
     recomputed by itself, which keeps the same memory bound or a lower one and gives the same numbers.

@@ -98,7 +98,7 @@ class GradientStore:
         return any(param_factor is not None for _, param_factor in self._changes.get(index, ()))
 
     def set_zero(self, index: int) -> None:
-        """The gradient is zero, without storing it."""
+        """Note that the gradient is zero, without storing it."""
         self._zero.add(index)
 
     def change(self, index: int, factor: Tensor | float, param_factor: Tensor | None = None) -> None:

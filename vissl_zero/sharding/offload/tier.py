@@ -27,7 +27,7 @@ _KEY, _PARAM_KEY = "offload_optimizer_config.device", "offload_param_config.devi
 
 
 def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan) -> ParameterStore | None:
-    """The store of the parameters that do not stay in memory, or None if all of them do. Collective.
+    """Build the store of the parameters that do not stay in memory, or None if all of them do. Collective.
 
     Args:
         units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.
@@ -100,7 +100,7 @@ def offloaded(
 def whole_states(
     plan: OffloadPlan, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> WholeStates | None:
-    """A place on the disk for the state of full tensors, or None if it stays in memory. Collective.
+    """Open a place on the disk for the state of full tensors, or None if it stays in memory. Collective.
 
     Args:
         plan: of the optimizer.

@@ -41,7 +41,7 @@ def rank_state(
     loss_scale: LossScale | None,
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
-    """This rank's state; tensors are shared with it, not copied. Not a collective."""
+    """Collect this rank's state; tensors are shared with it, not copied. Not a collective."""
     owned = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in owned.items()}
     state: dict[str, dict[str, Any]] = {}
@@ -146,7 +146,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
 
 
 def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
-    """A copy of this rank's elements of ``whole``, which has the shape of the parameter."""
+    """Copy this rank's elements of ``whole``, which has the shape of the parameter."""
     run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
     dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
     return empty_state(shard.local, shard.local.shape, dtype).copy_(run.view(shard.local.shape))
@@ -169,7 +169,7 @@ def layout_of(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def _entry(shard: Shard, value: Any) -> Any:
-    """A tensor that is cut like the parameter, with its place; anything else (a step counter) as it is."""
+    """Describe a tensor that is cut like the parameter by its place; keep anything else (a step counter)."""
     if not isinstance(value, Tensor) or value.shape != shard.local.shape:
         return value
     return {"local": value, "first_element": shard.first_element, "full_shape": tuple(shard.full_shape)}

@@ -56,7 +56,7 @@ class SavedState(Protocol):
         """Shape of a full tensor; None if there is none of that name."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Number format of a tensor; None if there is none of that name."""
+        """Return the number format of a tensor; None if there is none of that name."""
 
     def names(self, prefix: str) -> list[str]:
         """Names of tensors that begin with ``prefix``."""
@@ -84,7 +84,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
-    """What this rank stores of parameters and optimizer state. Over all ranks, each element once. Not a collective.
+    """Yield what this rank stores of parameters and optimizer state: each element once. Not a collective.
 
     Ranks that hold the same elements share the work of storing them.
 
@@ -120,13 +120,13 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
 
 
 def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterator[Part]:
-    """What this rank stores of the running average of parameters. Not a collective."""
+    """Yield what this rank stores of the running average of parameters. Not a collective."""
     for name, shard in shards.items():
         yield from _part(AVERAGE + name, shard, average.params[name])
 
 
 def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
-    """What this rank stores of the teacher's parameters. Not a collective."""
+    """Yield what this rank stores of the teacher's parameters. Not a collective."""
     for name, shard in shards.items():
         yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
 
@@ -146,7 +146,7 @@ def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
 def restore_average(
     saved: SavedState, shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]
 ) -> WeightAverage | None:
-    """The running average of parameters that was stored; None if there is none. Its buffers are restored as such."""
+    """Restore the stored running average of parameters; None if there is none. Its buffers are restored as such."""
     if not saved.names(AVERAGE):
         return None
     average = WeightAverage(shards.values(), buffers)
@@ -311,12 +311,12 @@ def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that updates, where it is wrapped: fairscale's OSS has it too."""
+    """Return the optimizer that updates, where it is wrapped: fairscale's OSS has it too."""
     return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
 
 
 def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Mapping[str, Shard]:
-    """What the optimizer's state of this rank is cut as: the shards, or the full tensors that it owns."""
+    """Return what the optimizer's state of this rank is cut as: the shards, or the full tensors that it owns."""
     return optimizer.owned if isinstance(optimizer, WholeTensorOptimizer) else shards
 
 
@@ -373,7 +373,7 @@ def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 
 
 def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
-    """What this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all.
+    """Return what this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all.
 
     With ``read``, ``value`` tells the shape only, and ``read`` gives the elements.
     """
@@ -433,7 +433,7 @@ def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: W
 
 
 def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str, int, int], Tensor]:
-    """Reads runs of state on a disk; what it reads of a parameter is kept until it is asked for another one."""
+    """Read runs of state on a disk; keep what was read of a parameter until another one is wanted."""
     latest: list[Any] = [None, {}]
 
     def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
@@ -446,7 +446,7 @@ def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor,
 
 
 def _number(value: Any) -> Any:
-    """A number for JSON; a tensor's with its type."""
+    """Convert a number to JSON, a tensor's with its type."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     return value

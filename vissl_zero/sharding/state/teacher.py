@@ -99,7 +99,7 @@ def follow_(average: Tensor, value: Tensor, decay: float) -> None:
 
 
 def set_modes(teacher: nn.Module, has_own_statistics: bool) -> None:
-    """Evaluation, so that nothing is dropped at random; batch norm may take the statistics of its own batches."""
+    """Set evaluation mode, so that nothing is dropped at random; batch norm may use its own batches' statistics."""
     teacher.eval()
     for module in teacher.modules():
         if isinstance(module, _BatchNorm):

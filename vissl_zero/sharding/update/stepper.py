@@ -63,7 +63,7 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
 
 
 def sum_over_ranks(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``partials`` summed over the ranks that hold shards of the same tensors, in place.
+    """Sum ``partials`` over the ranks that hold shards of the same tensors, in place.
 
     Args:
         partials: the same shape on every member.
@@ -96,7 +96,7 @@ class Clipping:
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
-        """What gradients are multiplied with: one number for all, or shape (T,), a number for each.
+        """Return what gradients are multiplied with: one number for all, or shape (T,), a number for each.
 
         Args:
             names: T full names.
@@ -231,14 +231,14 @@ class Stepper:
         return torch.stack([self._of_stored(shard) if shard.is_on_disk else next(others) for shard in shards])
 
     def _of_stored(self, shard: Shard) -> Tensor:
-        """The sums of one shard on disk, which is read only where they are not known yet."""
+        """Return the sums of one shard on disk, which is read only where they are not known yet."""
         square = shard.known_square() if shard.contributes_to_norm and shard.local.grad is not None else None
         if square is None or self._adaptation is not None:
             return torch.stack(self._sums([shard]))[:, 0]
         return torch.stack([square, torch.ones_like(square)])
 
     def _agree_on_missing(self, shards: Sequence[Shard], num_present: Tensor) -> None:
-        """A gradient that only some ranks have is zero on the others: all of them must take the same step.
+        """Set a gradient that only some ranks have to zero on the others: all of them must take the same step.
 
         Reading ``num_present`` waits for the device, so only a rank that lacks a gradient does it.
         """

@@ -178,7 +178,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._finalizer()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed."""
+        """Refuse: groups are fixed."""
         # torch's constructor adds the groups through this method, so it is refused only afterwards.
         assert not getattr(self, "_is_built", False)
         super().add_param_group(param_group)
@@ -377,7 +377,7 @@ def _device(shard: Shard) -> torch.device:
 
 
 def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> list[Tensor]:
-    """What of the rows is wanted, each as a tensor (n,)."""
+    """Return the values, the gradient or both of the rows, each as a tensor (n,)."""
     found = [shard.values()] if has_values else []
     if has_gradient:
         # Zeros where this rank alone has none: the size of a message must not depend on who has one.
@@ -388,7 +388,7 @@ def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> 
 
 
 def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:
-    """The elements of a full tensor from ``span[0]`` on, ``span[1]`` of them: a view (n,)."""
+    """View ``span[1]`` elements of a full tensor from ``span[0]`` on, (n,)."""
     return whole.detach().view(-1)[span[0] : span[0] + span[1]]
 
 

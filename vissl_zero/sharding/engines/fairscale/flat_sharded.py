@@ -85,7 +85,7 @@ class FlatShard(Shard):
 def segments_of(
     root: FullyShardedDataParallel,
 ) -> Iterator[tuple[FullyShardedDataParallel, list[FlatShard]]]:
-    """The units under ``root``, each with this rank's segment of every parameter it took. Not a collective.
+    """List the units under ``root``, each with this rank's segment of every parameter it took. Not a collective.
 
     Segments have full names (a tied parameter the first of its names) and come in the unit's order.
     """
@@ -99,7 +99,7 @@ def segments_of(
 
 
 def _cut(source: nn.Parameter, names: list[str], shapes: list[torch.Size]) -> Iterator[FlatShard]:
-    """The segments in this rank's piece of parameters joined in the order given."""
+    """Return the segments in this rank's piece of parameters joined in the order given."""
     piece = source.detach().view(-1)
     begin = dist.get_rank() * piece.numel()
     offset = 0
@@ -232,7 +232,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(outputs: Any) -> Any:
-    """``outputs`` with all tensors that require a gradient behind one node of the graph."""
+    """Put all tensors of ``outputs`` that require a gradient behind one node of the graph."""
     found: list[Tensor] = []
     apply_to_tensors(lambda tensor: found.append(tensor) if tensor.requires_grad else None, outputs)
     if len(found) < 2 or not torch.is_grad_enabled():

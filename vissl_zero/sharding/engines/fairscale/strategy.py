@@ -179,7 +179,7 @@ def deal(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
 
 
 def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
-    """A shard of every parameter of ``module``: dealt ones by their owner, frozen ones whole on every rank."""
+    """Build a shard of every parameter of ``module``: trained ones by their owner, frozen ones whole on every rank."""
     owners = {
         param: rank
         for rank, groups in enumerate(oss.partition_parameters())
@@ -263,7 +263,7 @@ class _OwnedByRank(ShardedModel):
         return "\n".join(lines)
 
     def _moment(self) -> str:
-        """What is whole on a rank, and when."""
+        """Describe what is whole on a rank, and when."""
         raise NotImplementedError
 
 
@@ -348,7 +348,7 @@ class GradientSharded(_OwnedByRank):
         self._reduced.clear()
 
     def _note(self, shard: OwnedShard, param: nn.Parameter) -> None:
-        """The backward pass has just added to the gradient of ``shard``."""
+        """Note that the backward pass has just added to the gradient of ``shard``."""
         shard.has_grad = True
         if self._is_last:
             self._reduced.add(shard.name)

@@ -91,7 +91,7 @@ class _Buffer:
         self.by_dtype: dict[torch.dtype, Tensor] = {}
 
     def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The first elements of the buffer; whatever it held is lost."""
+        """Return the first elements of the buffer; whatever it held is lost."""
         if not self.is_kept:
             return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
@@ -264,7 +264,7 @@ class _ReduceScatter:
         self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
 
     def _require_own_memory(self, output: Tensor) -> None:
-        """The next unit writes into the buffer, so a gradient there would be lost."""
+        """Require that a gradient has memory of its own: the next unit writes into the buffer."""
         kept = self._buffer.by_dtype.get(output.dtype)
         if kept is not None and kept.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
             raise VisslZeroError(
@@ -370,7 +370,7 @@ class UnitOnDisk:
 def stored_params(
     module: nn.Module, wrap_plan: WrapPlan, trained: set[str], mesh: DeviceMesh
 ) -> list[list[StoredParam]]:
-    """The shards of each unit that ``fully_shard`` will cut, before it has cut them.
+    """Return the shards of each unit that ``fully_shard`` will cut, before it has cut them.
 
     Args:
         module: not yet wrapped; may be on the meta device.
