@@ -59,6 +59,7 @@ setup(
             "ruff",
             "mypy",
             "pre-commit",
+            "lightly>=1.6,<1.7",  # compared with, by benchmarks/twins.py and its test
         ],
         # vissl-zero export --to onnx, and embed --out X.parquet.
         "export": ["onnx>=1.18", "onnxscript>=0.3", "onnxruntime>=1.20", "pyarrow>=16"],

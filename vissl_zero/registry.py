@@ -274,6 +274,13 @@ METHODS = Registry(
                 "barlow_twins": "Barlow Twins: cross-correlation of two views towards the identity.",
                 "vicreg": "VICReg: variance, invariance and covariance of two views.",
             },
+            "contrastive": {
+                "nnclr": "NNCLR: the nearest neighbor of a view in a queue is the other view's positive.",
+                "supcon": "SupCon: all views of all images of a class are positives of each other.",
+            },
+            "lejepa": {
+                "lejepa": "LeJEPA: views agree, and their embeddings are an isotropic Gaussian.",
+            },
             "swav": {
                 "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
                 "swav_momentum": "SwAV with assignments from a teacher.",
@@ -299,6 +306,11 @@ METHODS = Registry(
                 "dino": "DINO: self-distillation from a teacher that sees the large crops.",
                 "ibot": "iBOT: DINO, and self-distillation of masked patches.",
                 "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
+            },
+            "dinov3": {
+                "dinov3": (
+                    "DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring)."
+                ),
             },
             "masked_modeling": {
                 "mae": "MAE: pixels of hidden patches from the few that are seen.",

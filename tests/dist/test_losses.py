@@ -56,7 +56,7 @@ def _swav_run() -> list[tuple[float, list[Tensor], dict[str, float]]]:
         outputs = [head(_features(step)[:, mine].flatten(0, 1), criterion.probe())]
         loss = criterion(outputs, batch) * (len(mine) / num_samples)
         gradients = torch.autograd.grad(loss, list(head.parameters()))
-        criterion.after_micro_batch(outputs, batch)
+        criterion.update_state([criterion.observe(outputs, batch)])
         total = collectives.all_reduce_sum(loss).item()
         results.append((total, [collectives.all_reduce_sum(g) for g in gradients], _health(criterion)))
     return results

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
+from vissl_zero.methods.contrastive import nnclr_loss, supcon_loss
 from vissl_zero.methods.dino import Centre, dino_loss, dinov2_loss, koleo, masked_patch_loss, sinkhorn_targets
 from vissl_zero.methods.gather import count_samples
+from vissl_zero.methods.lejepa import lejepa_loss, random_directions
 from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, simmim_loss
 from vissl_zero.methods.pretext import MemoryBank, pirl_loss
 from vissl_zero.methods.prototypes import NOT_ASSIGNED, ClusterMemory, deepcluster_loss, msn_loss
@@ -64,7 +66,7 @@ def _moco_v2(x: Tensor, mine: slice) -> Tensor:
 def _dino(x: Tensor, mine: slice) -> Tensor:
     centre = Centre(DIM).double()
     teacher = x[:, :2].detach().transpose(0, 1) * 2
-    centre.update(teacher)
+    centre.update(centre.sums(teacher))
     return dino_loss(x.transpose(0, 1), centre.targets(teacher, 0.3))
 
 
@@ -100,6 +102,11 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "moco_v3": lambda x, _: symmetric_info_nce((x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), 0.3),
     "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1),
     "vicreg": lambda x, _: vicreg_loss(x[:, 0] * 0.3, x[:, 1] * 0.3),
+    "nnclr": lambda x, _: nnclr_loss(
+        (x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), F.normalize(_constant(54, 9, DIM), dim=1), 0.3
+    ),
+    "supcon": lambda x, mine: supcon_loss(x[:, :2].unbind(1), torch.tensor([0, 1, 0, 2, -1, -1, 1])[mine], 0.3),
+    "lejepa": lambda x, _: lejepa_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
     "koleo": lambda x, _: koleo(x[:, 0]),
     "dino": _dino,
     "ibot": _ibot,

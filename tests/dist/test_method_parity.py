@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import vissl_zero
 from tests.dist.case import Case, Trunk
@@ -61,6 +62,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     # Longer than a batch and no multiple of it: which keys are dropped depends on their order.
     "moco_v2": ("moco_loss", {"embedding_dim": 4, "queue_size": 20, "momentum": 0.7}, MLP, [2]),
     "moco_v3": ("moco_v3_loss", {"momentum": 0.7}, SIAMESE, [2]),
+    "nnclr": ("nnclr_loss", {"embedding_dim": 4, "queue_size": 20, "temperature": 0.5}, SIAMESE, [2]),
+    "supcon": ("supcon_loss", {"temperature": 0.5}, MLP, [2]),
+    "lejepa": ("lejepa_loss", {"num_slices": 7, "lambda_": 0.2}, MLP, [2, 1]),
     "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
@@ -72,6 +76,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
         "dinov2_loss",
         {"momentum": 0.7},
         ["ibot_head", {**IBOT[1], "num_clusters": [5], "normalize_last_layer": False}],
+        [2, 1],
+    ),
+    # The anchor is taken after the first step and after the second.
+    "dinov3": (
+        "dinov3_loss",
+        {"momentum": 0.7, "gram_start": 0.25, "gram_interval": 1, "gram_updates": 2},
+        ["dinov3_head", IBOT[1]],
         [2, 1],
     ),
     "msn": ("msn_loss", {"output_dim": 5, "momentum": 0.7, "patch_drop": 0.4}, DINO, [3, 1]),
@@ -99,8 +110,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
 # Methods that look at patches.
-TRANSFORMERS = ("mae", "simmim", "ijepa", "data2vec", "ibot", "dinov2", "msn")
-MASK_TOKEN = ("simmim", "data2vec", "ibot", "dinov2")
+TRANSFORMERS = ("mae", "simmim", "ijepa", "data2vec", "ibot", "dinov2", "dinov3", "msn")
+MASK_TOKEN = ("simmim", "data2vec", "ibot", "dinov2", "dinov3")
 TIMM_VIT = {"img_size": 8, "patch_size": 2, "depth": 2, "num_heads": 2, "embed_dim": 6, "mlp_ratio": 1.5}
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
@@ -158,8 +169,21 @@ def make_method_plan(
     return dataclasses.replace(plan, **(fields | changes))
 
 
+class _ViewByView:
+    """A model that is called once for each crop of an image, for methods with two crops of one size."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def __call__(self, images: list[Tensor], *others: Any) -> list[Any]:
+        parts = [self.model([view]) for view in images[0].chunk(2)]
+        columns = zip(*map(pytree.tree_leaves, parts), strict=True)
+        joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))  # type: ignore[no-any-return]
+
+
 @cache
-def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None) -> Result:
+def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None, views_apart: bool = False) -> Result:
     """The reference: torch, one process, the whole batch, or the mean of the losses of its parts; gradients clipped."""
     plan = make_method_plan(method, 0, 1, norm)
     model = build_model(plan.config["MODEL"])
@@ -177,29 +201,31 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     rule.set_length(2 * loader.steps_per_epoch, loader.steps_per_epoch)
     result, step = Result(), 0
+    see: Any = _ViewByView if views_apart else (lambda model: model)
     if rule.looks_first:
         rule.on_step(0, 0)
         before = copy.deepcopy(model.state_dict())
         for micro_batches in loader.epoch(0):
             for batch in [part.to("cpu", torch.float64) for part in micro_batches]:
                 with torch.no_grad():
-                    rule.after_micro_batch(rule.run_student(model, batch), batch)
+                    rule.update_state([rule.observe(rule.run_student(model, batch), batch)])
         model.load_state_dict(before)  # running statistics
     for epoch in range(2):
         rule.on_epoch(epoch)
         for micro_batches in loader.epoch(epoch):
             rule.on_step(step, epoch)
             optimizer.zero_grad()
-            total = 0.0
+            total, observed = 0.0, []
             for batch in [part.to("cpu", torch.float64) for part in micro_batches]:
                 set_random_key(plan.seed, step, batch.sample_ids)
                 with torch.no_grad():
-                    taught = rule.run_teacher(teacher, batch) if rule.has_teacher else None
-                outputs = rule.run_student(model, batch)
+                    taught = rule.run_teacher(see(teacher), batch) if rule.has_teacher else None
+                outputs = rule.run_student(see(model), batch)
                 loss = rule.loss(outputs, batch, taught) / num_micro
                 loss.backward()
-                rule.after_micro_batch(outputs, batch)
+                observed.append(rule.observe(outputs, batch, taught))
                 total += loss.item()
+            rule.update_state(observed)
             norm_of_all = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if clip is None else clip)
             result.norms.append(norm_of_all.item())
             optimizer.step()
@@ -208,10 +234,12 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None)
                     params[name] /= params[name].norm(dim=1, keepdim=True)
                 if rule.has_teacher and rule.teacher_follows:
                     momentum = rule.momentum(step)
-                    for name, follower in followers.items():
-                        follower.copy_(momentum * follower + (1 - momentum) * params[name])
+                    for name in followers.keys() & params.keys():
+                        followers[name].copy_(momentum * followers[name] + (1 - momentum) * params[name])
                     for name in unit_rows:
                         followers[name] /= followers[name].norm(dim=1, keepdim=True)
+                    for name in followers.keys() - params.keys() if rule.moves_anchor(step) else ():
+                        followers[name].copy_(followers[name.replace("anchor.", "trunk.", 1)])
             result.losses.append(total)
             step += 1
     result.state = _state(model.state_dict(), teacher.state_dict() if rule.has_teacher else {}, rule)
@@ -272,6 +300,46 @@ def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Pat
         levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True
     ):
         assert result.distance(plain(method, "batch")) < TOLERANCE, f"level {level}"
+
+
+def _apart(method: str, world_size: int, levels: list[int]) -> list[Result]:
+    plans = [make_method_plan(method, level, world_size, "batch") for level in levels]
+    for plan in plans:
+        plan.config["MODEL"]["VIEWS_APART"] = True
+    return [_train(plan) for plan in plans]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "method", ["byol", *(pytest.param(name, marks=pytest.mark.slow) for name in ("simsiam", "barlow_twins", "moco_v3"))]
+)
+def test_views_apart_are_a_pass_per_view(method: str) -> None:
+    """Batch norm's statistics, running ones too, are those of a call of the model for each view."""
+    expected = plain(method, "batch", views_apart=True)
+    assert expected.distance(plain(method, "batch")) > 1e-3
+    for world_size, levels in ((1, [0]), (3, [0, 3])):
+        for level, result in zip(levels, run_on_ranks(world_size, _apart, method, world_size, levels)[0], strict=True):
+            assert result.distance(expected) < TOLERANCE, f"level {level}, {world_size} ranks"
+
+
+STATEFUL = ("dino", "ibot", "moco_v2", "nnclr", "npid", "pirl", "deepcluster_v2")
+
+
+def _one_step(methods: list[str], num_micro: int) -> list[Result]:
+    changes = {"batch_per_rank": BATCH // num_micro, "accumulation_steps": num_micro, "max_steps": 1}
+    return [_train(make_method_plan(name, 0, 1, "vit" if name == "ibot" else "group", **changes)) for name in methods]
+
+
+@pytest.mark.timeout(200)
+def test_a_state_moves_once_a_step_however_many_micro_batches_there_are() -> None:
+    """Centers, queues and memories after one step are those of the step's samples, by one batch or by four."""
+    whole, parts = (run_on_ranks(1, _one_step, STATEFUL, num_micro)[0] for num_micro in (1, 4))
+    for method, one, four in zip(STATEFUL, whole, parts, strict=True):
+        # NCE's normalizer is no moving state: the first micro-batch of a run sets it, and its loss needs it.
+        names = [name for name in one.state if name.startswith("loss:") and "normalizer" not in name]
+        assert names, method
+        for name in names:
+            assert torch.allclose(one.state[name], four.state[name], rtol=0, atol=1e-12), (method, name)
 
 
 NUM_MICRO = 2  # in a step of every cell of the whole matrix

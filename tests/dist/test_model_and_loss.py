@@ -73,7 +73,7 @@ def _losses(is_sharded: bool, is_checkpointed: bool) -> list[float]:
         outputs = model(_crops(step, mine), criterion.probe())
         loss = (criterion(outputs, batch) + outputs[1].square().mean()) * (len(mine) / NUM_SAMPLES)
         (loss * world_size).backward()  # fully_shard averages over ranks
-        criterion.after_micro_batch(outputs, batch)
+        criterion.update_state([criterion.observe(outputs, batch)])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(collectives.all_reduce_sum(loss).item())

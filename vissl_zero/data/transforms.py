@@ -17,6 +17,7 @@ import torch
 import torchvision
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
+from torchvision.transforms import InterpolationMode
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import TRANSFORMS
@@ -260,6 +261,9 @@ def rand_augment(
     return chosen
 
 
+_INTERPOLATIONS = {mode.value: mode for mode in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)}
+
+
 @TRANSFORMS.register("ImgPilToMultiCrop")
 class ImgPilToMultiCrop:
     """Random resized crops of several sizes: https://arxiv.org/abs/2006.09882. Later transforms act on each crop.
@@ -269,6 +273,7 @@ class ImgPilToMultiCrop:
         num_crops: crops of each size.
         size_crops: side of each size, in pixels.
         crop_scales: smallest and largest share of the image's area that a crop of each size shows.
+        interpolation: bilinear, or bicubic as in BYOL, DINO, MAE, Barlow Twins and VICReg.
     """
 
     def __init__(
@@ -277,7 +282,10 @@ class ImgPilToMultiCrop:
         num_crops: Sequence[int],
         size_crops: Sequence[int],
         crop_scales: Sequence[Sequence[float]],
+        interpolation: str = "bilinear",
     ):
+        if interpolation not in _INTERPOLATIONS:
+            raise ValueError(f"interpolation must be {' or '.join(_INTERPOLATIONS)}, not {interpolation}")
         if not len(num_crops) == len(size_crops) == len(crop_scales) or sum(num_crops) != total_num_crops:
             got = f"total_num_crops {total_num_crops}, num_crops {list(num_crops)}, size_crops {list(size_crops)}"
             raise ConfigError(
@@ -292,7 +300,9 @@ class ImgPilToMultiCrop:
             )
         self.size_crops = tuple(size_crops)
         self._crops = [
-            torchvision.transforms.RandomResizedCrop(size, scale=tuple(scale))
+            torchvision.transforms.RandomResizedCrop(
+                size, scale=tuple(scale), interpolation=_INTERPOLATIONS[interpolation]
+            )
             for count, size, scale in zip(num_crops, size_crops, crop_scales, strict=True)
             for _ in range(count)
         ]

@@ -77,6 +77,7 @@ def build_run(
     method = build_method(plan.config["LOSS"], len(loader.source)).to(device=device, dtype=dtype_of(precision.wide))
     _require_evaluated_model(plan, method)
     method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+    method.views_apart = plan.config["MODEL"]["VIEWS_APART"]
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, num_classes, device)
     taught = first_teacher(plan, method, model, weights, num_classes, fill_teacher)

@@ -60,7 +60,8 @@ def accumulate_exactly(
     outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
     leaves = [_leaf(value) for value in outputs]
     whole = pytree.tree_unflatten(leaves, structure)
-    loss = method.loss(whole, joined, method.join(taught_parts, sizes) if method.has_teacher else None)
+    taught = method.join(taught_parts, sizes) if method.has_teacher else None
+    loss = method.loss(whole, joined, taught)
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -71,7 +72,7 @@ def accumulate_exactly(
             with watch if index == 0 else nullcontext():
                 again = pytree.tree_leaves(_wide(method.run_student(sharded.model, batch)))
             sharded.backward(_surrogate(again, gradients, sizes, index))
-    method.after_micro_batch(whole, joined)
+    method.update_state([method.observe(whole, joined, taught)])
     return loss.detach().double() * (joined.num_local / num_samples)
 
 

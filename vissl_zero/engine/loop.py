@@ -134,7 +134,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
         if not run.is_resumed:
             run.sharded.normalize_rows(run.method.normalized_rows())
             if run.method.has_teacher and run.method.teacher_follows:
-                run.sharded.follow(0.0)  # weights may have come from elsewhere since it was copied
+                run.sharded.follow(0.0, moves_anchor=True)  # weights may have come from elsewhere since it was copied
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
@@ -160,7 +160,9 @@ def _look_at_all(run: Run) -> None:
             for cpu_batch in micro_batches:
                 batch = cpu_batch.to(run.device, dtype)
                 set_random_key(run.plan.seed, 0, batch.sample_ids)
-                run.method.after_micro_batch(run.method.run_student(run.sharded.model, batch), batch)
+                batch = run.method.see(batch)
+                outputs = run.method.run_student(run.sharded.model, batch)
+                run.method.update_state([run.method.observe(outputs, batch)])
 
 
 def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
@@ -213,7 +215,7 @@ def _train_step(
     # After the update, as SwAV's prototypes must have unit length in every forward pass.
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
-        sharded.follow(method.momentum(run.step), method.normalized_rows())
+        sharded.follow(method.momentum(run.step), method.normalized_rows(), method.moves_anchor(run.step))
     # All that ranks must agree on travels as one message. The norm is equal on all of them, so one rank sends it.
     asked = torch.full_like(loss_sum, stopping.asked() is not None)
     norm = result.grad_norm.to(loss_sum) if run.is_main else torch.zeros_like(loss_sum)
@@ -282,6 +284,7 @@ def _accumulate(
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    observed = []
     for index, cpu_batch in enumerate(micro_batches):
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
@@ -295,8 +298,9 @@ def _accumulate(
             # samples.
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         run.show_probe(batch)
-        method.after_micro_batch(outputs, batch)
+        observed.append(method.observe(outputs, batch, taught))
         loss_sum += loss.detach() * (batch.num_local / num_samples)
+    method.update_state(observed)
     return loss_sum
 
 

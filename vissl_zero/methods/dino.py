@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,20 +90,29 @@ class Centre(nn.Module):
         return F.softmax((at_least_float32(teacher) - self.mean) / temperature, dim=-1)
 
     @torch.no_grad()
-    def update(self, teacher: Tensor, counts: Tensor | None = None) -> None:
-        """Move the mean towards that of the scores (..., K), over the rows of all ranks. Collective.
+    def sums(self, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
+        """What ``update`` needs of this rank's scores (..., K): their sum (K,), and their number. No communication.
 
         Args:
             teacher: scores.
             counts: (...) bool, rows that count; None: all.
+        """
+        rows = teacher.flatten(0, -2).to(self.mean.dtype)
+        weights = rows.new_ones(len(rows)) if counts is None else counts.flatten().to(rows.dtype)
+        return torch.cat((weights @ rows, weights.sum()[None]))
+
+    @torch.no_grad()
+    def update(self, sums: Tensor) -> None:
+        """Move the mean towards that of the scores of a step, over the rows of all ranks. Collective.
+
+        Args:
+            sums: (K + 1,), ``sums`` of each micro-batch of this rank, added up.
 
         Rows that are not finite leave the mean as it is: the step is one that the loss scaler skips.
 
         Cost: one all-reduce of K + 1 numbers.
         """
-        rows = teacher.flatten(0, -2).to(self.mean.dtype)
-        weights = rows.new_ones(len(rows)) if counts is None else counts.flatten().to(rows.dtype)
-        sums = collectives.all_reduce_sum(torch.cat((weights @ rows, weights.sum()[None])))
+        sums = collectives.all_reduce_sum(sums)
         newest = self.mean.lerp(sums[:-1] / sums[-1].clamp(min=1), 1 - self.momentum)
         self.mean.copy_(torch.where((sums[-1] > 0) & newest.isfinite().all(), newest, self.mean))
 
@@ -158,6 +168,30 @@ class DINOHead(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
+@dataclass
+class TeacherTemperature:
+    """The temperature of a teacher's scores, which warms up in a straight line.
+
+    Attributes:
+        low, high: at the start, and after the warm-up.
+        num_steps: optimizer steps of the warm-up; 0: it is high at once.
+        interval: step: the first step after the warm-up has the maximum (VISSL); epoch: it changes once an epoch, and
+            the warm-up's last epoch has the maximum (facebookresearch/dino and bytedance/ibot, ``np.linspace``).
+    """
+
+    low: float
+    high: float
+    num_steps: float
+    interval: str = "step"
+
+    def at(self, step: int, steps_per_epoch: int) -> float:
+        """Of optimizer step ``step``, from 0."""
+        is_by_epoch = self.interval == "epoch"
+        done = step // steps_per_epoch if is_by_epoch else step
+        length = round(self.num_steps / steps_per_epoch) - 1 if is_by_epoch else self.num_steps
+        return self.low + (self.high - self.low) * (min(done / length, 1.0) if length > 0 else 1.0)
+
+
 @LOSSES.register("dino_loss", config=DINOLossConfig)
 class DINO(EmbeddingMethod):
     """DINO: self-distillation from a teacher that sees the large crops.
@@ -175,6 +209,7 @@ class DINO(EmbeddingMethod):
         teacher_temp_min: float = 0.04,
         teacher_temp_max: float = 0.07,
         teacher_temp_warmup_iters: int = 37500,
+        teacher_temp_interval: str = "step",
         crops_for_teacher: Sequence[int] = (0, 1),
         ema_center: float = 0.9,
     ):
@@ -183,11 +218,11 @@ class DINO(EmbeddingMethod):
         self.centre = Centre(output_dim, ema_center)
         self.first_momentum = momentum
         self.student_temp = student_temp
-        self.teacher_temps = teacher_temp_min, teacher_temp_max
-        self.num_warmup_steps = teacher_temp_warmup_iters
+        self.temperature = TeacherTemperature(
+            teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters, teacher_temp_interval
+        )
         self.crops_for_teacher = list(crops_for_teacher)
         self._step = 0
-        self._scores: Tensor | None = None
 
     def on_step(self, step: int, epoch: int) -> None:
         """Remember where the run is: the teacher's temperature warms up."""
@@ -204,21 +239,21 @@ class DINO(EmbeddingMethod):
         student = output_of(outputs, "scores").scores[0].unflatten(0, (sum(batch.num_crops), batch.num_local))
         scores = taught[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
         self._note(outputs[0].embeddings)
-        self._scores = scores
-        return dino_loss(student, self.centre.targets(scores, self._temperature()), self.student_temp)
+        temperature = self.temperature.at(self._step, self._steps_per_epoch)
+        return dino_loss(student, self.centre.targets(scores, temperature), self.student_temp)
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Sums of the teacher's scores."""
+        assert taught is not None
+        return self.centre.sums(taught[0].scores[0])
+
+    def update_state(self, observed: Sequence[Any]) -> None:
         """Move the centre. Collective."""
-        assert self._scores is not None
-        self.centre.update(self._scores)
+        self.centre.update(torch.stack(tuple(observed)).sum(dim=0))
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)
-
-    def _temperature(self) -> float:
-        low, high = self.teacher_temps
-        return low + (high - low) * min(self._step / max(self.num_warmup_steps, 1), 1.0)
 
 
 def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = None) -> Tensor:
@@ -437,6 +472,7 @@ class IBOT(PatchDistillation):
         warmup_teacher_patch_temp: float = 0.04,
         teacher_patch_temp: float = 0.07,
         warmup_teacher_temp_epochs: int = 30,
+        teacher_temp_interval: str = "step",
         student_temp: float = 0.1,
         center_momentum: float = 0.9,
         center_momentum2: float = 0.9,
@@ -451,44 +487,49 @@ class IBOT(PatchDistillation):
         self.centre = Centre(out_dim, center_momentum)
         self.patch_centre = Centre(patch_out_dim, center_momentum2)
         self.first_momentum = teacher_momentum
-        self.crop_temps = warmup_teacher_temp, teacher_temp
-        self.patch_temps = warmup_teacher_patch_temp, teacher_patch_temp
         self.num_warmup_epochs = warmup_teacher_temp_epochs
+        self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
+        self.patch_temperature = TeacherTemperature(
+            warmup_teacher_patch_temp, teacher_patch_temp, 0, teacher_temp_interval
+        )
         self.student_temp = student_temp
         self.weights = lambda1, lambda2
         self.mim_start_epoch = mim_start_epoch
-        self._warmed = 0.0
-        self._num_warmup_steps = 0
-        self._scores: tuple[Tensor, Tensor, Tensor] | None = None
+        self._step = 0
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""
         super().set_length(num_steps, steps_per_epoch)
-        self._num_warmup_steps = self.num_warmup_epochs * steps_per_epoch
+        for temperature in (self.crop_temperature, self.patch_temperature):
+            temperature.num_steps = self.num_warmup_epochs * steps_per_epoch
 
     def on_step(self, step: int, epoch: int) -> None:
         """Remember where the run is: the teacher's temperatures warm up."""
         super().on_step(step, epoch)
-        self._warmed = min(step / max(self._num_warmup_steps, 1), 1.0) if self._num_warmup_steps else 1.0
+        self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
         """The mean over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
         student, teacher = output_of(outputs, "patch_scores"), taught[0]
         self._note(student.embeddings)
-        self._scores = teacher.scores, teacher.patch_scores, student.is_masked
-        crop_temp, patch_temp = (low + (high - low) * self._warmed for low, high in (self.crop_temps, self.patch_temps))
-        targets = self.by_view(self.centre.targets(teacher.scores, crop_temp), batch)
+        temperature = self.crop_temperature.at(self._step, self._steps_per_epoch)
+        targets = self.by_view(self.centre.targets(teacher.scores, temperature), batch)
         crops = dino_loss(self.by_view(student.scores, batch, sum(batch.num_crops)), targets, self.student_temp)
-        targets = self.patch_centre.targets(teacher.patch_scores, patch_temp)
+        temperature = self.patch_temperature.at(self._step, self._steps_per_epoch)
+        targets = self.patch_centre.targets(teacher.patch_scores, temperature)
         patches = masked_patch_loss(student.patch_scores, targets, student.is_masked, self.student_temp)
         return self.weights[0] * crops + self.weights[1] * patches
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Sums of the teacher's scores of crops, and of masked patches."""
+        assert taught is not None
+        is_masked = outputs[0].is_masked
+        return self.centre.sums(taught[0].scores), self.patch_centre.sums(taught[0].patch_scores, is_masked)
+
+    def update_state(self, observed: Sequence[Any]) -> None:
         """Move the centres. Collective."""
-        assert self._scores is not None
-        crops, patches, is_masked = self._scores
-        self.centre.update(crops)
-        self.patch_centre.update(patches, is_masked)
+        for centre, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
+            centre.update(torch.stack(sums).sum(dim=0))
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""
@@ -557,8 +598,7 @@ class DINOv2(PatchDistillation):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
         self.first_momentum = momentum
         self.student_temp = student_temp
-        self.teacher_temps = teacher_temp_min, teacher_temp_max
-        self.num_warmup_steps = teacher_temp_warmup_iters
+        self.temperature = TeacherTemperature(teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters)
         self.weights = dino_weight, ibot_weight, koleo_weight
         self._step = 0
 
@@ -571,14 +611,13 @@ class DINOv2(PatchDistillation):
         """The mean over this rank's samples; see ``dinov2_loss``. Collective."""
         student, teacher = output_of(outputs, "patch_scores"), taught[0]
         self._note(student.embeddings)
-        low, high = self.teacher_temps
         num_views = sum(batch.num_crops)
         return dinov2_loss(
             (self.by_view(student.scores, batch, num_views), self.by_view(teacher.scores, batch)),
             (student.patch_scores, teacher.patch_scores),
             student.is_masked,
             self.by_view(student.features, batch, num_views)[: self.num_global_crops],
-            low + (high - low) * min(self._step / max(self.num_warmup_steps, 1), 1.0),
+            self.temperature.at(self._step, self._steps_per_epoch),
             self.student_temp,
             self.weights,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import MISSING
 
-from vissl_zero.config.constraints import above_zero, at_least, number
+from vissl_zero.config.constraints import above_zero, at_least, choice, number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk, share, two_views
 from vissl_zero.registry import METHODS
@@ -31,7 +31,11 @@ class DINOLossConfig:
     teacher_temp_max: float = 0.07
     """Divides them after the warm-up."""
     teacher_temp_warmup_iters: int = 37500
-    """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line."""
+    """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
+    maximum at once."""
+    teacher_temp_interval: str = choice("step", "step", "epoch")
+    """How often it changes. epoch: once an epoch, and the last epoch of the warm-up has the maximum already, as in the
+    authors' code; step: after the warm-up, as in VISSL."""
     crops_for_teacher: list[int] = field(default_factory=lambda: [0, 1])
     """Crops that the teacher sees, the first of all."""
     ema_center: float = 0.9
@@ -166,7 +170,10 @@ class IBOTLossConfig:
     teacher_patch_temp: float = number(0.07, above=0, most=1000)
     """Divides them after the warm-up."""
     warmup_teacher_temp_epochs: int = number(30, least=0)
-    """Epochs in which both temperatures go from one to the other in a straight line."""
+    """Epochs in which both temperatures go from one to the other in a straight line; 0: they have their maxima at
+    once."""
+    teacher_temp_interval: str = choice("step", "step", "epoch")
+    """As in dino_loss."""
     student_temp: float = number(0.1, above=0, most=1000)
     """Divides the student's scores."""
     center_momentum: float = 0.9
@@ -243,8 +250,15 @@ def prototypes_of(cfg: RunConfig) -> list[int] | None:
 
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
     """What iBOT, DINOv2 and iBOT's distillation ask for."""
+    return distills_patches(cfg, path, ratio, probability, IBOT_HEADS)
+
+
+def distills_patches(
+    cfg: RunConfig, path: str, ratio: Sequence[float], probability: float, heads: Sequence[str]
+) -> list[Problem]:
+    """The same, with one of these heads."""
     found = [
-        *one_head(cfg, *IBOT_HEADS),
+        *one_head(cfg, *heads),
         *patch_trunk(cfg, mask_token=True),
         *two_views(cfg, exactly=False),
         *share(f"{path}.mask_probability", probability),
@@ -272,7 +286,8 @@ class DINOv2LossConfig:
     teacher_temp_max: float = number(0.07, above=0, most=1000)
     """Divides them after the warm-up."""
     teacher_temp_warmup_iters: int = number(37500, least=0)
-    """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line."""
+    """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
+    maximum at once."""
     dino_weight: float = number(1.0, least=0)
     """Weight of the loss of crops."""
     ibot_weight: float = number(1.0, least=0)

@@ -316,7 +316,6 @@ class SwAVDistillation(EmbeddingMethod):
         self.register_buffer("prototypes", torch.zeros(num_prototypes[0], embedding_dim))
         self.queue = EmbeddingQueue(1, queue_length, embedding_dim) if queue_length else None
         self._step = 0
-        self._newest: Tensor | None = None
 
     def make_teacher(self, model: Model) -> Model:
         """The model under DISTILLATION, with its weights, as it is; its prototypes are noted."""
@@ -351,7 +350,6 @@ class SwAVDistillation(EmbeddingMethod):
             raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
         scores = student @ self.prototypes.to(student.dtype).T if self.uses_teachers else student
         shape = (len(self.teacher_crops), batch.num_local)
-        self._newest = at_least_float32(taught[0].embeddings).unflatten(0, shape)
         targets = self._assign(at_least_float32(taught[0].scores[0]).unflatten(0, shape))
         return dino_distillation_loss(
             self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local)),
@@ -360,11 +358,19 @@ class SwAVDistillation(EmbeddingMethod):
             self.swapped_assignment,
         )
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
-        """Queue the teacher's embeddings, once the queue has started. Collective."""
-        if self.queue is not None and self._step >= self.queue_start:
-            assert self._newest is not None
-            self.queue.push(self._newest.transpose(0, 1).flatten(0, 1)[None])
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """The teacher's embeddings, once the queue has started."""
+        if self.queue is None or self._step < self.queue_start:
+            return None
+        assert taught is not None
+        rows = at_least_float32(taught[0].embeddings).unflatten(0, (len(self.teacher_crops), batch.num_local))
+        return rows.transpose(0, 1).flatten(0, 1)[None]
+
+    def update_state(self, observed: Sequence[Any]) -> None:
+        """Queue the teacher's embeddings. Collective."""
+        for embeddings in observed:
+            if self.queue is not None and embeddings is not None:
+                self.queue.push(embeddings)
 
     @torch.no_grad()
     def _assign(self, scores: Tensor) -> Tensor:

@@ -73,20 +73,24 @@ class Method(nn.Module):
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
     micro-batch ``see``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
-    ``after_micro_batch``. State that a resumed run needs belongs in buffers or in ``get_extra_state``.
+    ``observe``; then ``update_state`` once. So centers, queues and memories stand still within a step and move once per
+    step, however many micro-batches it has. State that a resumed run needs belongs in buffers or in
+    ``get_extra_state``.
 
     Attributes:
         has_teacher: a second model is kept and run, which learns nothing by gradient (see ``run_teacher``).
         teacher_follows: it is a copy of the model that follows it by ``momentum``; else it stays as ``make_teacher``
             gave it.
         looks_first: before the first step, all training images go through the model once without gradient, and the
-            outputs to ``after_micro_batch``.
+            outputs to ``observe``.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
             all others.
         mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
+        views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
+            by view; set after construction, by MODEL.VIEWS_APART.
         guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
     """
 
@@ -99,6 +103,7 @@ class Method(nn.Module):
     ignored_label: int | None = None
     guessing_loss: float | None = None
     mixing: Mixing | None = None
+    views_apart: bool = False
 
     def forward(self, *args: Any) -> Tensor:
         """See the class."""
@@ -116,12 +121,15 @@ class Method(nn.Module):
         return loss
 
     def see(self, batch: B) -> B:
-        """The micro-batch as student, teacher and loss see it: its images mixed where there is ``mixing``."""
-        if self.mixing is None:
-            return batch
-        images, _ = self.mixing(batch.images, batch.num_local)
-        mixed: B = replace(batch, images=images)  # type: ignore[type-var]
-        return mixed
+        """Make the micro-batch what student, teacher and loss see: mixed by ``mixing``, a tensor per crop if apart."""
+        if self.mixing is not None:
+            images, _ = self.mixing(batch.images, batch.num_local)
+            batch = replace(batch, images=images)  # type: ignore[type-var]
+        if self.views_apart:
+            columns = zip(batch.images, batch.num_crops, strict=True)
+            apart = [view for images, count in columns for view in images.chunk(count)]
+            batch = replace(batch, images=apart, num_crops=[1] * len(apart))  # type: ignore[type-var]
+        return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The model's outputs for a micro-batch: an entry per head."""
@@ -145,6 +153,14 @@ class Method(nn.Module):
         """Weight of the teacher's past after optimizer step ``step`` (from 0); 1 - it is the student's weight."""
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
+    def moves_anchor(self, step: int) -> bool:
+        """Say whether the teacher's anchor, if any, becomes a copy of its trunk after optimizer step ``step``."""
+        return False
+
+    def heaviest_step(self) -> int:
+        """Name an optimizer step that takes as much memory and time as any, for the dry run."""
+        return 0
+
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
         """Outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
 
@@ -161,8 +177,24 @@ class Method(nn.Module):
         """Rows (q, D) to be scored by the head in the coming forward pass, without gradient; None: nothing."""
         return None
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
-        """Update state from what the model just gave. May be a collective."""
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Return what ``update_state`` needs of a micro-batch, without graph, or None. It must not change the state.
+
+        It is kept until the end of the step, so sums are better than rows where they suffice. No communication.
+
+        Args:
+            outputs: the student's.
+            batch: the micro-batch, or with exact accumulation all of this rank's samples of the step.
+            taught: the teacher's outputs; None without a teacher.
+        """
+        return None
+
+    def update_state(self, observed: Sequence[Any]) -> None:
+        """Move the method's own state (center, queue, memory), once per optimizer step. May be a collective.
+
+        Args:
+            observed: what ``observe`` gave, a micro-batch each; every rank has as many.
+        """
 
     def set_images(self, num_images: int) -> None:
         """How many images there are to train on: the size of a memory of them. Before the method gets its dtype."""
@@ -241,6 +273,7 @@ class EmbeddingMethod(Method):
         super().__init__()
         self._last: Tensor | None = None
         self._num_steps = 1
+        self._steps_per_epoch = 1
         self.epoch = 0
 
     def on_step(self, step: int, epoch: int) -> None:
@@ -249,7 +282,7 @@ class EmbeddingMethod(Method):
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""
-        self._num_steps = max(num_steps, 1)
+        self._num_steps, self._steps_per_epoch = max(num_steps, 1), max(steps_per_epoch, 1)
 
     def health_sums(self) -> Tensor:
         """``embedding_sums`` of the last micro-batch."""
@@ -271,9 +304,9 @@ class EmbeddingMethod(Method):
         """From ``start`` to 1 along half a cosine over the run (https://arxiv.org/abs/2006.07733, section 3.2)."""
         return 1 - (1 - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
-    def _linear_momentum(self, start: float, step: int) -> float:
-        """From ``start`` to 1 in a straight line over the run."""
-        return start + (1 - start) * min(step / self._num_steps, 1.0)
+    def _linear_momentum(self, start: float, step: int, end: float = 1.0) -> float:
+        """From ``start`` to ``end`` in a straight line over the run."""
+        return start + (end - start) * min(step / self._num_steps, 1.0)
 
 
 def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:

@@ -420,9 +420,14 @@ class NPID(EmbeddingMethod):
             return nce_loss(similarities, self.bank, self.temperature)
         return info_nce_loss(similarities, self.temperature)
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Embeddings of the images, and which they are."""
+        return outputs[0].detach(), batch.sample_ids
+
+    def update_state(self, observed: Sequence[Any]) -> None:
         """Remember the images. Collective."""
-        self.bank.update(outputs[0].detach(), batch.sample_ids)
+        embeddings, sample_ids = (torch.cat(column) for column in zip(*observed, strict=True))
+        self.bank.update(embeddings, sample_ids)
 
 
 def pirl_loss(
@@ -539,6 +544,6 @@ class PIRL(NPID):
             use_info_nce=self.loss_type == "cross_entropy",
         )
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
-        """Remember the whole images. Collective."""
-        self.bank.update(outputs[0].images.detach(), batch.sample_ids)
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Embeddings of the whole images, and which they are."""
+        return outputs[0].images.detach(), batch.sample_ids

@@ -212,9 +212,14 @@ class DeepClusterV2(EmbeddingMethod):
         assignments = self.memory.assignments[:, batch.sample_ids]
         return deepcluster_loss(embeddings, self.memory.centroids, assignments, self.temperature)
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Embeddings of the remembered crops, and of which images they are."""
+        return self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids
+
+    def update_state(self, observed: Sequence[Any]) -> None:
         """Remember the images. Collective."""
-        self.memory.update(self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids)
+        embeddings, sample_ids = zip(*observed, strict=True)
+        self.memory.update(torch.cat(embeddings, dim=1), torch.cat(sample_ids))
 
     def _by_crop(self, outputs: list[Any], batch: Batch) -> Tensor:
         rows: Tensor = outputs[0]
@@ -324,6 +329,7 @@ class MSN(EmbeddingMethod):
         self,
         output_dim: int,
         momentum: float = 0.996,
+        final_momentum: float = 1.0,
         temperature: float = 0.1,
         sharpening: float = 0.25,
         mean_entropy_weight: float = 1.0,
@@ -333,7 +339,7 @@ class MSN(EmbeddingMethod):
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
-        self.first_momentum = momentum
+        self.momenta = momentum, final_momentum
         self.temperature = temperature
         self.sharpening = sharpening
         self.mean_entropy_weight = mean_entropy_weight
@@ -375,7 +381,7 @@ class MSN(EmbeddingMethod):
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""
-        return self._linear_momentum(self.first_momentum, step)
+        return self._linear_momentum(self.momenta[0], step, self.momenta[1])
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)

@@ -102,7 +102,9 @@ class MSNLossConfig:
     """``msn_loss``: masked crops take the prototypes of a whole one, https://arxiv.org/abs/2204.07141."""
 
     momentum: float = 0.996
-    """Weight of the teacher's past at the start; it grows to 1 in a straight line."""
+    """Weight of the teacher's past at the start; it grows in a straight line."""
+    final_momentum: float = 1.0
+    """That weight after the last step."""
     temperature: float = number(0.1, above=0, most=1000)
     """Divides the cosine similarities to the prototypes."""
     sharpening: float = number(0.25, above=0, most=1)
@@ -158,4 +160,5 @@ class MSNSpec(MethodSpec):
                 must = "must have one layer of prototypes of unit length for msn_loss"
                 fix = "Write num_clusters: [1024] and use_weight_norm_prototypes: true."
                 found.append(Problem("config.MODEL.HEAD.PARAMS", str(dict(options)), must, fix))
-        return [*found, *share(f"{path}.momentum", keys.momentum)]
+        momenta = [(f"{path}.{name}", getattr(keys, name)) for name in ("momentum", "final_momentum")]
+        return [*found, *(problem for key, value in momenta for problem in share(key, value))]

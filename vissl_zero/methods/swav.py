@@ -222,7 +222,6 @@ class SwAVLoss(Method):
         self.guessing_loss = trivial_loss(self.num_prototypes)
         self._step = 0
         self._epoch = 0
-        self._newest: Tensor | None = None
         self._last: tuple[Tensor, list[Tensor]] | None = None
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
@@ -236,8 +235,7 @@ class SwAVLoss(Method):
             assigned = self._assign(self._assigned(self._upcast(rated), batch), queue_scores)
             losses.append(self._swapped_prediction(by_crop, assigned))
             assignments.append(assigned.flatten(0, 1))
-        self._newest = self._assigned(assigner.embeddings, batch)
-        self._last = (self._newest.flatten(0, 1), assignments)
+        self._last = (self._assigned(assigner.embeddings, batch).flatten(0, 1), assignments)
         return torch.stack(losses).mean()
 
     def probe(self) -> Tensor | None:
@@ -252,11 +250,18 @@ class SwAVLoss(Method):
         (joined,) = super().join([[part[0]._replace(probe_scores=None)] for part in parts], num_samples)
         return [joined._replace(probe_scores=first.probe_scores)]
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
-        """Queue the embeddings of the assigned crops, once the queue has started. Collective."""
-        if self.queue is not None and self._is_queue_on():
-            assert self._newest is not None
-            self.queue.push(self._newest)
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """Embeddings of the assigned crops, once the queue has started."""
+        if self.queue is None or not self._is_queue_on():
+            return None
+        assigner = self._output_of(outputs, batch) if taught is None else taught[0]
+        return self._assigned(assigner.embeddings.detach(), batch)
+
+    def update_state(self, observed: Sequence[Any]) -> None:
+        """Queue the embeddings. Collective."""
+        for embeddings in observed:
+            if self.queue is not None and embeddings is not None:
+                self.queue.push(embeddings)
 
     def on_step(self, step: int, epoch: int) -> None:
         """Remember where the run is: hard assignments end, and the queue starts, at a given step."""

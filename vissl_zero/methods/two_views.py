@@ -94,7 +94,7 @@ def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
 
 
 class KeyQueue(nn.Module):
-    """The keys of the last micro-batches of all ranks, a ring, identical on every rank.
+    """The keys of the last steps of all ranks, a ring, identical on every rank.
 
     It starts with random unit vectors, as in MoCo.
 
@@ -151,7 +151,6 @@ class MoCoV2(EmbeddingMethod):
         self.queue = KeyQueue(queue_size, embedding_dim)
         self.constant_momentum = momentum
         self.temperature = temperature
-        self._keys: Tensor | None = None
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Queries: the first crop."""
@@ -167,13 +166,17 @@ class MoCoV2(EmbeddingMethod):
         """The mean over this rank's samples; see ``info_nce``."""
         (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(taught[0], 1, batch)
         self._note(queries)
-        self._keys = keys
         return info_nce(queries, keys, self.queue.keys, self.temperature)
 
-    def after_micro_batch(self, outputs: list[Any], batch: Batch) -> None:
+    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+        """The keys."""
+        assert taught is not None
+        return taught[0].detach()
+
+    def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the keys. Collective."""
-        assert self._keys is not None
-        self.queue.push(self._keys)
+        for keys in observed:
+            self.queue.push(keys)
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""

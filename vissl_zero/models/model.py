@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.config.components.heads import KEY, POOLINGS
@@ -215,6 +216,8 @@ class Model(nn.Module):
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
         keeps_features: ``kept_features`` holds the trunk's features of the newest pass, without graph.
+        anchor: a second trunk of a teacher, which stays while the teacher moves (see ``Method.moves_anchor``).
+        views_apart: heads take the rows of one resolution after another, not all together.
         features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
         feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
     """
@@ -223,10 +226,12 @@ class Model(nn.Module):
         super().__init__()
         self.trunk_is_frozen = False
         self.keeps_features = False
+        self.views_apart = False
         self.kept_features: list[Tensor] = []
         self.features_are_embeddings = False
         self._is_checked = False
         self.trunk = trunk
+        self.anchor: nn.Module | None = None
         self.heads = nn.ModuleList(heads)
         self.taps = taps
         self.feature_taps: Taps | None = None
@@ -241,6 +246,7 @@ class Model(nn.Module):
         probe: Tensor | None = None,
         features_only: bool = False,
         see: SeePatches | None = None,
+        anchored: bool = False,
     ) -> list[Any]:
         """One pass over all resolutions.
 
@@ -250,6 +256,7 @@ class Model(nn.Module):
             features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
                 ``feature_taps``.
             see: decides which patches are hidden, seen and asked for; None: all are seen.
+            anchored: give the anchor's patches of the first resolution (b_0, P, F) too, after all outputs of heads.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
@@ -273,13 +280,19 @@ class Model(nn.Module):
             return list(torch.cat(self.feature_taps(features), dim=1).split([len(rows) for rows in features]))
         if features_only:
             return features
+        if self.views_apart:
+            return [_joined([head(rows) for rows in features]) for head in self.heads]
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        return [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        if anchored:
+            anchor: Any = self.anchor
+            found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return found
 
     def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
         """Tokens and features of images seen in part."""
@@ -324,6 +337,8 @@ class Model(nn.Module):
         one, and the units in it are units too.
         """
         units = _outermost_units(self.trunk) or [self.trunk]
+        if self.anchor is not None:
+            units += _outermost_units(self.anchor)
         for head in self.heads:
             units += dict.fromkeys([*_outermost_units(head), head])
         return units
@@ -394,6 +409,7 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = bool(settings.get("FREEZE_TRUNK_ONLY", False))
     model.feature_taps = feature_taps
+    model.views_apart = bool(model_config.get("VIEWS_APART", False))
     model.features_are_embeddings = bool(settings.get("FREEZE_TRUNK_AND_HEAD", False))
     for module in model.heads.modules():
         if isinstance(module, MLP):
@@ -403,6 +419,13 @@ def build_model(model_config: Mapping[str, Any], num_classes: int = 0) -> Model:
             module.momentum = head_config["BATCHNORM_MOMENTUM"]
     key_random_layers(model)
     return model
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """What a head gave for each resolution, as one: tensors one after the other."""
+    columns = zip(*map(pytree.tree_leaves, parts), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
 
 
 def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:

@@ -72,7 +72,9 @@ def grid_of(images: Tensor, patch_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def sine_positions(grid: tuple[int, int], dim: int, like: Tensor) -> Tensor:
-    """Compute fixed position embeddings (h * w, dim): sines and cosines (https://arxiv.org/abs/2111.06377).
+    """Compute fixed position embeddings (h * w, dim): sines and cosines of the column, then those of the row.
+
+    As MAE and I-JEPA have them (facebookresearch/mae util/pos_embed.py), so that predictors' weights can be exchanged.
 
     Args:
         grid: h and w.
@@ -81,7 +83,7 @@ def sine_positions(grid: tuple[int, int], dim: int, like: Tensor) -> Tensor:
     """
     rates = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64, device=like.device) / (dim / 4))
     rows, columns = (torch.arange(side, dtype=torch.float64, device=like.device)[:, None] * rates for side in grid)
-    angles = torch.stack([rows[:, None].expand(-1, grid[1], -1), columns[None].expand(grid[0], -1, -1)], dim=2)
+    angles = torch.stack([columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)], dim=2)
     return torch.cat([angles.sin(), angles.cos()], dim=3).flatten(2).flatten(0, 1).to(like.dtype)
 
 

@@ -36,7 +36,8 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
 
     Args:
         config: VISSL's dict: "name", the keys of that schedule, and "update_interval" ("step" or "epoch"; without it,
-            "epoch" for constant, multistep and step, "step" for the others). Keys of other schedules are ignored.
+            "epoch" for constant, multistep and step, "step" for the others) and "stretch"
+            (see that key). Keys of other schedules are ignored.
         steps_per_epoch: optimizer steps of one epoch.
         num_epochs: length of the whole schedule.
     Raises:
@@ -47,7 +48,7 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
     interval = interval or getattr(progression, "update_interval", UpdateInterval.STEP)
     per_epoch = interval == UpdateInterval.EPOCH
     unit = steps_per_epoch if per_epoch else 1
-    num_units = num_epochs if per_epoch else num_epochs * steps_per_epoch
+    num_units = (num_epochs if per_epoch else num_epochs * steps_per_epoch) * float(config.get("stretch") or 1.0)
 
     def value(step: int) -> float:
         return float(progression(min(step // unit / num_units, _LAST_PROGRESS)))

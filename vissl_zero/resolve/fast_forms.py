@@ -15,7 +15,10 @@ _RESIZING = ("bilinear", ("bilinear", "bicubic"))
 # Name -> argument -> None (any value), or its default and the values that have a fast form.
 FAST_FORMS: dict[str, dict[str, tuple[str, tuple[str, ...]] | None]] = {
     "RandomResizedCrop": {"size": None, "scale": None, "ratio": None, "interpolation": _RESIZING},
-    "ImgPilToMultiCrop": dict.fromkeys(("total_num_crops", "num_crops", "size_crops", "crop_scales")),
+    "ImgPilToMultiCrop": {
+        **dict.fromkeys(("total_num_crops", "num_crops", "size_crops", "crop_scales")),
+        "interpolation": _RESIZING,
+    },
     "ImgReplicatePil": {"num_times": None},
     "ImgPilToPatchesAndImage": dict.fromkeys(
         (

@@ -74,6 +74,21 @@ def method(cfg: RunConfig, host: Host) -> list[Problem]:
     return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, host)
 
 
+def views_apart(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads are called view by view only if they take nothing but features."""
+    names = [head[0] for head in cfg.MODEL.HEAD.PARAMS if isinstance(head, Sequence) and not isinstance(head, str)]
+    together = [name for name in names if name in HEADS.builtin() and name not in _APART]
+    if not cfg.MODEL.VIEWS_APART or not (together or are_tapped(cfg)):
+        return []
+    got = ", ".join(together) or "LINEAR_EVAL_FEAT_POOL_OPS_MAP"
+    must = f"must be {', '.join(_APART)} where config.MODEL.VIEWS_APART is true"
+    fix = "Write config.MODEL.VIEWS_APART=false, or another head."
+    return [Problem("config.MODEL.HEAD.PARAMS", got, must, fix)]
+
+
+_APART = ("mlp", "siamese_head", "identity")
+
+
 def evaluated_model(cfg: RunConfig, host: Host) -> list[Problem]:
     """Only a momentum copy can be evaluated in the student's place; of a loss of yours that shows as it is built."""
     spec = method_of(cfg.LOSS.get("name"))
@@ -339,6 +354,7 @@ MODEL_RULES = (
     input_type,
     frozen,
     heads,
+    views_apart,
     evaluation,
     taps,
     sweep,

@@ -283,16 +283,17 @@ class ShardedModel:
             teaching.require_same_layout(self._teacher, self)
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
 
-    def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
+    def follow(self, momentum: float, unit_rows: Collection[str] = (), moves_anchor: bool = False) -> None:
         """Move the teacher: ``momentum * teacher + (1 - momentum) * model``; parameters only. Not a collective.
 
         Args:
             momentum: 0 copies.
             unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+            moves_anchor: an anchor in the teacher becomes a copy of its trunk; else it stays.
         """
         assert self._teacher is not None
         self._wait_for_readers()
-        teaching.follow(self._teacher, self, momentum, unit_rows)
+        teaching.follow(self._teacher, self, momentum, unit_rows, moves_anchor)
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
         """By default the teacher is whole on every rank, as the student is."""

@@ -42,7 +42,7 @@ def test_everything_but_forward_has_a_default(own_loss: None) -> None:
     criterion.on_step(0, 0)
     assert criterion.probe() is None
     assert criterion(outputs, batch) == 12.0
-    criterion.after_micro_batch(outputs, batch)
+    criterion.update_state([criterion.observe(outputs, batch)])
     assert (
         criterion.health(criterion.health_sums().double()) == {}
         and criterion.normalized_rows() == []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.unit.methods.batches import LossBatch
 from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.methods.contrastive import nnclr_loss, supcon_loss
 from vissl_zero.methods.dino import (
     Centre,
     IBOTOutput,
@@ -27,12 +28,14 @@ from vissl_zero.methods.dino import (
     masked_patch_loss,
     sinkhorn_targets,
 )
+from vissl_zero.methods.dinov3 import gram_loss
 from vissl_zero.methods.distillation import (
     IBOTDistillation,
     SwAVDistillation,
     dino_distillation_loss,
     distillation_loss,
 )
+from vissl_zero.methods.lejepa import lejepa_loss, random_directions
 from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, mean_of_blocks, pixel_targets, simmim_loss
 from vissl_zero.methods.mixing import mix_targets, smooth_targets
 from vissl_zero.methods.pretext import MemoryBank, nce_loss, pirl_loss
@@ -162,12 +165,37 @@ def test_dino():
     centre = Centre(8, 0.9).double()
     centre.mean.copy_(_randn(9, 8) * 0.1)
     _is(dino_loss(student, centre.targets(teacher, 0.07)), 12.103813516045745)
-    centre.update(teacher)
+    centre.update(centre.sums(teacher))
     after = [-0.02627772145883702, 0.15383469641282838, -0.036471944648670124, 0.03134863702576182]
     after += [0.1320562308676549, -0.02482915077759862, 0.02988401876559076, 0.01426439333174953]
     _is(centre.mean, after)
-    centre.update(teacher * torch.inf)
+    centre.update(centre.sums(teacher * torch.inf))
     _is(centre.mean, after)
+
+
+def test_nnclr():
+    """vturrisi/solo-learn 9187ea3 solo/losses/nnclr.py and methods/nnclr.py, temperature 0.2."""
+    queue = F.normalize(_randn(60, 16, 5), dim=1)
+    projections, predictions = (_randn(61, 6, 5), _randn(62, 6, 5)), (_randn(63, 6, 5), _randn(64, 6, 5))
+    _is(nnclr_loss(projections, predictions, queue, 0.2), 3.550465816250187)
+
+
+def test_supcon():
+    """HobbitLong/SupContrast 66a8fe5 losses.py, with base_temperature = temperature = 0.1; without classes, NT-Xent."""
+    views = _randn(65, 6, 5), _randn(66, 6, 5)
+    _is(supcon_loss(views, torch.tensor([0, 1, 0, 2, 1, 0]), 0.1), 6.367730562773509)
+    _is(supcon_loss(views, torch.full((6,), -1), 0.1), float(nt_xent(views, 0.1)))
+
+
+def test_lejepa():
+    """lightly 1.6.0 lightly/loss/lejepa_loss.py, 8 directions, 2 global views and a local one."""
+    views = _randn(69, 3, 6, 5)
+    _is(lejepa_loss(views, 2, random_directions(5, 8, 7, views)), 1.1944831713686574)
+
+
+def test_gram():
+    """facebookresearch/dinov3 6876159 dinov3/loss/gram_loss.py without remove_neg."""
+    _is(gram_loss(_randn(67, 3, 4, 5), _randn(68, 3, 4, 5)), 0.3907935763672528)
 
 
 def _masked() -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +211,7 @@ def test_ibot():
     centre = Centre(7, 0.9).double()
     centre.mean.copy_(_randn(12, 7) * 0.1)
     _is(masked_patch_loss(student, centre.targets(teacher, 0.07), mask), 11.88465635487851)
-    centre.update(teacher)
+    centre.update(centre.sums(teacher))
     after = [-0.013543190273707704, -0.12788921485993437, -0.008178795242890474, 0.040424776616997116]
     _is(centre.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
 
@@ -385,7 +413,7 @@ def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: boo
         embeddings = F.normalize(_randn(seed, 12, 4), dim=1)[: 12 if two else 6]
         taught = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
         _is(loss([_randn(0, 30, 4)], batch, [taught]), value)
-        loss.after_micro_batch([], batch)
+        loss.update_state([loss.observe([], batch, [taught])])
 
 
 def test_soft_targets_are_torchs():

@@ -43,7 +43,7 @@ def _train_step(criterion: SwAVLoss, head: SwAVHead, features: Tensor, step: int
     criterion.on_step(step, epoch)
     outputs = [head(features, criterion.probe())]
     loss = criterion(outputs, _batch())
-    criterion.after_micro_batch(outputs, _batch())
+    criterion.update_state([criterion.observe(outputs, _batch())])
     return loss
 
 

@@ -281,6 +281,10 @@ class ModelConfig:
     """From images to features."""
     HEAD: Head = field(default_factory=Head)
     """From features to what the loss takes."""
+    VIEWS_APART: bool = False
+    """Pass each crop of an image through trunk and heads by itself: batch norm then has its statistics view by view, as
+    in BYOL, SimSiam, MoCo v3, Barlow Twins and VICReg; off: crops of one size together, as in SimCLR and VISSL. For
+    heads that take features alone (mlp, siamese_head, identity)."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)

@@ -33,6 +33,9 @@ class Scheduler:
     """constant, linear, cosine, cosine_warm_restart, step, multistep or composite."""
     update_interval: str = choice("epoch", "step", "epoch")
     """epoch or step: how often the value changes."""
+    stretch: float = number(1.0, least=1, most=1000)
+    """Lay the schedule out over this many times the run, which ends before it (MSN: 1.25); of a composite, over all of
+    its parts."""
     value: float = number(0.1, least=0)
     """constant: the value."""
     start_value: float = number(0.1, least=0)

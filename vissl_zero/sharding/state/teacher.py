@@ -106,8 +106,13 @@ def set_modes(teacher: nn.Module, has_own_statistics: bool) -> None:
             module.train(has_own_statistics)
 
 
+ANCHOR, TRUNK = "anchor.", "trunk."
+
+
 @torch.no_grad()
-def follow(teacher: ShardedModel, student: ShardedModel, momentum: float, unit_rows: Collection[str]) -> None:
+def follow(
+    teacher: ShardedModel, student: ShardedModel, momentum: float, unit_rows: Collection[str], moves_anchor: bool
+) -> None:
     """``teacher = momentum * teacher + (1 - momentum) * student``, element by element. Not a collective.
 
     Buffers are left alone: batch norm in a teacher has seen the teacher's activations.
@@ -115,20 +120,33 @@ def follow(teacher: ShardedModel, student: ShardedModel, momentum: float, unit_r
     Args:
         momentum: 0 copies.
         unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+        moves_anchor: an anchor, a second trunk of the teacher, becomes a copy of its trunk; else it stays.
     """
     # Units that are still gathered would keep the teacher of the last step.
     teacher._before_shards_change()
-    for name, shard in teacher._shards.items():
-        value = student._shards[name].held()
-        if shard.is_on_disk:
-            moved = shard.values()
-            follow_(moved, value.to(moved.device), momentum)
-            shard.assign(moved)
-        else:
-            follow_(shard.local.detach(), value, momentum)
-            shard.publish()
+    anchor = [name for name in teacher._shards if name.startswith(ANCHOR)]
+    for name in teacher._shards.keys() - set(anchor):
+        _follow_shard(teacher._shards[name], student._shards[name], momentum)
     for name in unit_rows:
         teacher._shards[name].normalize_rows()
+    for name in anchor if moves_anchor else ():
+        _follow_shard(teacher._shards[name], teacher._shards[_mate(name)], 0.0)
+
+
+def _mate(name: str) -> str:
+    """The student's parameter that the teacher's parameter ``name`` comes from."""
+    return TRUNK + name.removeprefix(ANCHOR) if name.startswith(ANCHOR) else name
+
+
+def _follow_shard(shard: Shard, other: Shard, momentum: float) -> None:
+    value = other.held()
+    if shard.is_on_disk:
+        moved = shard.values()
+        follow_(moved, value.to(moved.device), momentum)
+        shard.assign(moved)
+    else:
+        follow_(shard.local.detach(), value, momentum)
+        shard.publish()
 
 
 def require_same_layout(teacher: ShardedModel, student: ShardedModel) -> None:
@@ -138,7 +156,7 @@ def require_same_layout(teacher: ShardedModel, student: ShardedModel) -> None:
         VisslZeroError: a parameter of the teacher is none of the student's, or is cut otherwise.
     """
     for name, shard in teacher._shards.items():
-        mate = student._shards.get(name)
+        mate = student._shards.get(_mate(name))
         if mate is None or mate.held_shape() != shard.local.shape:
             raise VisslZeroError(
                 f"The teacher's {name} is not cut as the student's: this engine joins parameters that the teacher does "

@@ -1,0 +1,995 @@
+"""Train each method beside the code that people trust: from the same weights, on the same crops, in float64.
+
+    pip install -r requirements.txt                      # has lightly
+    python benchmarks/twins.py                           # against lightly
+    python benchmarks/twins.py --repositories ~/peers    # and against the authors' code
+
+``--repositories`` names a folder with a clone of each repository of ``REPOSITORIES``, under its name. The classes and
+functions named there are read from the commit named there with ``git show``, and run; nothing of them is kept here.
+
+Each twin makes 50 steps of SGD. Peers of lightly have its heads, losses, memory bank and EMA; authors' code has losses,
+centers, schedules and updates of the teacher, on a copy of our model. After each step the loss, every weight of student
+and teacher, centers and queues are compared; the largest difference of all goes into the table of docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import math
+import subprocess
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vissl_zero.methods.lejepa import random_directions
+from vissl_zero.methods.method import Method, build_method
+from vissl_zero.models.init import initialize_
+from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.model import Model
+from vissl_zero.models.trunks.vision_transformer import VisionTransformer
+from vissl_zero.registry import HEADS
+
+NUM_STEPS, PER_EPOCH, BATCH, LR = 50, 5, 8, 0.05
+PAGE = Path("docs/methods.md")
+MARKS = "<!-- twins: written by benchmarks/twins.py -->", "<!-- end of twins -->"
+LIGHTLY = "lightly 1.6.0"
+# name of the folder -> owner, commit, files and what is taken of them
+REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
+    "dino": (
+        "facebookresearch",
+        "7c446df5b9f45747937fb0d72314eb9f7b66930a",
+        {"main_dino.py": ["DINOLoss"], "utils.py": ["cosine_scheduler"]},
+    ),
+    "ibot": ("bytedance", "da316d82636a7a7356835ef224b13d5f3ace0489", {"main_ibot.py": ["iBOTLoss"]}),
+    "dinov2": (
+        "facebookresearch",
+        "b8931f7bf91576930313be2c6d6af376033b35f0",
+        {
+            "dinov2/loss/dino_clstoken_loss.py": ["DINOLoss"],
+            "dinov2/loss/ibot_patch_loss.py": ["iBOTPatchLoss"],
+            "dinov2/loss/koleo_loss.py": ["KoLeoLoss"],
+            "dinov2/utils/utils.py": ["CosineScheduler"],
+        },
+    ),
+    "dinov3": (
+        "facebookresearch",
+        "6876159a11b4df116f30f667f8c9888617df0751",
+        {"dinov3/loss/gram_loss.py": ["GramLoss"]},
+    ),
+    "mae": (
+        "facebookresearch",
+        "efb2a8062c206524e35e47d04501ed4f544c0ae8",
+        {"models_mae.py": ["MaskedAutoencoderViT"]},
+    ),
+    "msn": (
+        "facebookresearch",
+        "4388dc1eadbe3042b85d3296d41b9b207656e043",
+        {"src/losses.py": ["init_msn_loss", "distributed_sinkhorn"]},
+    ),
+    "moco-v3": (
+        "facebookresearch",
+        "c349e6e24f40d3fedb22d973f92defa4cedf37a7",
+        {"moco/builder.py": ["MoCo", "concat_all_gather"]},
+    ),
+    "vicreg": (
+        "facebookresearch",
+        "4e12602fd495af83efd1631fbe82523e6db092e0",
+        {"main_vicreg.py": ["VICReg", "off_diagonal", "FullGatherLayer"]},
+    ),
+    "barlowtwins": (
+        "facebookresearch",
+        "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
+        {"main.py": ["BarlowTwins", "off_diagonal"]},
+    ),
+    "solo-learn": (
+        "vturrisi",
+        "9187ea39c2c3f43c455ab06664d2b019a9802954",
+        {"solo/losses/nnclr.py": ["nnclr_loss_func"]},
+    ),
+    "SupContrast": ("HobbitLong", "66a8fe53880d6a1084b2e4e0db0a019024d6d41a", {"losses.py": ["SupConLoss"]}),
+}
+
+
+class Net(nn.Module):
+    """Convolutions with batch norm; 16 features."""
+
+    feature_dim = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = (nn.Conv2d(3, 8, 3, 2, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.net = nn.Sequential(*first, nn.Conv2d(8, 16, 3, 2, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return [self.net(image).mean(dim=(2, 3)) for image in images]
+
+
+def transformer() -> VisionTransformer:
+    sizes = {"IMAGE_SIZE": 16, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 16, "MLP_DIM": 32}
+    return VisionTransformer(**sizes, QKV_BIAS=True, USE_MASK_TOKEN=True)
+
+
+@dataclass(frozen=True)
+class Crops:
+    """A ``Batch`` of random crops."""
+
+    images: list[Tensor]
+    num_crops: list[int]
+    sample_ids: Tensor
+    targets: Tensor
+    num_local: int = BATCH
+    num_global: int = BATCH
+
+
+def crops_of_step(step: int, num_crops: list[int], side: int) -> Crops:
+    generator = torch.Generator().manual_seed(1000 + step)
+    sides = [side - 4 * index for index in range(len(num_crops))]
+    images = [
+        torch.randn(count * BATCH, 3, size, size, dtype=torch.float64, generator=generator)
+        for count, size in zip(num_crops, sides, strict=True)
+    ]
+    return Crops(
+        images, num_crops, torch.arange(BATCH) + step * BATCH, torch.randint(0, 3, (BATCH,), generator=generator)
+    )
+
+
+class Ours:
+    """Our method in a plain loop: the one that all levels are compared with."""
+
+    def __init__(self, twin: Twin):
+        torch.manual_seed(0)
+        self.twin = twin
+        trunk = transformer() if twin.is_transformer else Net()
+        name, keys = twin.head
+        self.model = Model(trunk, [HEADS.get(name).build(**keys)])
+        initialize_(self.model, 0)
+        self.model.views_apart = not twin.is_transformer and twin.num_crops == [2]
+        self.model.double().train()
+        self.method: Method = build_method({"name": twin.loss, twin.loss: twin.keys}, BATCH * NUM_STEPS).double()
+        self.method.views_apart = self.model.views_apart
+        self.teacher = self.method.make_teacher(copy.deepcopy(self.model))
+        self.rows = self.method.normalized_rows()
+        self._normalize()
+        followers = zip(self.teacher.parameters(), self._student_of(self.teacher), strict=True)
+        for follower, weight in followers:
+            follower.data.copy_(weight)
+        self.method.set_length(NUM_STEPS, PER_EPOCH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=twin.lr, momentum=0.9)
+
+    def _student_of(self, teacher: nn.Module) -> list[Tensor]:
+        weights = dict(self.model.named_parameters())
+        return [weights[name.replace("anchor.", "trunk.", 1)] for name, _ in teacher.named_parameters()]
+
+    def _normalize(self) -> None:
+        weights = dict(self.model.named_parameters())
+        for name in self.rows:
+            weights[name].data /= weights[name].data.norm(dim=1, keepdim=True)
+
+    def step(self, step: int, given: Crops) -> float:
+        method = self.method
+        method.on_step(step, step // PER_EPOCH)
+        batch = method.see(given)
+        set_random_key(0, step, batch.sample_ids)
+        taught = None
+        if method.has_teacher:
+            with torch.no_grad():
+                taught = method.run_teacher(self.teacher, batch)
+        outputs = method.run_student(self.model, batch)
+        loss = method.loss(outputs, batch, taught)
+        self.optimizer.zero_grad()
+        loss.backward()
+        method.update_state([method.observe(outputs, batch, taught)])
+        self.optimizer.step()
+        self._normalize()
+        if method.has_teacher:
+            moves = method.moves_anchor(step)
+            own = dict(self.teacher.named_parameters())
+            for (name, follower), weight in zip(own.items(), self._student_of(self.teacher), strict=True):
+                if not name.startswith("anchor."):
+                    m = method.momentum(step)
+                    follower.data = m * follower.data + (1 - m) * weight.data
+            for name, follower in own.items() if moves else ():
+                if name.startswith("anchor."):
+                    follower.data.copy_(own[name.replace("anchor.", "trunk.", 1)].data)
+        return float(loss.detach())
+
+    def state(self) -> list[Tensor]:
+        state = [*self.model.parameters()]
+        if self.method.has_teacher:
+            state += [p for name, p in self.teacher.named_parameters() if not name.startswith("anchor.")]
+        return state + [buffer for buffer in self.method.buffers() if buffer.is_floating_point()]
+
+
+class Peer:
+    """A copy of our model, trained by other code: subclasses define ``loss`` and perhaps more.
+
+    Attributes:
+        ours: whose weights it begins with.
+        code: what was read from the repositories.
+    """
+
+    def __init__(self, ours: Ours, code: dict[str, Any]):
+        self.ours, self.code = ours, code
+        self.keys = ours.twin.keys
+        self.model: Any = copy.deepcopy(ours.model)
+        self.teacher: Any = copy.deepcopy(ours.teacher)
+        self.make()
+        self.optimizer = torch.optim.SGD(self.weights(), lr=ours.twin.lr, momentum=0.9)
+
+    def make(self) -> None:
+        """Other modules in place of ours."""
+
+    def weights(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        raise NotImplementedError
+
+    def momentum(self, step: int) -> float:
+        return float("nan")
+
+    def after(self, step: int) -> None:
+        """Move the teacher, as ``param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)``."""
+        if not self.ours.method.has_teacher:
+            return
+        weights, m = dict(self.model.named_parameters()), self.momentum(step)
+        for name, follower in self.teacher.named_parameters():
+            if not name.startswith("anchor."):
+                follower.data.mul_(m).add_((1 - m) * weights[name].detach().data)
+
+    def buffers(self) -> list[Tensor]:
+        return []
+
+    def step(self, step: int, crops: Crops) -> float:
+        set_random_key(0, step, crops.sample_ids)
+        loss = self.loss(step, crops)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.after(step)
+        return float(loss.detach())
+
+    def state(self) -> list[Tensor]:
+        state = self.weights()
+        if self.ours.method.has_teacher:
+            state = state + [p for name, p in self.teacher.named_parameters() if not name.startswith("anchor.")]
+        return state + self.buffers()
+
+    def views(self, crops: Crops) -> list[Tensor]:
+        return [
+            view for images, count in zip(crops.images, crops.num_crops, strict=True) for view in images.chunk(count)
+        ]
+
+
+def copied(module: nn.Module, source: nn.Module) -> nn.Module:
+    """Give ``module`` the weights of ours, in their order."""
+    module = module.double()
+    for own, other in zip(module.parameters(), source.parameters(), strict=True):
+        own.data.copy_(other.data.view_as(own))
+    return module.train()
+
+
+class LightlyPeer(Peer):
+    """lightly's heads on a copy of our trunk."""
+
+    def heads(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def sources(self, model: Model) -> list[nn.Module]:
+        return [model.heads[0]]
+
+    def make(self) -> None:
+        self.parts = self._parts(self.ours.model)
+        self.teacher_parts = self._parts(self.ours.teacher) if self.ours.method.has_teacher else []
+
+    def _parts(self, model: Model) -> list[nn.Module]:
+        found = [copy.deepcopy(model.trunk)]
+        for head, source in zip(self.heads(), self.sources(model), strict=False):
+            if source is not None:
+                found.append(copied(head, source))
+        return found
+
+    def weights(self) -> list[Tensor]:
+        return [weight for part in self.parts for weight in part.parameters()]
+
+    def through(self, parts: list[nn.Module], view: Tensor) -> list[Tensor]:
+        """Return what each head gives, one after the other."""
+        outputs = [parts[0]([view])[0]]
+        for head in parts[1:]:
+            outputs.append(head(outputs[-1]))
+        return outputs[1:]
+
+    def after(self, step: int) -> None:
+        from lightly.models.utils import update_momentum
+
+        for student, teacher in zip(self.parts, self.teacher_parts, strict=False):
+            update_momentum(student, teacher, self.momentum(step))
+
+    def state(self) -> list[Tensor]:
+        taught = [weight for part in self.teacher_parts for weight in part.parameters()]
+        return [*self.weights(), *taught, *self.buffers()]
+
+
+class SimCLR(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import NTXentLoss
+        from lightly.models.modules import SimCLRProjectionHead
+
+        self.criterion = NTXentLoss(temperature=self.keys["temperature"])
+        return [SimCLRProjectionHead(16, 12, 8, batch_norm=False)]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        first, second = (self.through(self.parts, view)[0] for view in self.views(crops))
+        return self.criterion(first, second)  # type: ignore[no-any-return]
+
+
+class MoCoV2(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import NTXentLoss
+        from lightly.models.modules import MoCoProjectionHead
+
+        queue = self.ours.method.queue.keys  # type: ignore[attr-defined]
+        self.criterion = NTXentLoss(self.keys["temperature"], memory_bank_size=tuple(queue.shape)).double()
+        self.criterion.memory_bank.bank = queue.clone()
+        return [MoCoProjectionHead(16, 12, 8)]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        first, second = self.views(crops)
+        with torch.no_grad():
+            keys = self.through(self.teacher_parts, second)[0]
+        return self.criterion(self.through(self.parts, first)[0], keys)  # type: ignore[no-any-return]
+
+    def momentum(self, step: int) -> float:
+        return float(self.keys["momentum"])
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.memory_bank.bank]
+
+
+class BYOL(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import NegativeCosineSimilarity
+        from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
+
+        self.criterion = NegativeCosineSimilarity()
+        return [BYOLProjectionHead(16, 12, 8), BYOLPredictionHead(8, 12, 8)]
+
+    def sources(self, model: Model) -> list[nn.Module]:
+        return [model.heads[0].projector, model.heads[0].predictor]  # type: ignore[list-item]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        views = self.views(crops)
+        (_, p0), (_, p1) = (self.through(self.parts, view) for view in views)
+        with torch.no_grad():
+            z0, z1 = (self.through(self.teacher_parts, view)[0] for view in views)
+        return 4 + 4 * 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))  # type: ignore[no-any-return]
+
+    def momentum(self, step: int) -> float:
+        from lightly.utils.scheduler import cosine_schedule
+
+        # It ends at step max_steps - 1; the paper's K is the number of steps.
+        return cosine_schedule(step, NUM_STEPS + 1, self.keys["momentum"], 1.0)
+
+
+class SimSiam(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import NegativeCosineSimilarity
+        from lightly.models.modules import SimSiamPredictionHead, SimSiamProjectionHead
+
+        self.criterion = NegativeCosineSimilarity()
+        return [SimSiamProjectionHead(16, 12, 8), SimSiamPredictionHead(8, 6, 8)]
+
+    sources = BYOL.sources
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        (z0, p0), (z1, p1) = (self.through(self.parts, view) for view in self.views(crops))
+        # SimSiam's paper stops the gradient, lightly's loss does too.
+        return 0.5 * (self.criterion(p0, z1.detach()) + self.criterion(p1, z0.detach()))  # type: ignore[no-any-return]
+
+
+class BarlowTwins(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import BarlowTwinsLoss
+        from lightly.models.modules import BarlowTwinsProjectionHead
+
+        self.criterion = BarlowTwinsLoss(lambda_param=self.keys.get("lambda_", 0.0051))
+        head = BarlowTwinsProjectionHead(16, 12, 8)
+        head.layers[-1] = nn.Linear(12, 8, bias=False)  # as in the authors' code, where lightly's has a bias
+        return [head]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        first, second = (self.through(self.parts, view)[0] for view in self.views(crops))
+        return self.criterion(first, second)  # type: ignore[no-any-return]
+
+
+class VICReg(BarlowTwins):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import VICRegLoss
+
+        head = super().heads()
+        self.criterion = VICRegLoss()
+        return head
+
+
+class SwAV(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import SwaVLoss
+        from lightly.models.modules import SwaVPrototypes
+
+        self.criterion = SwaVLoss()
+        prototypes = SwaVPrototypes(8, 5)
+        prototypes.heads[0] = nn.Linear(8, 5, bias=False)
+        return [nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8)), prototypes]
+
+    def sources(self, model: Model) -> list[nn.Module]:
+        return [model.heads[0].projection_head, model.heads[0].prototypes0]  # type: ignore[list-item]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        trunk, head, prototypes = self.parts
+        prototypes.normalize()  # type: ignore[operator]
+        # Crops of one size go through the trunk together, as in the authors' MultiCropWrapper.
+        rows = torch.cat([trunk([images])[0] for images in crops.images])
+        scores = list(prototypes(F.normalize(head(rows), dim=1)).chunk(sum(crops.num_crops)))
+        return self.criterion(scores[: crops.num_crops[0]], scores[crops.num_crops[0] :])[0]  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        self.parts[2].normalize()  # type: ignore[operator]
+
+
+class LeJEPA(LightlyPeer):
+    def heads(self) -> list[nn.Module]:
+        from lightly.loss import LeJEPALoss
+
+        self.criterion: Any = LeJEPALoss(self.keys["lambda_"], sigreg_num_vectors=self.keys["num_slices"]).double()
+        sigreg = self.criterion.sigreg
+        # Built in float32.
+        sigreg.t = torch.linspace(0, 3, 17, dtype=torch.float64)
+        sigreg.phi = torch.exp(-sigreg.t.square() / 2)
+        spacing = torch.full((17,), 2 * 3 / 16, dtype=torch.float64)
+        spacing[[0, -1]] /= 2
+        sigreg.weights = spacing * sigreg.phi
+        return [nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8))]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        trunk, head = self.parts
+        views = head(torch.cat([trunk([images])[0] for images in crops.images])).unflatten(0, (-1, BATCH))
+        directions = random_directions(8, self.keys["num_slices"], step, views)
+        self.criterion.sigreg._generate_unit_vectors = lambda *_, **__: directions
+        count = crops.num_crops[0]
+        return self.criterion(local_proj=views[count:], global_proj=views[:count])  # type: ignore[no-any-return]
+
+
+def by_view(peer: Peer, model: Model, crops: Crops) -> list[Any]:
+    """Return what the first head gives for each view by itself."""
+    return [model([view])[0] for view in peer.views(crops)]
+
+
+class DINO(Peer):
+    def make(self) -> None:
+        temperatures = self.keys["teacher_temp_min"], self.keys["teacher_temp_max"]
+        epochs = self.keys["teacher_temp_warmup_iters"] // PER_EPOCH, NUM_STEPS // PER_EPOCH
+        self.criterion = self.code["dino"]["DINOLoss"](5, 3, *temperatures, *epochs).double()
+        self.momenta = self.code["dino"]["cosine_scheduler"](self.keys["momentum"], 1, epochs[1], PER_EPOCH)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(crops.images[:1])[0].scores[0]
+        scores = self.model(crops.images)[0].scores[0]
+        return self.criterion(scores, taught, step // PER_EPOCH)  # type: ignore[no-any-return]
+
+    def momentum(self, step: int) -> float:
+        return float(self.momenta[step])
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.center[0]]
+
+
+def masks_of(ours: Ours, model: Model, crops: Crops, masks: bool) -> Any:
+    """Return the first head's output for crops that our method masks."""
+    images = crops.images if masks else crops.images[:1]
+    return model(images, see=lambda x, size: ours.method._see(x, size, masks=masks))[0]  # type: ignore[operator]
+
+
+class IBOT(Peer):
+    def make(self) -> None:
+        epochs = 4, NUM_STEPS // PER_EPOCH
+        self.criterion = self.code["ibot"]["iBOTLoss"](5, 7, 2, 1, 0.04, 0.07, 0.04, 0.07, *epochs).double()
+        self.momenta = self.code["dino"]["cosine_scheduler"](self.keys["teacher_momentum"], 1, epochs[1], PER_EPOCH)
+
+    momentum = DINO.momentum
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        with torch.no_grad():
+            taught = masks_of(self.ours, self.teacher, crops, masks=False)
+        own = masks_of(self.ours, self.model, crops, masks=True)
+        first = 2 * BATCH
+        masks = list(own.is_masked[:, None].chunk(2))
+        student = own.scores[:first], own.patch_scores
+        terms = self.criterion(
+            student, (taught.scores, taught.patch_scores), own.scores[first:], masks, step // PER_EPOCH
+        )
+        return terms["loss"]  # type: ignore[no-any-return]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.center[0], self.criterion.center2[0, 0]]
+
+
+class DINOv2(Peer):
+    def make(self) -> None:
+        code = self.code["dinov2"]
+        self.dino, self.koleo = code["DINOLoss"](5).double(), code["KoLeoLoss"]().double()
+        self.patches = code["iBOTPatchLoss"](7).double()
+        self.temperatures = code["CosineScheduler"](0.07, 0.07, 20, 20, 0.04)
+        self.momenta = code["CosineScheduler"](self.keys["momentum"], 1, NUM_STEPS)
+
+    momentum = DINO.momentum
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """dinov2/train/ssl_meta_arch.py, with its scales."""
+        with torch.no_grad():
+            taught = masks_of(self.ours, self.teacher, crops, masks=False)
+        own = masks_of(self.ours, self.model, crops, masks=True)
+        temperature = self.ours.method.temperature.at(step, PER_EPOCH)  # type: ignore[union-attr, operator]
+        targets = self.dino.sinkhorn_knopp_teacher(taught.scores, temperature).chunk(2)
+        views = own.scores.chunk(3)
+        crops_loss = (
+            self.dino([views[2]], targets) + self.dino([views[0]], [targets[1]]) + self.dino([views[1]], [targets[0]])
+        )
+        masked = own.is_masked
+        counts = torch.tensor([int(masked.sum())])
+        of_patches = self.patches.sinkhorn_knopp_teacher(taught.patch_scores[masked], temperature, counts)
+        patch_loss = self.patches.forward_masked(own.patch_scores[masked], of_patches, masked)
+        koleo = sum(self.koleo(view) for view in own.features[: 2 * BATCH].chunk(2))
+        self.own = own
+        return crops_loss / 4 + patch_loss + 0.1 * koleo  # type: ignore[no-any-return]
+
+
+class DINOv3(DINOv2):
+    def make(self) -> None:
+        super().make()
+        self.gram = self.code["dinov3"]["GramLoss"](apply_norm=True, remove_neg=False)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        loss = super().loss(step, crops)
+        if step < NUM_STEPS // 2:
+            return loss
+        anchor = self.teacher.anchor
+        with torch.no_grad():
+            patches = anchor(crops.images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :]
+        return loss + 2.0 * self.gram(self.own.patches, patches)  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        # ``update_gram(m=0)`` after the iterations that the keys name
+        if step + 1 in (25, 35, 45):
+            for own, other in zip(self.teacher.anchor.parameters(), self.teacher.trunk.parameters(), strict=True):
+                own.data.copy_(other.data)
+
+
+class MAE(Peer):
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        theirs = self.code["mae"]["MaskedAutoencoderViT"]
+        settings = types.SimpleNamespace(patch_embed=types.SimpleNamespace(patch_size=(4, 4)), norm_pix_loss=True)
+        settings.patchify = lambda images: theirs.patchify(settings, images)
+        own = self.model(crops.images, see=self.ours.method._see)[0]
+        every = torch.zeros(BATCH, 16, 48, dtype=torch.float64)
+        index = own.wanted[:, :, None].expand(-1, -1, 48)
+        mask = torch.zeros(BATCH, 16, dtype=torch.float64).scatter(1, own.wanted, 1.0)
+        predictions = every.scatter(1, index, own.predictions)
+        return theirs.forward_loss(settings, crops.images[0], predictions, mask)  # type: ignore[no-any-return]
+
+
+class MSN(Peer):
+    def make(self) -> None:
+        self.criterion = self.code["msn"]["init_msn_loss"](num_views=2, tau=0.1)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        views = self.views(crops)
+        with torch.no_grad():
+            target = self.teacher([views[0]])[0].embeddings
+        images = [torch.cat(views[1:])]
+        own = self.model(images, see=self.ours.method._see)[0].embeddings
+        prototypes = self.model.heads[0].prototypes0.weight
+        terms = self.criterion(own, target, prototypes, torch.eye(5, dtype=torch.float64), 0.25, use_sinkhorn=True)
+        return terms[0] + terms[1]  # type: ignore[no-any-return]
+
+    def momentum(self, step: int) -> float:
+        return 0.9 + (1 - 0.9) / (NUM_STEPS * 1.25) * step  # src/msn_train.py
+
+
+class MoCoV3(Peer):
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        theirs = self.code["moco-v3"]["MoCo"].contrastive_loss
+        settings = types.SimpleNamespace(T=self.keys["temperature"])
+        own = by_view(self, self.model, crops)
+        with torch.no_grad():
+            keys = [output.projections for output in by_view(self, self.teacher, crops)]
+        pairs = (own[0].predictions, keys[1]), (own[1].predictions, keys[0])
+        return sum(theirs(settings, q, k) for q, k in pairs)  # type: ignore[no-any-return]
+
+    def momentum(self, step: int) -> float:
+        """main_moco.py ``adjust_moco_momentum``."""
+        return 1.0 - 0.5 * (1.0 + math.cos(math.pi * step / NUM_STEPS)) * (1.0 - float(self.keys["momentum"]))
+
+
+class NNCLR(Peer):
+    def make(self) -> None:
+        self.queue = self.ours.method.queue.keys.clone()  # type: ignore[attr-defined, union-attr, operator]
+        self.place = 0
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """solo/methods/nnclr.py ``training_step``."""
+        own = by_view(self, self.model, crops)
+        z = [F.normalize(output.projections, dim=-1) for output in own]
+        near = [self.queue[(one @ self.queue.T).max(dim=1)[1]] for one in z]
+        theirs = self.code["solo-learn"]["nnclr_loss_func"]
+        loss = sum(theirs(near[i], own[1 - i].predictions, self.keys["temperature"]) / 2 for i in (0, 1))
+        self.queue[self.place : self.place + BATCH] = z[0].detach()
+        self.place = (self.place + BATCH) % len(self.queue)
+        return loss  # type: ignore[return-value]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.queue]
+
+
+class SupCon(Peer):
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        temperature = self.keys["temperature"]
+        criterion = self.code["SupContrast"]["SupConLoss"](temperature, base_temperature=temperature)
+        views = torch.stack([F.normalize(rows, dim=1) for rows in by_view(self, self.model, crops)], dim=1)
+        return criterion(views, crops.targets)  # type: ignore[no-any-return]
+
+
+class BarlowTwinsOfAuthors(Peer):
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        theirs = self.code["barlowtwins"]["BarlowTwins"].forward
+        args = types.SimpleNamespace(batch_size=BATCH, lambd=self.keys["lambda_"])
+        norm = nn.BatchNorm1d(8, affine=False).double()
+        rows = iter(by_view(self, self.model, crops))
+        settings = types.SimpleNamespace(args=args, bn=norm, backbone=lambda _: next(rows), projector=lambda x: x)
+        return theirs(settings, None, None)  # type: ignore[no-any-return]
+
+
+class VICRegOfAuthors(Peer):
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        theirs = self.code["vicreg"]["VICReg"].forward
+        args = types.SimpleNamespace(batch_size=BATCH, sim_coeff=25.0, std_coeff=25.0, cov_coeff=1.0)
+        rows = iter(by_view(self, self.model, crops))
+        settings = types.SimpleNamespace(
+            args=args, num_features=8, backbone=lambda _: next(rows), projector=lambda x: x
+        )
+        return theirs(settings, None, None)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A method, its settings scaled down, and who trains it too.
+
+    Attributes:
+        method: name in METHODS.
+        loss, keys, head, num_crops: of our recipe.
+        peer: trains the copy.
+        repository: key of REPOSITORIES; empty: lightly.
+        differs: on purpose, in words.
+        is_transformer: the trunk; else convolutions with batch norm.
+        lr: of both; a large one lets rounding grow from step to step.
+    """
+
+    method: str
+    loss: str
+    keys: dict[str, Any]
+    head: tuple[str, dict[str, Any]]
+    num_crops: list[int]
+    peer: type[Peer]
+    repository: str = ""
+    differs: str = ""
+    is_transformer: bool = False
+    lr: float = LR
+
+
+_MLP = ("mlp", {"dims": [16, 12, 8], "use_relu": True})
+_BARLOW = ("mlp", {"dims": [16, 12, 12, 8], "use_relu": True, "use_bn": True, "use_bias": False})
+_BYOL = ("siamese_head", {"dims": [16, 12, 8], "predictor_dims": [12]})
+_SIMSIAM = ("siamese_head", {"dims": [16, 12, 12, 8], "predictor_dims": [6], "projector_last_bn": True})
+_MOCO_V3 = (
+    "siamese_head",
+    {"dims": [16, 12, 8], "predictor_dims": [12], "projector_last_bn": True, "predictor_last_bn": True},
+)
+_DINO_KEYS = {
+    "output_dim": 5,
+    "momentum": 0.9,
+    "teacher_temp_min": 0.04,
+    "teacher_temp_max": 0.07,
+    "teacher_temp_warmup_iters": 20,
+    "teacher_temp_interval": "epoch",
+}
+_PATCHES = {"dims": [16, 12, 8], "num_clusters": [5, 7]}
+_DINO_HEAD = {
+    "dims": [16, 12, 8],
+    "num_clusters": [5],
+    "activation_name": "GELU",
+    "use_weight_norm_prototypes": True,
+    "normalize_last_layer": True,
+}
+_DINOV2_KEYS = {"num_global_crops": 2, "momentum": 0.9, "teacher_temp_warmup_iters": 20}
+_APART = "`VIEWS_APART: true`"
+_INDEX = "the momentum's last step: lightly's schedule ends one step earlier, the paper's formula is ours"
+TWINS = (
+    Twin("simclr", "simclr_info_nce_loss", {"temperature": 0.2}, _MLP, [2], SimCLR, differs=_APART),
+    Twin(
+        "moco_v2",
+        "moco_loss",
+        {"embedding_dim": 8, "queue_size": 32, "momentum": 0.9, "temperature": 0.2},
+        _MLP,
+        [2],
+        MoCoV2,
+        differs="the teacher moves at the end of a step, not at the start of the next: the same in each forward pass",
+    ),
+    Twin(
+        "byol",
+        "byol_loss",
+        {"momentum": 0.9},
+        _BYOL,
+        [2],
+        BYOL,
+        differs=f"{_APART}; the loss is 4 + 4 times lightly's; {_INDEX}",
+    ),
+    Twin("simsiam", "simsiam_loss", {}, _SIMSIAM, [2], SimSiam, differs=_APART),
+    Twin(
+        "barlow_twins",
+        "barlow_twins_loss",
+        {"lambda_": 0.0051, "scale_loss": 1.0},
+        _BARLOW,
+        [2],
+        BarlowTwins,
+        differs=f"{_APART}; `scale_loss: 1.0`; the projector's last layer has no bias, as in the authors' code",
+    ),
+    Twin(
+        "barlow_twins",
+        "barlow_twins_loss",
+        {"lambda_": 0.0051, "scale_loss": 1.0},
+        _BARLOW,
+        [2],
+        BarlowTwinsOfAuthors,
+        "barlowtwins",
+        f"{_APART}; `scale_loss: 1.0`",
+    ),
+    Twin("vicreg", "vicreg_loss", {}, _BARLOW, [2], VICReg, differs=_APART, lr=0.005),
+    Twin("vicreg", "vicreg_loss", {}, _BARLOW, [2], VICRegOfAuthors, "vicreg", _APART, lr=0.005),
+    Twin(
+        "swav",
+        "swav_loss",
+        {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 8},
+        ("swav_head", {"dims": [16, 12, 8], "num_clusters": [5]}),
+        [2, 1],
+        SwAV,
+        differs="no queue: lightly's is the user's to keep; prototypes have no bias, as the authors', lightly's do",
+    ),
+    Twin(
+        "lejepa",
+        "lejepa_loss",
+        {"num_global_crops": 2, "lambda_": 0.05, "num_slices": 32},
+        _MLP,
+        [2, 1],
+        LeJEPA,
+        differs="directions, which are ours: lightly draws its own",
+    ),
+    Twin(
+        "dino",
+        "dino_loss",
+        _DINO_KEYS,
+        ("swav_head", _DINO_HEAD),
+        [2, 1],
+        DINO,
+        "dino",
+        "`teacher_temp_interval: epoch`",
+    ),
+    Twin(
+        "ibot",
+        "ibot_loss",
+        {
+            "out_dim": 5,
+            "patch_out_dim": 7,
+            "teacher_momentum": 0.9,
+            "warmup_teacher_temp_epochs": 4,
+            "teacher_temp_interval": "epoch",
+            "mask_ratio": [0.5, 0.5],
+            "mask_probability": 1.0,
+        },
+        ("ibot_head", _PATCHES),
+        [2, 1],
+        IBOT,
+        "ibot",
+        "`teacher_temp_interval: epoch`; masks, which are ours; the center of patches is over masked ones",
+        True,
+    ),
+    Twin(
+        "dinov2",
+        "dinov2_loss",
+        _DINOV2_KEYS,
+        ("ibot_head", _PATCHES),
+        [2, 1],
+        DINOv2,
+        "dinov2",
+        "masks, which are ours; the warm-up of the temperature has s / W where theirs has s / (W - 1)",
+        True,
+    ),
+    Twin(
+        "dinov3",
+        "dinov3_loss",
+        {**_DINOV2_KEYS, "gram_start": 0.5, "gram_interval": 10, "gram_updates": 3},
+        ("dinov3_head", _PATCHES),
+        [2, 1],
+        DINOv3,
+        "dinov3",
+        "as DINOv2; the anchor sees the teacher's crops; the other losses are dinov2's",
+        True,
+    ),
+    Twin(
+        "mae",
+        "mae_loss",
+        {"mask_ratio": 0.75},
+        ("patch_predictor", {"dims": [16, 8, 48], "depth": 1, "num_heads": 2}),
+        [1],
+        MAE,
+        "mae",
+        "masks, which are ours; the decoder sees hidden patches in another order",
+        True,
+    ),
+    Twin(
+        "msn",
+        "msn_loss",
+        {"output_dim": 5, "momentum": 0.9, "final_momentum": 0.98, "patch_drop": 0.25},
+        ("swav_head", _DINO_HEAD),
+        [3],
+        MSN,
+        "msn",
+        "which patches are dropped is ours; `final_momentum`",
+        True,
+    ),
+    Twin(
+        "moco_v3",
+        "moco_v3_loss",
+        {"momentum": 0.9, "temperature": 0.2},
+        _MOCO_V3,
+        [2],
+        MoCoV3,
+        "moco-v3",
+        f"{_APART}; the teacher moves at the end of a step, theirs at the start of the next",
+    ),
+    Twin(
+        "nnclr",
+        "nnclr_loss",
+        {"embedding_dim": 8, "queue_size": 32, "temperature": 0.2},
+        _SIMSIAM,
+        [2],
+        NNCLR,
+        "solo-learn",
+        _APART,
+    ),
+    Twin(
+        "supcon",
+        "supcon_loss",
+        {"temperature": 0.2},
+        _MLP,
+        [2],
+        SupCon,
+        "SupContrast",
+        f"{_APART}; theirs is multiplied by temperature / base_temperature, 1 here",
+    ),
+)
+
+
+def read_code(folder: Path) -> dict[str, dict[str, Any]]:
+    """Run the definitions that REPOSITORIES names, as they are at its commits."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (_, commit, files) in REPOSITORIES.items():
+        space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "np": np, "math": math, "dist": dist}
+        space |= {"gather": lambda x: x, "get_rank": lambda: 0, "AllReduce": _Itself, "optim": torch.optim}
+        for path, names in files.items():
+            text = subprocess.check_output(
+                ["git", "-C", str(folder / name), "show", f"{commit or 'HEAD'}:{path}"], text=True
+            )
+            nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) in names]
+            for node in [*_others(ast.parse(text)), *nodes]:
+                exec(compile(ast.Module([node], []), path, "exec"), space)
+        found[name] = space
+    return found
+
+
+def _others(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Find what takes over where xformers is missing."""
+    for node in tree.body:
+        if isinstance(node, ast.Try):
+            yield from node.handlers[0].body
+
+
+class _Itself:
+    """Stands for ``AllReduce.apply`` of one process."""
+
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        return x
+
+
+@contextmanager
+def one_process_on_the_cpu() -> Iterator[None]:
+    """Join a group of one, which authors' code asks for; ``cuda()`` and ``float()`` leave tensors as they are."""
+    kept = Tensor.cuda, Tensor.float
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        torch.set_default_dtype(torch.float64)  # weights of masks, 1 / count, are made in it
+        Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+        Tensor.float = lambda self: self.double()  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+            Tensor.cuda, Tensor.float = kept  # type: ignore[method-assign]
+            dist.destroy_process_group()
+
+
+def largest_difference(twin: Twin, code: dict[str, Any], num_steps: int = NUM_STEPS) -> float:
+    """Compare losses, weights, teacher and state over all steps. Raises ValueError if both sides hold other tensors."""
+    ours = Ours(twin)
+    peer, largest = twin.peer(ours, code), 0.0
+    first = [weight.detach().clone() for weight in ours.model.parameters()]
+    for step in range(num_steps):
+        crops = crops_of_step(step, twin.num_crops, 16)
+        largest = max(largest, abs(ours.step(step, crops) - peer.step(step, crops)))
+        for own, other in zip(ours.state(), peer.state(), strict=True):
+            largest = max(largest, float((own.detach() - other.detach().view_as(own)).abs().max()))
+    moved = max(
+        float((new.detach() - old).abs().max()) for new, old in zip(ours.model.parameters(), first, strict=True)
+    )
+    if not 1e-2 < moved < 1e3:
+        raise ValueError(f"{twin.method} moved its weights by {moved:.1e}: nothing is compared")
+    return largest
+
+
+def peer_name(twin: Twin) -> str:
+    if not twin.repository:
+        return LIGHTLY
+    owner, commit, _ = REPOSITORIES[twin.repository]
+    return f"{owner}/{twin.repository} {commit[:7]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--repositories", type=Path, help="folder with clones of the authors' repositories")
+    parser.add_argument("--only", default="", help="names of methods, with commas between")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/methods.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    code = read_code(args.repositories) if args.repositories else {}
+    rows = ["| method | peer | steps | largest difference | what differs on purpose |", f"|{' --- |' * 5}"]
+    run: Callable[[], Any] = one_process_on_the_cpu
+    with run():
+        for twin in TWINS:
+            if (twin.repository and not code) or (args.only and twin.method not in args.only.split(",")):
+                continue
+            found = largest_difference(twin, code)
+            rows.append(
+                f"| `{twin.method}` | {peer_name(twin)} | {NUM_STEPS} | {found:.1e} | {twin.differs or 'nothing'} |"
+            )
+            print(rows[-1], flush=True)
+    if args.write:
+        page = PAGE.read_text()
+        begin, end = page.index(MARKS[0]) + len(MARKS[0]), page.index(MARKS[1])
+        PAGE.write_text("\n".join([page[:begin], *rows, page[end:]]))
+
+
+if __name__ == "__main__":
+    main()

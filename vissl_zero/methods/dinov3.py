@@ -1,0 +1,124 @@
+"""DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vissl_zero.methods.dino import DINOv2, IBOTHead
+from vissl_zero.methods.dinov3_keys import DINOv3HeadConfig, DINOv3LossConfig
+from vissl_zero.methods.gather import at_least_float32
+from vissl_zero.methods.method import Batch
+from vissl_zero.models.model import Model
+from vissl_zero.models.patches import Tokens
+from vissl_zero.registry import HEADS, LOSSES
+
+
+def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
+    """Compute the squared distance between cosine similarities of an image's patches, student against anchor.
+
+    https://arxiv.org/abs/2508.10104, section 4.2; facebookresearch/dinov3 loss/gram_loss.py with ``img_level`` and
+    without ``remove_neg``, as its vit7b16_gram_anchor.yaml has it.
+
+    Args:
+        student: (I, P, D) patches of each of this rank's I images (views included) after the last norm.
+        anchor: (I, P, D) of the anchor; no gradient goes into them.
+    Returns:
+        0-d, the mean over this rank's images and pairs of patches. No communication.
+    Cost: 4 * I * P * P * D multiplications and 2 * I * P * P numbers.
+    """
+    own = F.normalize(at_least_float32(student), dim=2)
+    theirs = F.normalize(at_least_float32(anchor.detach()), dim=2)
+    squares = (own @ own.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
+    return squares.sum() / max(squares.numel(), 1)
+
+
+class GramOutput(NamedTuple):
+    """What the head gives: ``IBOTOutput``, and the patches.
+
+    Attributes:
+        embeddings, features, scores, patch_scores, is_masked: as of ``IBOTOutput``.
+        patches: (b, P, D) all patches of the crops of the first size, after the trunk's last norm.
+    """
+
+    embeddings: Tensor
+    features: Tensor
+    scores: Tensor
+    patch_scores: Tensor
+    is_masked: Tensor | None
+    patches: Tensor
+
+
+@HEADS.register("dinov3_head", config=DINOv3HeadConfig)
+class DINOv3Head(IBOTHead):
+    """``ibot_head``, which gives the patches themselves too.
+
+    Args: the fields of ``DINOv3HeadConfig``.
+    """
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> GramOutput:  # type: ignore[override]
+        """Score all crops, and patches of those of the first size."""
+        return GramOutput(*super().forward(features, tokens), tokens[0].rows[:, tokens[0].num_prefix :])
+
+
+@LOSSES.register("dinov3_loss", config=DINOv3LossConfig)
+class DINOv3(DINOv2):
+    """DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring).
+
+    The anchor is a trunk beside the teacher's own, sharded and saved with it. It sees the crops that the teacher sees;
+    the paper's sees them at twice the size, and without distortions.
+
+    Args: the fields of ``DINOv3LossConfig``, with num_global_crops known.
+    """
+
+    def __init__(
+        self,
+        gram_weight: float = 2.0,
+        gram_start: float = 0.9,
+        gram_interval: int = 10_000,
+        gram_updates: int = 3,
+        **keys: Any,
+    ):
+        super().__init__(**keys)
+        self.gram_weight = gram_weight
+        self.gram_start = gram_start
+        self.gram_interval = gram_interval
+        self.gram_updates = gram_updates
+
+    def make_teacher(self, model: Model) -> Model:
+        """Give the copy an anchor."""
+        model.anchor = copy.deepcopy(model.trunk)
+        return model.as_teacher()
+
+    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Show the crops of the first size whole; once anchoring has started, the anchor's patches of them follow."""
+        see = partial(self._see, masks=False)
+        outputs: list[Any] = model(batch.images[:1], see=see, anchored=self._is_anchored())
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+        """Return the mean over this rank's samples; see ``dinov2_loss`` and ``gram_loss``. Collective."""
+        loss = super().forward(outputs, batch, taught)
+        if not self._is_anchored():
+            return loss
+        return loss + self.gram_weight * gram_loss(outputs[0].patches, taught[1])
+
+    def moves_anchor(self, step: int) -> bool:
+        """See ``Method``."""
+        since = step + 1 - self._first_step()
+        return 0 <= since < self.gram_updates * self.gram_interval and since % self.gram_interval == 0
+
+    def heaviest_step(self) -> int:
+        """Choose one with the anchor."""
+        return self._first_step()
+
+    def _first_step(self) -> int:
+        return math.ceil(self.gram_start * self._num_steps)
+
+    def _is_anchored(self) -> bool:
+        return self.gram_weight > 0 and self._step >= self._first_step()

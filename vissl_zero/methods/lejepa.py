@@ -1,0 +1,110 @@
+"""LeJEPA: views agree, and their embeddings are an isotropic Gaussian. No teacher, no queue, no stopped gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vissl_zero.methods.gather import at_least_float32, sum_over_ranks
+from vissl_zero.methods.lejepa_keys import LeJEPALossConfig
+from vissl_zero.methods.method import Batch, EmbeddingMethod
+from vissl_zero.registry import LOSSES
+
+
+def random_directions(dim: int, num_slices: int, step: int, like: Tensor) -> Tensor:
+    """Draw unit vectors (dim, num_slices), the same on every rank, anew in each step on the CPU.
+
+    Args:
+        dim: D.
+        num_slices: how many.
+        step: optimizer step, which seeds them.
+        like: gives device and dtype.
+    """
+    drawn = torch.randn(dim, num_slices, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return (drawn / drawn.norm(dim=0)).to(device=like.device, dtype=like.dtype)
+
+
+def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: float = 3.0) -> Tensor:
+    """Test each view's embeddings for a standard normal distribution (Epps and Pulley), averaged over directions.
+
+    The squared distance of characteristic functions under a Gaussian window, by the trapezoidal rule, times the number
+    of samples of all ranks (https://arxiv.org/abs/2511.08544, section 4 and algorithm 1).
+
+    Args:
+        views: (V, n, D) embeddings of this rank's samples.
+        directions: (D, K) unit vectors, the same on every rank.
+        num_points: T, from 0 to ``max_point``; the functions are symmetric, so that half of the line is enough.
+        max_point: the last of them.
+    Returns:
+        0-d, the same on every rank: a function of the whole batch.
+    Cost: one all-reduce of 2 * V * K * T + 1 numbers, and again in the backward pass; V * n * K * T numbers of memory.
+    """
+    rows = at_least_float32(views)
+    points = torch.linspace(0, max_point, num_points, dtype=rows.dtype, device=rows.device)
+    angles = (rows @ directions)[..., None] * points  # (V, n, K, T)
+    sums = torch.stack([angles.cos().sum(dim=1), angles.sin().sum(dim=1)])
+    everything = sum_over_ranks(torch.cat([sums.flatten(), sums.new_tensor([rows.shape[1]])]))
+    num_samples = everything[-1].detach()
+    cosines, sines = everything[:-1].view_as(sums) / num_samples.clamp(min=1)
+    window = torch.exp(-points.square() / 2)  # also the characteristic function of a standard normal distribution
+    weights = torch.full_like(points, 2 * max_point / (num_points - 1))  # both halves
+    weights[[0, -1]] /= 2
+    distances = (cosines - window).square() + sines.square()
+    return (distances @ (weights * window)).mean() * num_samples
+
+
+def lejepa_loss(
+    views: Tensor, num_global: int, directions: Tensor, weight: float = 0.05, num_points: int = 17, max_point: float = 3
+) -> Tensor:
+    """Add the squared distance of all views from the mean of the global ones, and SIGReg, weighted.
+
+    Args:
+        views: (V, n, D) embeddings; the global views come first.
+        num_global: of them.
+        directions: (D, K), see ``sigreg``.
+        weight: of SIGReg; the distance has 1 - weight.
+        num_points, max_point: see ``sigreg``.
+    Returns:
+        0-d. The distance is the mean over this rank's samples; SIGReg is the same on every rank.
+    """
+    rows = at_least_float32(views)
+    squares = (rows - rows[:num_global].mean(dim=0)).square().sum()
+    distance = squares / max(rows.numel(), 1)
+    return (1 - weight) * distance + weight * sigreg(rows, directions, num_points, max_point)
+
+
+@LOSSES.register("lejepa_loss", config=LeJEPALossConfig)
+class LeJEPA(EmbeddingMethod):
+    """LeJEPA: views agree, and their embeddings are an isotropic Gaussian.
+
+    Args: the fields of ``LeJEPALossConfig``, with num_global_crops known.
+    """
+
+    def __init__(
+        self,
+        num_global_crops: int = 2,
+        lambda_: float = 0.05,
+        num_slices: int = 1024,
+        num_points: int = 17,
+        max_point: float = 3.0,
+    ):
+        super().__init__()
+        self.num_global_crops = num_global_crops
+        self.weight = lambda_
+        self.num_slices = num_slices
+        self.points = num_points, max_point
+        self._step = 0
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember the step, which seeds the directions."""
+        super().on_step(step, epoch)
+        self._step = step
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """See ``lejepa_loss``. Collective."""
+        views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
+        self._note(views[0])
+        directions = random_directions(views.shape[2], self.num_slices, self._step, views)
+        return lejepa_loss(views, self.num_global_crops, directions, self.weight, *self.points)
