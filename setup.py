@@ -22,6 +22,7 @@ setup(
         "vissl_zero": [
             "py.typed",
             "conf/**/*.yaml",
+            "weights/*.json",
             "vissl/*.yaml",
             "planner/machines/*.yaml",
             "methods/figures.json",
@@ -61,6 +62,8 @@ setup(
             "pre-commit",
             "lightly>=1.6,<1.7",  # compared with, by benchmarks/twins.py and its test
         ],
+        # vissl-zero export --to onnx, and embed --out X.parquet.
+        "export": ["onnx>=1.18", "onnxscript>=0.3", "onnxruntime>=1.20", "pyarrow>=16"],
         # DATA.BACKEND=fast.
         "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],
         # Data sources; the standard library reads the tars of webdataset.

@@ -23,8 +23,21 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_i
 from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
-# Each is a function of the same name in the file of that name in commands/, which gets the words that follow.
-_COMMANDS = ("plan", "explain", "verify", "checkpoint", "jobs", "runs", "compare", "data")
+# Each is a function of the same name in a file of commands/, which gets the words that follow.
+_COMMANDS = (
+    "plan",
+    "explain",
+    "verify",
+    "evaluate",
+    "embed",
+    "export",
+    "checkpoint",
+    "jobs",
+    "runs",
+    "compare",
+    "data",
+)
+_FILES = {"embed": "evaluate"}  # the file, where it is not named as the command
 WORDS = ("list", "doctor", *_COMMANDS)
 _PRINT_ONLY = {
     "--dry-run",
@@ -65,6 +78,11 @@ Look before you train:
   vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
   vissl-zero doctor                                 what works on this machine, and why the rest does not
+
+Use weights of any origin: a run folder, a file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>:
+  vissl-zero evaluate <weights> ... --data <folder>     kNN and a linear probe on class folders in train/ and val/
+  vissl-zero embed <weights> <folder> --out X.npz       features of photos (.npz, .parquet, .safetensors)
+  vissl-zero export <weights> --to timm --out <folder>  a folder that timm opens; also transformers, onnx, ...
 
 Measure what was trained, under VISSL's names, with any recipe; nothing is trained:
   vissl-zero train_svm config=benchmark/svm config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run>   SVMs on features
@@ -188,7 +206,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(HELP, end="")
         return 0
     if word in _COMMANDS:
-        command = getattr(import_module(f"vissl_zero.commands.{word}"), word)
+        command = getattr(import_module(f"vissl_zero.commands.{_FILES.get(word, word)}"), word)
         is_jobs_help = word == "jobs" and {"--help", "-h"} & {*rest}  # its words have no help of their own
         return int(command(["--help"] if is_jobs_help else rest))
     if word == "list":

@@ -344,7 +344,17 @@ TRUNKS = Registry(
         "alexnet_jigsaw": (f"{_TRUNKS}.alexnet", "AlexNet of the jigsaw paper."),
         "alexnet_rotnet": (f"{_TRUNKS}.alexnet", "AlexNet of RotNet."),
         "timm": (f"{_TRUNKS}.timm_trunk", "Any timm model by name, written timm/<model>, without its classifier."),
+        "torchvision": (
+            f"{_TRUNKS}.torchvision_trunk",
+            "Any torchvision classifier, torchvision/<model>, without its head.",
+        ),
     },
+)
+# Configurations are resolved without torch, and ask this by name in a process of their own.
+WEIGHTS_READERS = Registry(
+    "reader of weights",
+    "config.MODEL.WEIGHTS_INIT.PARAMS_FILE",
+    {"network": ("vissl_zero.weights.reading", "The network that weights are of, as a run's configuration.")},
 )
 HEADS = Registry(
     "head",
@@ -457,6 +467,7 @@ HOOKS = Registry(
     "config.HOOKS.EXTRA",
     {
         "extract_features": ("vissl_zero.evaluation.feature_files", "Writes the trunk's features of all images."),
+        "feature_quality": ("vissl_zero.evaluation.feature_quality", "kNN, a linear probe and RankMe of the features."),
         "extract_label_predictions": (
             "vissl_zero.evaluation.feature_files",
             "Writes what the heads predict of all images.",

@@ -209,6 +209,7 @@ def test_what_is_taken_and_what_must_fit(pretrained, capsys):
     trunk_only["MODEL"]["HEAD"]["PARAMS"] = swav
     assert not torch.equal(_load(trunk_only)["heads.0.prototypes0.weight"], trained["heads.0.prototypes0.weight"])
     whole["MODEL"]["HEAD"]["PARAMS"] = [["swav_head", {"dims": [32, 8], "num_clusters": [7]}]]
+    whole["MODEL"]["FEATURE_EVAL_SETTINGS"]["ASSERT_HEAD_LAYER_SHAPE_INIT"] = True
     with pytest.raises(CheckpointError, match=r"heads.0.prototypes0.weight \[5, 8\] in the file, \[7, 8\] here"):
         _load(whole)
     whole["MODEL"]["FEATURE_EVAL_SETTINGS"]["ASSERT_HEAD_LAYER_SHAPE_INIT"] = False

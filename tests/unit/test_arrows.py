@@ -27,11 +27,13 @@ ALLOWED = {
     "engine": _BASE | {"models", "methods", "data", "optim", "sharding"},
     "planner": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
     "checkpoint": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
-    "evaluation": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
+    "weights": _BASE | {"models", "data", "checkpoint"},
+    "evaluation": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "weights"},
     "reporting": _BASE
     | {"models", "methods", "data", "optim", "sharding", "engine", "planner", "checkpoint", "evaluation"},
     "launch": _BASE | {"sharding", "engine", "planner", "checkpoint", "evaluation", "reporting"},
-    "commands": _BASE | {"vissl", "data", "engine", "planner", "checkpoint", "reporting", "launch"},
+    "commands": _BASE
+    | {"vissl", "data", "engine", "planner", "checkpoint", "weights", "evaluation", "reporting", "launch"},
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Literal
 
 import rich
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreign
+from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
@@ -117,7 +118,7 @@ def shapes_of(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-_FOUND_BY_ITSELF = ("classy_state_dict", "")
+FOUND_BY_ITSELF = ("classy_state_dict", "")
 
 
 @torch.no_grad()
@@ -138,7 +139,12 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
     wants_heads = not settings.EVAL_MODE_ON or settings.EVAL_TRUNK_AND_HEAD
     if not options.PARAMS_FILE:
         return {}
-    return _fill(model, options, wants_heads, wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT)
+    # What is measured must have been trained: a head that begins at random would give figures of nothing.
+    is_measured = settings.FREEZE_TRUNK_AND_HEAD or plan.config.TEST_ONLY
+    if is_measured and not settings.EXTRACT_TRUNK_FEATURES_ONLY and wants_heads:
+        return _fill(model, options, wants_heads, needs="heads")
+    asserts = wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT
+    return _fill(model, options, wants_heads, needs="head shapes" if asserts else "trunk")
 
 
 @torch.no_grad()
@@ -147,19 +153,20 @@ def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[
 
     Args, Returns and Raises: as for ``load_first_weights``; the heads must be complete too.
     """
-    return _fill(model, plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT, wants_heads=True, heads_must_fit=True)
+    options = plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
+    return _fill(model, options, wants_heads=True, needs="head shapes")
 
 
 def _fill(
-    model: nn.Module, options: WeightsInit, wants_heads: bool, heads_must_fit: bool
+    model: nn.Module, options: WeightsInit, wants_heads: bool, needs: Literal["trunk", "head shapes", "heads"]
 ) -> dict[str, Callable[[], Tensor]]:
     key = options.STATE_DICT_KEY_NAME
-    foreign = read_foreign(Path(options.PARAMS_FILE), "" if key in _FOUND_BY_ITSELF else key)
+    foreign = read_foreign(locate(options.PARAMS_FILE).path, "" if key in FOUND_BY_ITSELF else key)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     prefixes = options.REMOVE_PREFIX, options.APPEND_PREFIX
     found = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
-    _require(found, options.PARAMS_FILE, heads_must_fit)
+    _require(found, options.PARAMS_FILE, needs)
     for entry in found.entries:
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
@@ -167,19 +174,29 @@ def _fill(
         _say(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
             _say(sentence)
+        for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
+            _say(f"{head} starts anew, since it has another shape than in the file.")
     return {entry.key: entry.read for entry in found.entries}
 
 
-def _require(found: Match, path: str, heads_must_fit: bool) -> None:
-    wrong = found.lacks("trunk") + (sorted(n for n in found.other_shape if n.startswith("heads.")) * heads_must_fit)
+def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "heads"]) -> None:
+    key = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
+    if needs == "heads" and (lost := found.lacks("heads")):
+        raise CheckpointError(
+            f"{key}: {path} has no trained weights of heads that this run measures ({', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}): figures of random heads would mean nothing. Give the weights of the "
+            "run that trained them, or measure the trunk alone: "
+            "config.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON=true and EVAL_TRUNK_AND_HEAD=false (recipe benchmark/knn)."
+        )
+    is_asserted = needs == "head shapes"
+    wrong = found.lacks("trunk") + (sorted(n for n in found.other_shape if n.startswith("heads.")) * is_asserted)
     if wrong or not found.entries:
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         count = f"{len(found.entries)} of its {found.num_foreign} tensors fit, {len(wrong)} of the model's lack theirs"
         about = "\n".join(found.sentences())
         raise CheckpointError(
-            f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} does not fit the model ({count}): "
-            f"{some or 'no tensor matches'}. "
-            "Write config.MODEL.TRUNK.NAME=auto for the trunk of the run they are of, correct the heads, or leave "
+            f"{key}: {path} does not fit the model ({count}): {some or 'no tensor matches'}. "
+            "Write config.MODEL.TRUNK.NAME=auto for the trunk that the weights are of, correct the heads, or leave "
             f"tensors out with SKIP_LAYERS.\n{about}"
         )
 

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.foreign_state import LossState, OptimizerState, full_tensors, loss_state, optimizer_state
+from vissl_zero.checkpoint.library_folder import at_root, folder_config, is_library_folder, library_files
+from vissl_zero.checkpoint.library_names import renamed
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
 from vissl_zero.checkpoint.weights import is_torch_file, open_weights
@@ -35,7 +37,9 @@ from vissl_zero.errors import CheckpointError, did_you_mean
 
 _MODEL = ("classy_state_dict", "base_model", "model")
 # Where other programs keep the model's state dict, first come first served.
-_USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module", "teacher", "params")
+# Averages of the weights come before the weights themselves, as timm and DINO load them.
+_AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "teacher")
+_USUAL_KEYS = (*_AVERAGES, "state_dict", "model_state_dict", "model", "module", "params", "student")
 _MOST_SHARDS = 100_000
 
 
@@ -51,6 +55,8 @@ class Foreign:
         iteration, epoch: of the run that wrote it; 0 where it does not say.
         optimizer: its state, by names as in ``entries``; of checkpoints of training only.
         loss: state of the loss, the teacher among it.
+        config: ``config.json`` of a folder that transformers or timm wrote, with ``preprocessor_config.json``'s keys
+            under "preprocessor".
     """
 
     layout: str
@@ -61,6 +67,7 @@ class Foreign:
     epoch: int = 0
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     loss: LossState = field(default_factory=LossState)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_foreign(path: Path, key: str = "") -> Foreign:
@@ -75,6 +82,8 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
     """
     if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
+    if is_library_folder(path):
+        return _library_folder(path, key)
     if not is_torch_file(path):
         return _ours_or_safetensors(path)
     content = read_torch_file(path)
@@ -94,7 +103,27 @@ def _ours_or_safetensors(path: Path) -> Foreign:
     elif path.is_dir():
         layout = f"the weights of the end of the run, {weights.path}"
     entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
-    return Foreign(layout, to_timm(entries) if layout == "safetensors" else entries, passed_over)
+    if layout != "safetensors":
+        return Foreign(layout, entries, passed_over)
+    rooted, which = at_root(entries)
+    return Foreign(layout + which, to_timm(rooted), passed_over)
+
+
+def _library_folder(path: Path, key: str) -> Foreign:
+    """What ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
+    found = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
+    for file in library_files(path):
+        part = read_foreign(file, key) if is_torch_file(file) else None
+        if part is not None:
+            found.entries += part.entries
+            continue
+        weights = open_weights(file, with_data=True)
+        found.entries += [
+            Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()
+        ]
+    rooted, which = at_root(found.entries)
+    found.entries, found.layout = to_timm(rooted), found.layout + which
+    return _not_empty(found, path)
 
 
 def _foreign(content: Any, key: str, path: Path) -> Foreign:
@@ -209,7 +238,8 @@ def _state_dict(content: Any, layout: str, path: Path) -> Foreign:
     if not found.entries:
         keys = ", ".join(map(str, list(content)[:8]))
         raise CheckpointError(f"{path} has no tensors at its top; it has {keys}. Say where with --key.")
-    found.entries = to_timm(found.entries)
+    rooted, which = at_root(found.entries)
+    found.entries, found.layout = to_timm(rooted), layout + which
     return found
 
 
@@ -328,7 +358,7 @@ def to_timm(entries: Sequence[Entry]) -> list[Entry]:
     Args:
         entries: of a whole state dict, since one name alone does not tell whose it is.
     """
-    result = list(entries)
+    result = renamed(entries)
     if mark := next((entry.key for entry in result if entry.key.endswith(_HF_MARK)), None):
         result = _from_hugging_face(result, mark.removesuffix(_HF_MARK))
     names = {entry.key for entry in result}

@@ -22,7 +22,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from vissl_zero.checkpoint.first_weights import match
 from vissl_zero.checkpoint.folder import Checkpoint
+from vissl_zero.checkpoint.library_folder import is_library_folder
+from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.weights import (
     AVERAGED_WEIGHTS_FILE,
     TEACHER_WEIGHTS_FILE,
@@ -36,13 +39,14 @@ from vissl_zero.checkpoint.weights import (
 from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.model_and_loss import ModelConfig
-from vissl_zero.config.components.trunks import trunk_component
-from vissl_zero.data.pipeline import Pipeline
+from vissl_zero.config.components.trunks import trunk_component, trunk_params
+from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.data.split_pipeline import build_eval_pipeline
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
 from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
+from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
@@ -57,14 +61,18 @@ class LoadedTrunk(nn.Module):
         trunk: as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
         path: of the weights: a file, or a checkpoint's folder.
+        recognized: the network in words, where it was found from the tensors; else the trunk's name.
+        config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
 
-    def __init__(self, trunk: nn.Module, pipeline: Pipeline, path: Path):
+    def __init__(self, trunk: nn.Module, config: Mapping[str, Any], path: Path, recognized: str):
         super().__init__()
+        self.config = config
         self.path = path
+        self.recognized = recognized
         self.trunk = trunk
         self.feature_dim: int = trunk.feature_dim  # type: ignore[assignment]
-        self._pipeline = pipeline
+        self._pipeline = build_eval_pipeline(block_of(Data, config["DATA"]))
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -87,8 +95,12 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
     Nothing that the folder names is run, and nothing is taken from the environment. A trunk of your own is known once
     the module that registers it is imported.
 
+    Weights that are not of a run are taken too: a file of another program, a folder of transformers or timm, or a
+    library's name for them (``timm:vit_small_patch14_dinov2.lvd142m``, ``torchhub:dinov2_vits14``; docs/weights.md).
+    Their network is found from names and shapes of the tensors.
+
     Args:
-        run_folder: ``config.CHECKPOINT.DIR`` of the run; or one of its checkpoints or weights files.
+        run_folder: ``config.CHECKPOINT.DIR`` of the run; or one of its checkpoints or weights files; or other weights.
         which: "student", the model that was trained, or "teacher", the momentum copy of a method that has one.
         imports: import the modules that the run's ``config.IMPORTS`` names; for a folder that you trust.
     Raises:
@@ -97,6 +109,8 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
     """
     if which not in _FINAL_FILES:
         raise ValueError(f"which must be {' or '.join(map(repr, _FINAL_FILES))}, not {which!r}")
+    if is_of_no_run(str(run_folder)):
+        return _of_no_run(str(run_folder))
     path = Path(run_folder).expanduser()
     with weights_of(_store(path, _FINAL_FILES[which]), which) as weights:
         source = weights.path
@@ -104,7 +118,8 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
         try:
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
-            return LoadedTrunk(_trunk(config, weights), build_eval_pipeline(block_of(Data, config["DATA"])), source)
+            name = str(config["MODEL"]["TRUNK"]["NAME"])
+            return LoadedTrunk(_trunk(config, weights), config, source, name)
         except CheckpointError:
             raise
         except Exception as error:
@@ -114,6 +129,40 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
                 f"No trunk can be built from the configuration of {source} ({reason}). "
                 "Copy it again from where the run wrote it."
             ) from error
+
+
+def is_of_no_run(name: str) -> bool:
+    """Return whether weights are known by a library's name, or lie in a file or folder that no run has written."""
+    path = Path(name).expanduser()
+    if scheme_of(name) or is_library_folder(path):
+        return True
+    has_run = path.name in _WEIGHTS_FILES and (path.parent / RESOLVED_FILE).exists()
+    return path.is_file() and not has_run and path.suffix != ".json"
+
+
+def _of_no_run(name: str) -> LoadedTrunk:
+    found = find(name)
+    config = as_run(found.network)
+    block = {"TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
+    trunk = build_model(block_of(ModelConfig, block)).trunk
+    tensors = {f"{_PREFIX}{key}": tensor for key, tensor in trunk.state_dict().items()}
+    matched = match(found.weights, {key: tensor.shape for key, tensor in tensors.items()})
+    if lost := matched.lacks("trunk"):
+        raise CheckpointError(
+            f"{name} was taken for {found.network.text}, and lacks {len(lost)} of its tensors, such as {lost[0]}. "
+            "Write the trunk in a recipe (config.MODEL.TRUNK.NAME), and give its run folder."
+        )
+    with torch.no_grad():
+        for entry in matched.entries:
+            tensors[entry.key].copy_(entry.read())
+    return LoadedTrunk(trunk, config, locate(name).path, found.network.text)
+
+
+def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
+    """A trunk block as resolution leaves it: the model of a library among its own keys."""
+    if trunk_component(trunk["NAME"]) == trunk["NAME"]:
+        return dict(trunk)
+    return {**trunk, "PARAMS": trunk_params(trunk["NAME"], trunk.get("PARAMS", {}))}
 
 
 def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:

@@ -107,7 +107,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     by_timm_name = {_timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
     for name in names:
-        found = by_timm_name.get(_plain(name)) or _our_name(name)
+        found = by_timm_name.get(plain_name(name)) or _our_name(name)
         if found is None or found in result.names:
             result.unknown.append(name)
         else:
@@ -125,9 +125,12 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     ours = list(names)
     is_regnet = any(".f." in name for name in ours if name.startswith("trunk.stages."))
     has_bottlenecks = any(".f.c." in name for name in ours)
+    # Only a head that is one linear layer is a classifier: the first layer of a projection is none.
+    is_classifier = {name.rpartition(".")[0] for name in ours if name.startswith("heads.")} == {_OUR_CLASSIFIER}
     result = Renamed()
     for name in ours:
-        other = None if is_regnet and not has_bottlenecks else _other_name(name, style, is_regnet)
+        has_name = not (is_regnet and not has_bottlenecks) and (is_classifier or not name.startswith("heads."))
+        other = _other_name(name, style, is_regnet) if has_name else None
         if other is None:
             result.unknown.append(name)
         else:
@@ -140,8 +143,8 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _plain(name: str) -> str:
-    """Without wrappers and prefixes, a torchvision transformer's name in timm's words."""
+def plain_name(name: str) -> str:
+    """Return a name without wrappers and prefixes, and a torchvision transformer's in timm's words."""
     plain = without_wrappers(name)
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
@@ -171,7 +174,7 @@ def _torchvision_transformer_name(name: str) -> str | None:
 
 
 def _our_name(name: str) -> str | None:
-    plain = _plain(name)
+    plain = plain_name(name)
     if plain.startswith("heads."):
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):

@@ -25,8 +25,10 @@ from vissl_zero.config.components.trunks import (
     trunk_params,
 )
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
+from vissl_zero.lifetime import apart
+from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS, WEIGHTS_READERS
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
@@ -121,17 +123,21 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
         raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
     if problem := missing_weights(path):
         raise ConfigError([problem])
-    saved = _saved_config(Path(path).expanduser())
+    saved = None if scheme_of(path) else _saved_config(Path(path).expanduser())
     if saved is None:
-        raise ConfigError(
-            [
-                Problem(name, AUTO, f"needs a run folder or a checkpoint of one, which {path} is not", fix)
-                for name, fix in wanted.items()
-            ]
-        )
+        saved = apart(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
+        if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
+            must = f"needs a run folder or a checkpoint of one: {path} names no images"
+            raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])
     data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
     model = replace(cfg.MODEL, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"])) if _KEY in wanted else cfg.MODEL
     return replace(cfg, MODEL=model, DATA=data)
+
+
+def _network(path: str, key: str) -> Mapping[str, Any]:
+    """The network that weights are of, and how images are shown to it; imports torch."""
+    found: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
+    return found
 
 
 def _wanted(cfg: RunConfig) -> dict[str, str]:
@@ -218,7 +224,7 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
 
 def missing_weights(path: str) -> Problem | None:
     """A problem if PARAMS_FILE names what does not exist."""
-    if not path or is_there(Path(path).expanduser()):
+    if not path or scheme_of(path) or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
     return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")

@@ -17,6 +17,7 @@ from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.programs import RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import list_recipes, recipe_packages
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
 from vissl_zero.resolve.components import (
@@ -213,7 +214,7 @@ def _filled(cfg: RunConfig) -> RunConfig:
     if cfg.DATA.WORKER_TIMEOUT_S is None:
         cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
-        split.DATA_PATHS = [_absolute(path) for path in split.DATA_PATHS]
+        split.DATA_PATHS = [str(Path(path).expanduser().absolute()) for path in split.DATA_PATHS]
     loss = cfg.LOSS["name"]
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)
@@ -231,11 +232,7 @@ def _fill_model(cfg: RunConfig) -> None:
         model.TRUNK.PARAMS = trunk_options(model.TRUNK)
     model.HEAD.PARAMS = [[head, options] for head, options in head_options(cfg)]
     if path := model.WEIGHTS_INIT.PARAMS_FILE:
-        model.WEIGHTS_INIT.PARAMS_FILE = _absolute(path)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())  # workers may start elsewhere
+        model.WEIGHTS_INIT.PARAMS_FILE = absolute(path)  # workers may start elsewhere
 
 
 def _interpolations(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:

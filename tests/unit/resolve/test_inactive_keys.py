@@ -63,7 +63,7 @@ def test_a_weight_decay_of_the_heads_that_is_no_other():
         ("DATA.TEST.BATCHSIZE_PER_REPLICA=3", "evaluation takes every image once"),
         ("DATA.ON_BROKEN_IMAGE=skip", "no image is read from a file"),
         ("LOSS.swav_loss.queue.start_epoch=60", "the run ends before the queue begins"),
-        ("MODEL.FEATURE_EVAL_SETTINGS.ASSERT_HEAD_LAYER_SHAPE_INIT=false", "no weights are loaded"),
+        ("MODEL.FEATURE_EVAL_SETTINGS.ASSERT_HEAD_LAYER_SHAPE_INIT=true", "no weights are loaded"),
         ("MODEL.TRUNK.REGNET.se_ratio=0.5", "use_se is off"),
         ("OPTIMIZER.regularize_bn=true", "weight decay is 0"),
     ],

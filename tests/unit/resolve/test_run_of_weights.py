@@ -10,7 +10,7 @@ import torch
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.resolve.resolve import resolve
 
 REGNET = {"depth": 3, "w_0": 16, "w_a": 16.0, "w_m": 2.0, "group_width": 8, "block_type": "RES_BASIC_BLOCK"}
@@ -83,7 +83,7 @@ def test_without_a_run_it_says_what_to_write(tmp_path):
     with pytest.raises(ConfigError, match=r"PARAMS_FILE: must name a run folder, .* that exists \(got '/none'\)"):
         resolved("/none")
     (tmp_path / "w.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="needs a run folder or a checkpoint of one"):
+    with pytest.raises(CheckpointError, match=r"w\.safetensors"):
         resolved(tmp_path / "w.safetensors")
 
 

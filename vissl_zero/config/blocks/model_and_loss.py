@@ -232,7 +232,8 @@ class WeightsInit:
     """``MODEL.WEIGHTS_INIT``: weights to begin with."""
 
     PARAMS_FILE: str = ""
-    """A run folder, a checkpoint, safetensors, or a file of torch.save (VISSL's layouts, state dicts); never run."""
+    """A run folder, a checkpoint, safetensors, or a file of torch.save (VISSL's layouts, state dicts); never run. Or
+    a folder of transformers or timm, or hf:<repo>, timm:<model>, torchvision:<model>, torchhub:<model>."""
     STATE_DICT_KEY_NAME: Any = "classy_state_dict"
     """Where a file of torch.save holds the weights: a list of keys, or dots between them; empty: detected."""
     SKIP_LAYERS: list[str] = field(default_factory=lambda: ["num_batches_tracked"])
@@ -259,8 +260,8 @@ class FeatureEvalSettings:
     layer of LINEAR_EVAL_FEAT_POOL_OPS_MAP."""
     EVAL_TRUNK_AND_HEAD: bool = False
     """With EVAL_MODE_ON, take the heads from WEIGHTS_INIT too; without it they are taken anyway."""
-    ASSERT_HEAD_LAYER_SHAPE_INIT: bool = True
-    """Refuse weights of a head that have another shape; off: those start from scratch."""
+    ASSERT_HEAD_LAYER_SHAPE_INIT: bool = False
+    """Refuse weights of a head that have another shape; off: the head starts anew, with a note."""
     LINEAR_EVAL_FEAT_POOL_OPS_MAP: list[Any] = field(default_factory=list)
     """With a frozen trunk, what each head is given: a list of [layer, [pooling, [its arguments]]], an entry per head.
     The layer by VISSL's name (res2, res5avg, lastCLS, concatCLS4) or by its path in the trunk (stages.1.0)."""

@@ -50,6 +50,7 @@ from vissl_zero.config.components.trunks import (
     ResNetSkConfig,
     SwinConfig,
     TimmConfig,
+    TorchvisionConfig,
     VisionTransformerConfig,
     XcitConfig,
 )
@@ -74,6 +75,7 @@ BUILTIN: dict[str, dict[str, type]] = {
         "convit": ConvitConfig,
         **{f"alexnet_{name}": NoKeys for name in ("bvlc", "colorization", "deepcluster", "jigsaw", "rotnet")},
         "timm": TimmConfig,
+        "torchvision": TorchvisionConfig,
     },
     "head": {
         "mlp": MLPConfig,

@@ -344,8 +344,25 @@ class TimmConfig:
     """Share of patches left out in training; vision transformers only."""
     drop_path_rate: float | None = number(None, least=0, below=1)
     """Stochastic depth of the last block; null: the model's own."""
+    layer_norm_eps: float | None = number(None, above=0, most=1)
+    """Added to the variance in all layer norms; null: the model's own."""
+    last_norm_eps: float | None = number(None, above=0, most=1)
+    """The same of the last layer norm alone (transformers' ConvNeXt); null: as the others."""
+    position_resize: str = choice("antialiased", "antialiased", "bicubic", "offset")
+    """How positions of a vision transformer are resized for other image sizes: antialiased (timm, DINOv2 with
+    registers), bicubic (transformers) or offset (bicubic by a factor of 0.1 patches more: DINO, DINOv2)."""
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments, such as img_size or init_values."""
+
+
+@dataclass
+class TorchvisionConfig:
+    """``MODEL.TRUNK.PARAMS`` of a trunk called ``torchvision/<model>``."""
+
+    name: str = ""
+    """Of the model, after ``torchvision/``; filled in."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``torchvision.models.get_model``, such as stochastic_depth_prob."""
 
 
 # Trunk -> its block of keys under MODEL.TRUNK; a user's own trunk has PARAMS.
@@ -355,7 +372,7 @@ TRUNK_BLOCKS |= {"mobilenetv3_tv": "MOBILE_NET", "mobilenetv3_timm": "MOBILE_NET
 TRUNK_BLOCKS |= {"swin_transformer": "SWIN_TRANSFORMER", "convit": "CONVIT"}
 # Blocks that a trunk reads besides its own.
 FURTHER_BLOCKS = {"convit": "VISION_TRANSFORMERS"}
-_TIMM = "timm"
+_LIBRARIES = ("timm", "torchvision")  # whose models are trunks by name
 # What makes one stage by stage.
 ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers", "strides")
 
@@ -379,6 +396,9 @@ def patch_side(trunk: Any) -> int:
     """
     if trunk.NAME in ("vision_transformer", "convit"):
         return max(1, trunk.VISION_TRANSFORMERS.PATCH_SIZE)
+    given = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
+    if trunk.NAME.startswith("timm/") and isinstance(given, int):
+        return max(1, given)
     named = re.match(r"timm/(?:vit|deit)\w*_patch(\d+)_", f"{trunk.NAME}_")
     return int(named[1]) if named else 1
 
@@ -428,13 +448,15 @@ def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
 
 
 def trunk_component(name: str) -> str:
-    """The registered trunk that builds ``name``: ``timm`` for ``timm/<model>``, else the name itself."""
-    return _TIMM if name.startswith(f"{_TIMM}/") else name
+    """Return the registered trunk that builds ``name``: ``timm`` for ``timm/<model>``, else the name itself."""
+    library = name.partition("/")[0]
+    return library if "/" in name and library in _LIBRARIES else name
 
 
 def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """``MODEL.TRUNK.PARAMS`` with what the name of the trunk says."""
-    return {**params, "name": name.removeprefix(f"{_TIMM}/")} if trunk_component(name) == _TIMM else dict(params)
+    """Return ``MODEL.TRUNK.PARAMS`` with what the name of the trunk says."""
+    library = trunk_component(name)
+    return {**params, "name": name.removeprefix(f"{library}/")} if library in _LIBRARIES else dict(params)
 
 
 def regnet_problems(config: RegNetConfig) -> list[Problem]:

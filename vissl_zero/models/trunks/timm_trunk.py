@@ -67,6 +67,9 @@ def build_timm_trunk(
     use_mask_token: bool = False,
     patch_drop_rate: float = 0.0,
     drop_path_rate: float | None = None,
+    layer_norm_eps: float | None = None,
+    last_norm_eps: float | None = None,
+    position_resize: str = "antialiased",
     model_args: dict[str, Any] | None = None,
 ) -> nn.Module:
     """Any timm model by name, without its classifier.
@@ -79,15 +82,16 @@ def build_timm_trunk(
     arguments = dict(model_args or {})
     if drop_path_rate is not None:
         arguments["drop_path_rate"] = drop_path_rate
-    net = _create(name, arguments)
+    build = partial(_create_with_norms, name, arguments, layer_norm_eps, last_norm_eps)
+    net = build()
     if isinstance(net, TimmVisionTransformer) and _is_plain(type(net)):
         if problems := [_without_effect(key, arguments[key]) for key in _WITHOUT_EFFECT if arguments.get(key)]:
             raise ConfigError(problems)
-        return TransformerTrunk(net, use_mask_token, patch_drop_rate)
-    if use_mask_token or patch_drop_rate:
-        must = "use_mask_token and patch_drop_rate are for plain vision transformers"
+        return TransformerTrunk(net, use_mask_token, patch_drop_rate, position_resize)
+    if use_mask_token or patch_drop_rate or position_resize != "antialiased":
+        must = "use_mask_token, patch_drop_rate and position_resize are for plain vision transformers"
         raise ConfigError([Problem(f"{_KEY}.NAME", f"timm/{name}", must, "Leave them out.")])
-    return TimmTrunk(net, partial(_create, name, arguments))
+    return TimmTrunk(net, build)
 
 
 def _without_effect(key: str, value: Any) -> Problem:
@@ -269,6 +273,18 @@ def _probe(net: nn.Module, is_own_size: bool = False) -> Tensor:
 
 def _is_plain(kind: type) -> bool:
     return all(getattr(kind, name) is getattr(TimmVisionTransformer, name) for name in _TRANSFORMER_METHODS)
+
+
+def _create_with_norms(
+    name: str, arguments: dict[str, Any], layer_norm_eps: float | None, last_norm_eps: float | None
+) -> nn.Module:
+    net = _create(name, arguments)
+    norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+    for module in norms:
+        module.eps = layer_norm_eps or module.eps
+    if norms and last_norm_eps:
+        norms[-1].eps = last_norm_eps
+    return net
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -40,6 +40,7 @@ class TransformerTrunk(nn.Module):
         vit: built with ``dynamic_img_size=True`` and without a classifier; taken apart.
         use_mask_token: make the vector that stands for masked patches.
         patch_drop_rate: share of patches left out in training.
+        position_resize: as for ``interpolated``.
 
     Attributes:
         feature_dim: D, of pooled features and of tokens.
@@ -47,12 +48,18 @@ class TransformerTrunk(nn.Module):
         num_prefix_tokens: class and register tokens, which come before the patches.
     """
 
-    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool = False, patch_drop_rate: float = 0.0):
+    def __init__(
+        self,
+        vit: TimmVisionTransformer,
+        use_mask_token: bool = False,
+        patch_drop_rate: float = 0.0,
+        position_resize: str = "antialiased",
+    ):
         super().__init__()
         self.feature_dim: int = vit.num_features
         self.num_prefix_tokens: int = vit.num_prefix_tokens
         self.patch_size: tuple[int, int] = vit.patch_embed.patch_size
-        self.embedding = _EmbeddingUnit(TokenEmbedding(vit, use_mask_token, patch_drop_rate))
+        self.embedding = _EmbeddingUnit(TokenEmbedding(vit, use_mask_token, patch_drop_rate, position_resize))
         self.blocks = nn.ModuleList(_unit(block) for block in vit.blocks)
         self.norm = _unit(vit.norm)
         self.pooling = _unit(_Pooling(vit))
@@ -145,10 +152,12 @@ class TokenEmbedding(nn.Module):
         vit: whose parts are taken.
         use_mask_token: make ``mask_token``, (1, 1, D).
         patch_drop_rate: share of patches left out in training, by keyed numbers.
+        position_resize: as for ``interpolated``.
     """
 
-    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float):
+    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float, position_resize: str):
         super().__init__()
+        self.position_resize = position_resize
         self.patch_embed = vit.patch_embed
         self.cls_token = vit.cls_token
         self.reg_token = vit.reg_token
@@ -173,7 +182,9 @@ class TokenEmbedding(nn.Module):
         prefix = [token.expand(len(patches), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if self.pos_embed is not None:
             num_prefix = self.num_prefix_positions
-            patches = patches + interpolated(self.pos_embed[:, num_prefix:], self.grid_size, (height, width))
+            patches = patches + interpolated(
+                self.pos_embed[:, num_prefix:], self.grid_size, (height, width), self.position_resize
+            )
             if num_prefix:
                 prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
         if self.training and self.patch_drop_rate and kept is None:
@@ -197,16 +208,28 @@ class TokenEmbedding(nn.Module):
         return numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
 
 
-def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+_OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
+
+
+def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased") -> Tensor:
     """Position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
 
-    As ``timm.layers.resample_abs_pos_embed``, which computes in float32 whatever it is given.
+    Args:
+        positions: of the grid that they were made for.
+        grid, wanted: height and width, in patches.
+        how: antialiased, as ``timm.layers.resample_abs_pos_embed``; bicubic, without antialiasing, as transformers'
+            ViT and DINOv2; offset, the same by the factor of 0.1 patches more than there are, as DINO and DINOv2.
+    All compute in float32 whatever they are given.
     """
     if grid == wanted:
         return positions
     wide = positions.to(torch.promote_types(positions.dtype, torch.float32))
     maps = wide.unflatten(1, grid).permute(0, 3, 1, 2)
-    maps = F.interpolate(maps, size=wanted, mode="bicubic", antialias=True)
+    if how == "offset":
+        factors = [(side + _OFFSET) / before for side, before in zip(wanted, grid, strict=True)]
+        maps = F.interpolate(maps, scale_factor=factors, mode="bicubic")
+    else:
+        maps = F.interpolate(maps, size=wanted, mode="bicubic", antialias=how == "antialiased")
     return maps.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)
 
 

@@ -1,0 +1,97 @@
+"""``vissl-zero evaluate`` and ``embed``: any weights on a folder of images, as scripts rely on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import vissl_zero
+from vissl_zero.cli import main
+
+COLORS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noisy images of three colors, in class folders; their weights beside them."""
+    root, numbers = tmp_path_factory.mktemp("my photos (2)"), np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 4)):
+        for name, color in COLORS.items():
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                pixels = np.clip(numbers.normal(0, 60, (40, 40, 3)) + np.array(color), 0, 255)
+                Image.fromarray(pixels.astype(np.uint8)).save(root / split / name / f"{index}.jpg")
+    torch.manual_seed(0)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=64, num_heads=1)
+    torch.save(net.state_dict(), root / "tiny.pth")
+    return root
+
+
+SMALL = ["config.DATA.NUM_DATALOADER_WORKERS=0", "config.MACHINE.DEVICE=cpu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 3])
+def test_evaluate_prints_the_figures_that_scripts_read(folder, level, capfd):
+    words = [str(folder / "tiny.pth"), "--data", str(folder), "--json", *SMALL, f"config.ZERO.LEVEL={level}"]
+    words += ["config.DISTRIBUTED.NUM_PROC_PER_NODE=2"] * (level > 0)
+    assert main(["evaluate", *words]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["knn_top1"] == 1.0 and found["knn_k"] == 20 and found["knn_temperature"] == 0.07
+    assert found["linear_top1"] == 1.0 and found["num_features"] == 64
+    assert found["num_train"] == 36 and found["num_val"] == 12
+    assert found["recognized"].startswith("vision transformer: 1 blocks of 64, 1 heads, patches of 16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["npz", "parquet", "safetensors"])
+def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, ending, capfd):
+    out = tmp_path / "deep" / f"features.{ending}"
+    assert main(["embed", str(folder / "tiny.pth"), str(folder / "val"), "--out", str(out), *SMALL]) == 0
+    if ending == "npz":
+        with np.load(out) as file:
+            features, names = file["features"], list(file["names"])
+    elif ending == "safetensors":
+        from safetensors import safe_open
+
+        features = load_file(out)["features"].numpy()
+        with safe_open(out, "pt") as file:
+            names = json.loads(file.metadata()["names"])
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = parquet.read_table(out)
+        names, features = table["name"].to_pylist(), np.array(table["features"].to_pylist())
+    assert names == sorted(f"{color}/{index}.jpg" for color in COLORS for index in range(4))
+    trunk = vissl_zero.load_trunk(folder / "tiny.pth")
+    views = torch.stack([trunk.transform(Image.open(folder / "val" / name)) for name in names])
+    with torch.no_grad():
+        np.testing.assert_allclose(features, trunk(views).numpy(), rtol=1e-5, atol=1e-5)
+    assert "12 images, 64 features each" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["evaluate", "a.pth"], "the following arguments are required: --data"),
+        (["evaluate", "a.pth", "--data", "."], r"must hold train/ and val/, each with a folder"),
+        (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
+        (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: must be a folder with images"),
+    ],
+)
+def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert re.search(wanted, capsys.readouterr().err)
+
+
+def test_weights_that_are_not_there_end_with_the_commands_code(folder, capfd):
+    assert main(["evaluate", "torchhub:dinov2_vits14_reg", "--data", str(folder)]) == 2
+    assert "curl -L --create-dirs" in capfd.readouterr().err

@@ -1,0 +1,124 @@
+"""Trunks go out as folders that other libraries open, and come in again with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from torch import nn
+
+import vissl_zero
+from vissl_zero.cli import main
+
+TINY = {"img_size": 32, "patch_size": 8, "depth": 2}
+
+
+def randomized(net: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return net.eval()
+
+
+MODELS = {
+    "vit": lambda: timm.create_model("vit_tiny_patch16_224", **TINY),
+    "dinov2": lambda: timm.create_model("vit_tiny_patch16_224", **TINY, init_values=1.0),
+    "registers": lambda: timm.create_model(
+        "vit_tiny_patch16_224", **TINY, init_values=1.0, reg_tokens=2, no_embed_class=True
+    ),
+    "dinov3": lambda: timm.create_model("vit_tiny_patch16_dinov3_qkvb", depth=2, global_pool="token"),
+    "convnext": lambda: timm.create_model("convnext_atto", depths=[1, 1, 1, 1]),
+    "resnet": lambda: torchvision.models.resnet18(),
+    "swin": lambda: torchvision.models.swin_t(),
+}
+CELLS = [
+    *((name, target) for name in ("vit", "dinov2", "registers") for target in ("timm", "transformers")),
+    ("dinov3", "timm"),
+    ("convnext", "timm"),
+    ("resnet", "timm"),
+    ("resnet", "torchvision"),
+    ("swin", "torchvision"),
+    ("dinov2", "torchhub"),
+    ("convnext", "safetensors"),
+    ("registers", "safetensors"),
+]
+
+
+def exported(tmp_path: Path, name: str, target: str) -> tuple[Path, Path]:
+    """The file that went in, and the folder that came out."""
+    torch.save(randomized(MODELS[name]()).state_dict(), tmp_path / "in.pth")
+    out = tmp_path / "deep" / "out"
+    assert main(["export", str(tmp_path / "in.pth"), "--to", target, "--out", str(out), "--license", "mit"]) == 0
+    return tmp_path / "in.pth", out
+
+
+@pytest.mark.parametrize(("name", "target"), CELLS)
+def test_a_folder_is_opened_by_its_library_and_comes_in_again_with_the_same_bits(tmp_path, name, target, capsys):
+    file, out = exported(tmp_path, name, target)
+    text = capsys.readouterr().out
+    assert "opens with" in text and f"for {target}" in text
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n") and "```python" in card
+    assert json.loads((out / "preprocessor_config.json").read_text())["image_mean"] == [0.485, 0.456, 0.406]
+    before = vissl_zero.load_trunk(file)
+    again = vissl_zero.load_trunk(next(out.glob("*.pth")) if target == "torchvision" else out)
+    state, other = before.trunk.state_dict(), again.trunk.state_dict()
+    # DINOv2 with registers adds a position of 0 to its class token: equal numbers, but for the sign of a zero.
+    assert state.keys() == other.keys() and all(torch.equal(state[key], other[key]) for key in state)
+    side = 32 if name in ("vit", "dinov2", "registers") else 64
+    with torch.no_grad():
+        images = torch.randn(2, 3, side, side)
+        torch.testing.assert_close(again(images), before(images), rtol=0, atol=0)
+
+
+def test_the_librarys_own_calls_open_the_folders(tmp_path, capsys):
+    for target in ("timm", "transformers"):
+        (tmp_path / target).mkdir()
+        file, out = exported(tmp_path / target, "dinov2", target)
+        ours = vissl_zero.load_trunk(file)
+        images = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            if target == "timm":
+                found = timm.create_model(f"local-dir:{out}", pretrained=True).eval()(images)
+            else:
+                found = transformers.AutoModel.from_pretrained(out).eval()(images).last_hidden_state[:, 0]
+            torch.testing.assert_close(found, ours(images), rtol=1e-5, atol=1e-5)
+    processor = transformers.AutoImageProcessor.from_pretrained(out)
+    assert processor.crop_size["height"] == 32
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_onnxruntime_gives_the_trunks_features(tmp_path, name, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    file, out = exported(tmp_path, name, "onnx")
+    session, ours = onnxruntime.InferenceSession(out / "model.onnx"), vissl_zero.load_trunk(file)
+    side = 32 if name == "vit" else 224
+    for batch in (1, 5):
+        images = torch.randn(batch, 3, side, side)
+        with torch.no_grad():
+            (found,) = session.run(None, {"images": images.numpy()})
+            torch.testing.assert_close(torch.from_numpy(found), ours(images), rtol=1e-4, atol=1e-4)
+    assert "Batches of any size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--to", "transformers", "--out", "out"], "takes plain vision transformers, and this is a timm/resnet18"),
+        (["--to", "keras", "--out", "out"], "invalid choice: 'keras'"),
+        (["--to", "timm", "--out", "."], "is not empty, and nothing is overwritten"),
+    ],
+)
+def test_what_has_no_form_there_is_refused(tmp_path, monkeypatch, capsys, words, wanted):
+    monkeypatch.chdir(tmp_path)
+    torch.save(torchvision.models.resnet18().state_dict(), "in.pth")
+    assert main(["export", "in.pth", *words]) == 2
+    assert wanted in capsys.readouterr().err
+    assert not Path("out").exists()

@@ -1,0 +1,123 @@
+"""Folders that transformers and timm write, and which of the networks in a file is the one to take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.atomic import read_regular
+from vissl_zero.checkpoint.shard_file import Entry
+from vissl_zero.errors import CheckpointError
+from vissl_zero.models.weight_names import plain_name
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_MAX_BYTES = 2**26
+# What every network of a kind has once, in its outermost module.
+_ROOTS = (
+    "patch_embed.proj.weight",
+    "patch_embed.proj.0.0.weight",
+    "embeddings.patch_embeddings.projection.weight",
+    "embeddings.patch_embeddings.weight",
+    "embedder.embedder.convolution.weight",
+    "model.stages.0.downsample_layers.0.weight",
+    "stages.0.downsample_layers.0.weight",
+    "conv_proj.weight",
+    "conv_stem.weight",
+    "stem.0.weight",
+    "stem.conv.weight",
+    "features.0.0.weight",
+    "conv1.weight",
+    "conv1.0.weight",
+)
+# Of several networks in one file: averages first, then the one that is trained.
+_FIRST = ("ema", "teacher", "momentum", "target", "encoder_k", "encoder_q", "student", "online", "backbone")
+
+
+def is_library_folder(path: Path) -> bool:
+    """Return whether a folder holds weights as transformers and timm write them."""
+    return path.is_dir() and any((path / name).is_file() or _index(path, name).is_file() for name in _WHOLE)
+
+
+def library_files(path: Path) -> list[Path]:
+    """Return the files of weights of such a folder; of several, those that the index names.
+
+    Raises:
+        CheckpointError: the index is damaged, leads out of the folder, or names a file that is missing.
+    """
+    for name in _WHOLE:
+        if (path / name).is_file():
+            return [path / name]
+        index = _index(path, name)
+        if not index.is_file():
+            continue
+        try:
+            names = sorted(set(json.loads(read_regular(index, _MAX_BYTES, follow_links=True))["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of weights ({type(error).__name__}). Copy it again.") from error
+        if wrong := [one for one in names if not isinstance(one, str) or one != Path(one).name]:
+            raise CheckpointError(f"{index} names the file {wrong[0]!r}, which leads out of {path}: refused.")
+        if lost := [one for one in names if not (path / one).is_file()]:
+            raise CheckpointError(f"{index} lists {lost[0]}, and there is no such file beside it. Copy it there.")
+        return [path / one for one in names]
+    raise CheckpointError(f"{path} holds no weights.")
+
+
+def _index(path: Path, name: str) -> Path:
+    return path / f"{name}.index.json"
+
+
+def folder_config(path: Path) -> dict[str, Any]:
+    """Read ``config.json`` and ``preprocessor_config.json`` as data; what is missing or damaged is left out."""
+    config = _read(path / "config.json")
+    return {**config, "preprocessor": _read(path / "preprocessor_config.json")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+    """Take one network of a file, without the prefix of its names, and say which if there are several.
+
+    Of DINO's, DINOv2's, MoCo's and BYOL's checkpoints it is the teacher; what else is in the file is left out. A single
+    network keeps its heads and whatever stands beside it.
+    """
+    roots = _roots(entry.key for entry in entries)
+    if not roots or roots == [""]:
+        return list(entries), ""
+    root = min(roots, key=_rank)
+    inside = [replace(entry, key=entry.key.removeprefix(root)) for entry in entries if entry.key.startswith(root)]
+    if len(roots) > 1:
+        others = ", ".join(other.rstrip(".") or "the rest" for other in roots if other != root)
+        return inside, f", its {root.rstrip('.')} (left out: {others})"
+    if plain_name(root + "x") == "x":
+        return list(entries), ""
+    taken = {entry.key for entry in inside}
+    beside = [entry for entry in entries if not entry.key.startswith(root) and entry.key not in taken]
+    return [*inside, *beside], ""
+
+
+def _roots(names: Any) -> list[str]:
+    found: set[str] = set()
+    for name in names:
+        for mark in _ROOTS:
+            if name == mark or name.endswith(f".{mark}"):
+                found.add(name.removesuffix(mark))
+    outermost = [root for root in found if not any(root != other and root.startswith(other) for other in found)]
+    return sorted(outermost)
+
+
+def _rank(root: str) -> tuple[int, str]:
+    words = re.split(r"[._]", root)
+    joined = "_".join(words)
+    return next(
+        (at for at, word in enumerate(_FIRST) if word in words or f"_{word}_" in f"_{joined}_"), len(_FIRST)
+    ), root

@@ -1,0 +1,140 @@
+"""Names of transformers' and facebookresearch's newer networks, as timm's: ConvNeXt, ResNet and DINOv3.
+
+timm's DINOv3 is its ``Eva``: queries, keys and values in one layer whose bias has no part for keys.
+
+Sources: transformers 5.23, ``models/{convnext,resnet,dinov3_vit,dinov3_convnext}``; facebookresearch/dinov3 54694f7,
+``dinov3/models/vision_transformer.py`` and ``dinov3/layers``; timm 1.0.31, ``models/eva.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vissl_zero.checkpoint.shard_file import Entry
+
+_Rules = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One library's names.
+
+    Attributes:
+        mark: a name that only this layout has.
+        rules: theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
+    """
+
+    mark: str
+    rules: _Rules
+
+
+_CONVNEXT_PARTS = (
+    (r"dwconv|depthwise_conv", "conv_dw"),
+    (r"layernorm|layer_norm", "norm"),
+    (r"pwconv1|pointwise_conv1", "mlp.fc1"),
+    (r"pwconv2|pointwise_conv2", "mlp.fc2"),
+)
+_STAGE = r"(?:model\.|encoder\.)?stages\.(\d+)\."
+_CONVNEXT: _Rules = (
+    (r"embeddings\.patch_embeddings\.(\w+)", r"stem.0.\1"),
+    (r"embeddings\.layernorm\.(\w+)", r"stem.1.\1"),
+    (r"(?:model\.)?stages\.0\.downsample_layers\.(\d)\.(\w+)", r"stem.\1.\2"),
+    (rf"{_STAGE}downsampl(?:ing_layer|e_layers)\.(\d)\.(\w+)", r"stages.\1.downsample.\2.\3"),
+    (rf"{_STAGE}layers\.(\d+)\.(?:layer_scale_parameter|gamma)", r"stages.\1.blocks.\2.gamma"),
+    *((rf"{_STAGE}layers\.(\d+)\.(?:{old})\.(\w+)", rf"stages.\1.blocks.\2.{new}.\3") for old, new in _CONVNEXT_PARTS),
+    (r"(?:layernorm|layer_norm)\.(\w+)", r"head.norm.\1"),
+)
+_RESNET: _Rules = (
+    (r"embedder\.embedder\.convolution\.(\w+)", r"conv1.\1"),
+    (r"embedder\.embedder\.normalization\.(\w+)", r"bn1.\1"),
+    (rf"{_STAGE}layers\.(\d+)\.layer\.(\d)\.convolution\.(\w+)", r"layer+\1.\2.conv+\3.\4"),
+    (rf"{_STAGE}layers\.(\d+)\.layer\.(\d)\.normalization\.(\w+)", r"layer+\1.\2.bn+\3.\4"),
+    (rf"{_STAGE}layers\.(\d+)\.shortcut\.convolution\.(\w+)", r"layer+\1.\2.downsample.0.\3"),
+    (rf"{_STAGE}layers\.(\d+)\.shortcut\.normalization\.(\w+)", r"layer+\1.\2.downsample.1.\3"),
+)
+_BLOCK = r"(?:model\.)?layer\.(\d+)\."
+_DINOV3_HF: _Rules = (
+    (r"embeddings\.cls_token", "cls_token"),
+    (r"embeddings\.register_tokens", "reg_token"),
+    (r"embeddings\.patch_embeddings\.(\w+)", r"patch_embed.proj.\1"),
+    (rf"{_BLOCK}attention\.([qkv])_proj\.(\w+)", r"blocks.\1.attn.\2.\3"),
+    (rf"{_BLOCK}attention\.o_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+    (rf"{_BLOCK}layer_scale(\d)\.lambda1", r"blocks.\1.gamma_\2"),
+    (rf"{_BLOCK}(norm\d)\.(\w+)", r"blocks.\1.\2.\3"),
+    (rf"{_BLOCK}mlp\.gate_proj\.(\w+)", r"blocks.\1.mlp.fc1_g.\2"),
+    (rf"{_BLOCK}mlp\.up_proj\.(\w+)", r"blocks.\1.mlp.fc1_x.\2"),
+    (rf"{_BLOCK}mlp\.down_proj\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+)
+_DINOV3: _Rules = (
+    (r"storage_tokens", "reg_token"),
+    (r"blocks\.(\d+)\.ls(\d)\.gamma", r"blocks.\1.gamma_\2"),
+    (r"blocks\.(\d+)\.mlp\.w1\.(\w+)", r"blocks.\1.mlp.fc1_g.\2"),
+    (r"blocks\.(\d+)\.mlp\.w2\.(\w+)", r"blocks.\1.mlp.fc1_x.\2"),
+    (r"blocks\.(\d+)\.mlp\.w3\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+)
+_LAYOUTS = (
+    _Layout("encoder.stages.0.layers.0.dwconv.weight", _CONVNEXT),
+    _Layout("stages.0.layers.0.depthwise_conv.weight", _CONVNEXT),
+    _Layout("embedder.embedder.convolution.weight", _RESNET),
+    _Layout("embeddings.patch_embeddings.weight", _DINOV3_HF),
+    _Layout("storage_tokens", _DINOV3),
+)
+
+
+def renamed(entries: Sequence[Entry]) -> list[Entry]:
+    """Give tensors of the networks above timm's names and cut, lazily; any others stay as they are."""
+    for layout in _LAYOUTS:
+        marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{layout.mark}")]
+        if marks:
+            prefix = min(marks, key=len).removesuffix(layout.mark).removesuffix("model.")
+            found = [replace(e, key=_new_name(e.key.removeprefix(prefix), layout.rules)) for e in entries]
+            is_dinov3 = layout.rules in (_DINOV3, _DINOV3_HF)
+            return list(_fused(_without_plain_mlp(found))) if is_dinov3 else found
+    return list(entries)
+
+
+def _new_name(name: str, rules: _Rules) -> str:
+    for old, new in rules:
+        if match := re.fullmatch(old, name):
+            return re.sub(r"\+(\d+)", lambda number: str(int(number[1]) + 1), match.expand(new))
+    return name
+
+
+def _without_plain_mlp(entries: list[Entry]) -> list[Entry]:
+    """Hugging Face calls the first layer ``up_proj`` with and without a gate; timm ``fc1`` without one."""
+    if any(".fc1_g." in entry.key for entry in entries):
+        return entries
+    return [replace(entry, key=entry.key.replace(".fc1_x.", ".fc1.")) for entry in entries]
+
+
+def _fused(entries: list[Entry]) -> Iterable[Entry]:
+    """Queries, keys and values of DINOv3 as timm has them: one weight, and biases of queries and values alone."""
+    parts = {entry.key: entry for entry in entries if re.search(r"\.attn\.[qkv]\.weight$", entry.key)}
+    for entry in entries:
+        if match := re.fullmatch(r"(.+\.attn)\.([qkv])\.(weight|bias)", entry.key):
+            start, part, kind = match.groups()
+            if kind == "bias":
+                yield replace(entry, key=f"{start}.{part}_bias")
+            elif part == "q":
+                yield _joined(f"{start}.qkv.weight", [parts[f"{start}.{one}.weight"] for one in "qkv"])
+        elif entry.key.endswith(".attn.qkv.bias"):
+            start = entry.key.removesuffix(".qkv.bias")
+            yield from (_third(entry, f"{start}.{name}_bias", at) for name, at in (("q", 0), ("v", 2)))
+        elif not entry.key.endswith(
+            (".bias_mask", "rope_embed.periods", "local_cls_norm.weight", "local_cls_norm.bias")
+        ):
+            yield entry
+
+
+def _joined(key: str, parts: list[Entry]) -> Entry:
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Entry(key, parts[0].dtype, shape, lambda: torch.cat([part.read() for part in parts]))
+
+
+def _third(entry: Entry, key: str, at: int) -> Entry:
+    rows = entry.shape[0] // 3
+    return Entry(key, entry.dtype, (rows,), lambda: entry.read()[at * rows : (at + 1) * rows])

@@ -1,0 +1,192 @@
+"""``vissl-zero evaluate`` and ``vissl-zero embed``: weights of any origin on a folder of images, without a recipe.
+
+Both are runs of ``benchmark/evaluate`` and ``benchmark/embed`` in a process of their own, so they shard, offload and
+spread over ranks as every run does: ``config.ZERO.LEVEL=3`` and other overrides are passed on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vissl_zero.atomic import read_object, replacing
+from vissl_zero.config.weights_name import absolute
+from vissl_zero.errors import ConfigError, DataError
+
+_WEIGHTS = (
+    "run folder, file, folder of transformers or timm, timm:<name>, hf:<repo>, torchvision:<name> or torchhub:<name>"
+)
+_OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_penalty", "linear_protocol")
+_FIGURES = (*_OF_PROBES, "rankme", "num_features", "num_train", "num_val", "recognized")
+_ENDINGS = (".npz", ".parquet", ".safetensors")
+_VALIDATION = ("val", "test")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parse the words of a command; an error is one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Measure weights on class folders and print a table or JSON; returns 0, or the exit code of the run that failed.
+
+    Raises:
+        ConfigError, DataError: the arguments, or the folder, are wrong.
+    """
+    parser = _Parser(
+        prog="vissl-zero evaluate",
+        description="kNN, a linear probe and RankMe of weights on class folders; nothing is trained. Exit codes: 0 "
+        "done, 2 your input, 1 a crash. Further config.<key>=<value> are passed to the run (benchmark/evaluate).",
+    )
+    parser.add_argument("weights", nargs="+", help=_WEIGHTS)
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="holds train/ and val/ with class folders")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON alone on stdout: an object, or a list of several"
+    )
+    options = parser.parse_args(_without_overrides(arguments))
+    train, val = _splits(Path(options.data).expanduser())
+    rows = []
+    for name in options.weights:
+        words = ["config=benchmark/evaluate", _word("DATA.TRAIN.DATA_PATHS", train), _word("DATA.TEST.DATA_PATHS", val)]
+        code, results = _run(name, [*words, *_overrides(arguments)])
+        if code:
+            return code
+        rows.append({"weights": name} | {key: results[key] for key in _FIGURES})
+    if options.json:
+        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=2))
+    else:
+        _table(rows)
+    return 0
+
+
+def _splits(folder: Path) -> tuple[Path, Path]:
+    val = next((folder / name for name in _VALIDATION if (folder / name).is_dir()), None)
+    if not (folder / "train").is_dir() or val is None:
+        has = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) if folder.is_dir() else "is no folder"
+        raise DataError(f"--data {folder}: must hold train/ and val/, each with a folder for each class (got {has}).")
+    return folder / "train", val
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> None:
+    first = rows[0]
+    table = Table(box=None, pad_edge=False)
+    knn = f"kNN (k={first['knn_k']}, T={first['knn_temperature']})"
+    for title in ("weights", knn, "linear", "RankMe", "features", "recognized as"):
+        table.add_column(title, justify="left" if title in ("weights", "recognized as") else "right", overflow="fold")
+    for row in rows:
+        figures = (f"{row['knn_top1']:.1%}", f"{row['linear_top1']:.1%}", f"{row['rankme']:.1f}", row["num_features"])
+        table.add_row(*(Text(str(cell)) for cell in (row["weights"], *figures, row["recognized"])))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    console.print(Text(f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train. "), end="")
+    console.print(Text(f"Linear: {first['linear_protocol']}."))
+
+
+def embed(arguments: Sequence[str]) -> int:
+    """Write features and names of the images in a folder; returns 0, or the exit code of the run that failed.
+
+    Raises:
+        ConfigError, DataError: the arguments, or the folder, are wrong.
+    """
+    parser = _Parser(
+        prog="vissl-zero embed",
+        description="Features of all images in a folder and the folders in it, with their names (paths below the "
+        "folder), as arrays features (N, F) and names (N,). Further config.<key>=<value> are passed to the run "
+        "(benchmark/embed).",
+    )
+    parser.add_argument("weights", help=_WEIGHTS)
+    parser.add_argument("folder", help="images, or folders of them")
+    parser.add_argument("--out", required=True, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}")
+    options = parser.parse_args(_without_overrides(arguments))
+    folder, out = Path(options.folder).expanduser(), Path(options.out).expanduser()
+    if out.suffix not in _ENDINGS:
+        raise ConfigError(f"--out {out}: the ending decides the format, and must be one of {', '.join(_ENDINGS)}.")
+    if not folder.is_dir():
+        raise DataError(f"{folder}: must be a folder with images. Correct the path.")
+    if out.suffix == ".parquet":
+        _require_pyarrow()
+    words = ["config=benchmark/embed", _word("DATA.TRAIN.DATA_PATHS", folder), *_overrides(arguments)]
+    with tempfile.TemporaryDirectory() as run_folder:
+        code, _ = _run(options.weights, words, Path(run_folder))
+        if not code:
+            count, width = _write(Path(run_folder), folder, out)
+            print(f"{out}: {count} images, {width} features each")
+    return code
+
+
+def _require_pyarrow() -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--out .parquet needs pyarrow: pip install 'vissl-zero[export]', or write .npz.") from error
+
+
+def _write(run_folder: Path, images: Path, out: Path) -> tuple[int, int]:
+    """The features of a run as one file; returns N and F."""
+    import numpy as np
+
+    from vissl_zero.evaluation.feature_files import read_features
+
+    found = read_features(run_folder)
+    rows = found.rows.numpy()
+    names = [os.path.relpath(name, images.absolute()) for name in found.images]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as temporary:
+        if out.suffix == ".npz":
+            with temporary.open("wb") as file:
+                np.savez(file, features=rows, names=np.array(names))
+        elif out.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            save_file({"features": found.rows.contiguous()}, temporary, {"names": json.dumps(names)})
+        else:
+            import pyarrow as arrow
+            import pyarrow.parquet as parquet
+
+            columns = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.ravel()), rows.shape[1])
+            parquet.write_table(arrow.table({"name": names, "features": columns}), temporary)
+    return rows.shape[0], rows.shape[1]
+
+
+def _overrides(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if word.lstrip("+~").startswith(("config.", "config/", "hydra"))]
+
+
+def _without_overrides(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if word not in _overrides(arguments)]
+
+
+def _word(key: str, path: Path) -> str:
+    return f"config.{key}=[{_quoted(str(path.absolute()))}]"
+
+
+def _quoted(text: str) -> str:
+    """A text in the quotes of Hydra's grammar."""
+    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tuple[int, dict[str, Any]]:
+    """One run with what it prints on stderr; returns its exit code and its results."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return _run(weights, words, Path(temporary))
+    place = [f"config.CHECKPOINT.DIR={_quoted(str(folder))}", f"hydra.run.dir={_quoted(str(folder))}"]
+    init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={_quoted(absolute(weights))}"
+    command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
+    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    return (code, {}) if code else (0, read_object(folder / "summary.json"))

@@ -1,0 +1,131 @@
+"""``vissl-zero export``: a trunk as a folder that another library opens."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vissl_zero.atomic import read_object
+from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.version import __version__
+
+if TYPE_CHECKING:
+    from vissl_zero.evaluation.trunk import LoadedTrunk
+    from vissl_zero.weights.to_library import Exported, Views
+
+TARGETS = ("timm", "transformers", "torchvision", "torchhub", "onnx", "safetensors")
+_FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write the folder, open it again with the library, and print the call that does so; returns 0.
+
+    Raises:
+        ConfigError, CheckpointError: the arguments, or what they name, are wrong.
+    """
+    parser = _Parser(
+        prog="vissl-zero export",
+        description="Write a trunk as a folder that another library opens, with config.json, preprocessor_config.json "
+        "and a model card. The library opens it again, and features are compared, before it is done.",
+    )
+    parser.add_argument("weights", help="run folder, file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="the library, or kind of file")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="to write; must be empty or new")
+    parser.add_argument("--license", default="other", help="for the model card (other), such as apache-2.0")
+    parser.add_argument(
+        "--which", default="student", choices=("student", "teacher"), help="of a run of yours (student)"
+    )
+    options = parser.parse_args(arguments)
+    out = Path(options.out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
+    from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
+
+    loaded = load_trunk(options.weights, which=options.which)
+    views = Views.of(loaded.config["DATA"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place and under its own name, which the calls that open it quote; moved when it is whole.
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
+        folder = Path(temporary) / out.name
+        folder.mkdir()
+        done = write(Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views), options.to, folder)
+        write_preprocessor(views, folder)
+        card = _card(loaded, done, views, options.to, options.license, Path(options.weights))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        if out.is_dir():
+            out.rmdir()
+        folder.replace(out)
+    _say(loaded, done, out, options.to)
+    return 0
+
+
+def _say(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -> None:
+    print(f"{loaded.path} ({loaded.recognized}) -> {out}, for {target}")
+    for name in sorted(file.name for file in out.iterdir()):
+        print(f"  {name}")
+    print(f"opens with   {_call(done, target)}")
+    print(f"checked      features differ from the trunk's by {done.difference:.2g} at most")
+    for note in done.notes:
+        print(f"note         {note}")
+
+
+def _call(done: Exported, target: str) -> str:
+    library = {"torchhub": "torch", "onnx": "onnxruntime", "safetensors": "vissl_zero"}.get(target, target)
+    imports = "import torch, torchvision" if target == "torchvision" else f"import {library}"
+    return f"{imports}; model = {done.call}"
+
+
+def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, license_name: str, source: Path) -> str:
+    library = {"torchhub": "timm", "safetensors": "vissl_zero"}.get(target, target)
+    command = f"vissl-zero export {source} --to {target} --out {done.folder.name}"
+    facts = _facts(source)
+    rows = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
+    calls = _call(done, target).replace("; ", "\n")
+    head = (
+        f"license: {license_name}\nlibrary_name: {library}\npipeline_tag: image-feature-extraction\ntags: [vissl_zero]"
+    )
+    paragraphs = (
+        f"---\n{head}\n---\n# {done.folder.name}",
+        f"A trunk that turns an image into {loaded.feature_dim} features: {loaded.recognized}.",
+        f"```python\n{calls}\n```",
+        *done.notes,
+        f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in "
+        f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
+        f"(`preprocessor_config.json`).",
+        f"Opened by {target}, features differ from the trunk's by {done.difference:.2g} at most.",
+        f"| | |\n| --- | --- |\n| trunk | {loaded.config['MODEL']['TRUNK']['NAME']} |\n"
+        f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
+    )
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _facts(source: Path) -> dict[str, Any]:
+    """Recipe, data and figures of a run of ours."""
+    summary = source / "summary.json"
+    if not summary.is_file():
+        return {}
+    try:
+        found = read_object(summary)
+    except (OSError, ValueError):
+        return {}
+    from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
+
+    facts: dict[str, Any] = {}
+    try:
+        saved = read_saved(source / RESOLVED_FILE)
+        facts["recipe"] = saved.get("recipe", "")
+        facts["loss"] = saved["config"]["LOSS"]["name"]
+        facts["data"] = ", ".join(saved["config"]["DATA"]["TRAIN"]["DATA_SOURCES"])
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return facts | {key: found[key] for key in _FIGURES if found.get(key) is not None}

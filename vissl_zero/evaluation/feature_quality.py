@@ -1,0 +1,123 @@
+"""How good features are, in figures that need no training of the trunk: kNN, a linear probe and RankMe.
+
+The linear probe is scikit-learn's multinomial logistic regression on standardized features: images are shown once, so
+it takes seconds where a probe by SGD takes epochs. Its penalty is chosen on a tenth of TRAIN's images, and it is then
+fitted to all of them; TEST's are looked at once. DINOv2's evaluation has such a probe, also by L-BFGS
+(facebookresearch/dinov2 b8931f7, ``dinov2/eval/log_regression.py``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import rich
+
+from vissl_zero.checkpoint.named_weights import locate
+from vissl_zero.data.loader import eval_images
+from vissl_zero.data.source import build_eval_sources
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import DataError
+from vissl_zero.evaluation.features import Features, extract_features, rankme
+from vissl_zero.evaluation.knn import knn_top1s
+from vissl_zero.evaluation.linear_classifiers import shared
+from vissl_zero.evaluation.trunk import is_of_no_run
+from vissl_zero.registry import HOOKS
+from vissl_zero.weights.reading import find
+
+PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
+PROTOCOL = (
+    "logistic regression (L-BFGS, at most 1,000 iterations) on standardized features of the frozen trunk, one view an "
+    f"image; C of {', '.join(f'{c:g}' for c in PENALTIES)} chosen on a tenth of train"
+)
+
+
+@HOOKS.register("feature_quality")
+class FeatureQuality(Hook):
+    """Measure the trunk's features at the end of the run, each image once, on any number of ranks.
+
+    Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty`` and
+    ``linear_protocol``, ``rankme``, ``num_features``, ``num_train``, ``num_val`` and ``recognized`` to the results.
+    """
+
+    def on_end(self, run: Run) -> None:
+        data, options = run.plan.config.DATA, run.plan.config.NEAREST_NEIGHBOR
+        train, test = build_eval_sources(data, run.plan.seed)
+        if test is None:
+            raise DataError("feature_quality needs images of TEST. Write config.DATA.TEST.DATA_PATHS=[<folder>].")
+        run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
+        index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
+        if index.labels is None or queries.labels is None:
+            raise DataError("The images have no classes: put those of each class into a folder of its own.")
+        k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
+        (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
+        penalty, linear = linear_top1(index, queries)
+        found: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
+        found |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
+        found |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
+        found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": _recognized(run)}
+        run.results.update(found)
+        if run.is_main:
+            text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {found['num_features']} features"
+            rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _recognized(run: Run) -> str:
+    """The network in words."""
+    model = run.plan.config.MODEL
+    name = model.WEIGHTS_INIT.PARAMS_FILE
+    if name and is_of_no_run(name):
+        return find(name, model.WEIGHTS_INIT.STATE_DICT_KEY_NAME).network.text
+    where = f" of {locate(name).path}" if name else ""
+    return f"{model.TRUNK.NAME}{where}"
+
+
+def linear_top1(train: Features, test: Features) -> tuple[float, float]:
+    """Fit the probe and measure it. Collective: ranks share the penalties among themselves.
+
+    Args:
+        train, test: features with labels, equal on every rank.
+    Returns:
+        The chosen penalty, and the share of test images whose class is found.
+    Cost: an L-BFGS fit for each penalty over N * F * classes products an iteration.
+    """
+    assert train.labels is not None
+    assert test.labels is not None
+    rows, labels = train.rows.double().cpu().numpy(), train.labels.cpu().numpy()
+    mean, scale = rows.mean(axis=0), rows.std(axis=0)
+    scale[scale == 0] = 1.0
+    rows = (rows - mean) / scale
+    penalty = PENALTIES[int(np.argmax(shared(PENALTIES, partial(_held_out, rows, labels))))]
+    (top1,) = shared(
+        [penalty], partial(_on_test, rows, labels, (test.rows.double().cpu().numpy() - mean) / scale, test)
+    )
+    return penalty, top1
+
+
+def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
+    """Top-1 on every tenth image of each class, after a fit to the others; the same where a class has one image."""
+    place = np.zeros(len(labels), dtype=int)
+    for label in np.unique(labels):
+        own = np.flatnonzero(labels == label)
+        place[own] = np.arange(len(own))
+    held = place % 10 == 1
+    if not held.any() or len(np.unique(labels[~held])) < 2:
+        return 0.0
+    return float((_fitted(rows[~held], labels[~held], penalty).predict(rows[held]) == labels[held]).mean())
+
+
+def _on_test(rows: np.ndarray, labels: np.ndarray, queries: np.ndarray, test: Features, penalty: float) -> float:
+    assert test.labels is not None
+    if len(np.unique(labels)) < 2:
+        raise DataError("A linear probe needs images of two classes at least in TRAIN.")
+    return float((_fitted(rows, labels, penalty).predict(queries) == test.labels.cpu().numpy()).mean())
+
+
+def _fitted(rows: np.ndarray, labels: np.ndarray, penalty: float) -> Any:
+    from sklearn.linear_model import LogisticRegression  # here: takes a second
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not converged after 1,000 iterations: the protocol says so
+        return LogisticRegression(C=penalty, max_iter=1000).fit(rows, labels)

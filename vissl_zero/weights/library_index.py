@@ -1,0 +1,89 @@
+"""Which models of timm and torchvision have tensors of given names and shapes.
+
+``library_models.json`` holds a fingerprint for every model of the two libraries. To write it anew, after an update of
+either::
+
+    python -m vissl_zero.weights.library_index
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+INDEX_FILE = Path(__file__).with_name("library_models.json")
+# Classifiers, which the number of classes changes; and what follows from the image size or from nothing at all.
+_CLASSIFIER = re.compile(
+    r"(?:head|head_dist|fc|classifier|last_linear|head\.fc|head\.l|heads\.head|classifier\.(?:\d|fc)|head\.fc\.fc2)"
+    r"\.(?:weight|bias)"
+)
+_OF_THE_SIZE = re.compile(
+    r"(?:.*\.)?(?:num_batches_tracked|pos_embed|mask_token|relative_position_index|relative_coords_table|attn_mask"
+    r"|encoder\.pos_embedding|rope\..*|rope_embed\..*)"
+)
+
+
+def is_classifier(name: str) -> bool:
+    """Return whether a tensor of timm's or torchvision's belongs to the last layer, which numbers classes."""
+    return _CLASSIFIER.fullmatch(name) is not None
+
+
+def fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
+    """Hash the names and shapes of a network without its classifier and without what depends on the image size."""
+    lines = [
+        f"{name} {'x'.join(map(str, shape))}"
+        for name, shape in sorted(shapes.items())
+        if not _CLASSIFIER.fullmatch(name) and not _OF_THE_SIZE.fullmatch(name)
+    ]
+    return sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+@cache
+def _index() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(INDEX_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def models_of(shapes: Mapping[str, Iterable[int]]) -> list[str]:
+    """Find the models (``timm/<name>``, ``torchvision/<name>``) with these tensors; the shortest name first."""
+    return _index().get(fingerprint(shapes), [])
+
+
+def _libraries() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
+    import timm
+    import torch
+    import torchvision
+
+    for name in timm.list_models():
+        with torch.device("meta"):
+            try:
+                net = timm.create_model(name, num_classes=0)
+            except (RuntimeError, NotImplementedError, ValueError) as error:  # computes with its weights
+                print(f"left out timm/{name}: {type(error).__name__}: {error}")
+                continue
+        yield f"timm/{name}", {key: tensor.shape for key, tensor in net.state_dict().items()}
+    for name in torchvision.models.list_models(module=torchvision.models):
+        # RegNet's widths are computed with tensors.
+        with torch.device("cpu" if name.startswith("regnet") else "meta"):
+            options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+            net = torchvision.models.get_model(name, weights=None, **options)
+        yield f"torchvision/{name}", {key: tensor.shape for key, tensor in net.state_dict().items()}
+
+
+def write_index() -> None:
+    """Build every model without memory for its weights, and write their fingerprints. Takes minutes."""
+    found: dict[str, list[str]] = {}
+    for name, shapes in _libraries():
+        found.setdefault(fingerprint(shapes), []).append(name)
+    rows = [
+        f"{json.dumps(key)}: {json.dumps(sorted(names, key=lambda n: (len(n), n)))}" for key, names in found.items()
+    ]
+    INDEX_FILE.write_text("{\n" + ",\n".join(sorted(rows)) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_index()

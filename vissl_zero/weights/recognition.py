@@ -1,0 +1,327 @@
+"""Which network a file of weights is of: its trunk as ``MODEL.TRUNK`` writes it, from the names and shapes of tensors.
+
+What a shape does not say is taken from the ``config.json`` beside it: attention heads and the epsilon of layer norms.
+Without one, heads are those of the published networks of that width, 64 channels each for most.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vissl_zero.checkpoint.foreign_layouts import Foreign
+from vissl_zero.errors import CheckpointError
+from vissl_zero.models.weight_names import plain_name
+from vissl_zero.weights.library_index import models_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+# Channels a head of published transformers, where it is not 64.
+_HEADS = {1280: 16, 1152: 16, 1408: 16, 1664: 16, 4096: 32}
+# transformers' activations -> timm's; "" is what timm's transformers have anyway.
+_ACTIVATIONS = {"gelu": "", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+_ACTIVATIONS |= {"silu": "silu", "relu": "relu"}
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+_USUAL_SIZE = 224
+# Names of a plain vision transformer, in timm's words, outside of its blocks and inside.
+_OUTSIDE = re.compile(
+    r"cls_token|reg_token|register_tokens|pos_embed|mask_token|patch_embed\.proj\.(?:weight|bias)"
+    r"|(?:norm|fc_norm|norm_pre)\.(?:weight|bias)"
+)
+_INSIDE = re.compile(r"(?:norm[12]|attn\.(?:qkv|proj|q_norm|k_norm)|mlp\.fc[12])\.(?:weight|bias)|ls[12]\.gamma")
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """What a file holds.
+
+    Attributes:
+        text: the network in words, with its sizes.
+        trunk: ``MODEL.TRUNK``: NAME and the keys of that trunk.
+        size: side of the images that it was made for, in pixels.
+        mean, std: what images are normalized by; ImageNet's where the file does not say.
+        others: models of timm or torchvision with the same tensors.
+    """
+
+    text: str
+    trunk: Mapping[str, Any]
+    size: int = _USUAL_SIZE
+    mean: Sequence[float] = field(default_factory=lambda: _IMAGENET["mean"])
+    std: Sequence[float] = field(default_factory=lambda: _IMAGENET["std"])
+    others: Sequence[str] = ()
+
+
+def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any] | None = None) -> Recognized:
+    """Find the network of weights.
+
+    Args:
+        foreign: the weights.
+        model: the library's model, where the name of the weights says it (``timm/...``, ``torchvision/...``).
+        preprocessing: ``size``, ``mean``, ``std``, where the library says them.
+    Raises:
+        CheckpointError: no known network has these tensors.
+    """
+    shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
+    told = {**_told(foreign.config), **(preprocessing or {})}
+    if (own := _own(foreign.config)) is not None:
+        return own
+    model = model or _architecture(foreign.config)
+    found = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
+    found = found or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
+    if found is None:
+        some = ", ".join(entry.key for entry in foreign.entries[:4])
+        raise CheckpointError(
+            f"No network that is known here has these {len(foreign.entries)} tensors ({some}, ...). Write the trunk: "
+            "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
+        )
+    return Recognized(
+        found.text,
+        found.trunk,
+        int(told.get("size") or found.size),
+        list(told.get("mean") or found.mean),
+        list(told.get("std") or found.std),
+        [other for other in found.others if other != found.trunk["NAME"]],
+    )
+
+
+def _own(config: Mapping[str, Any]) -> Recognized | None:
+    """What ``vissl-zero export --to safetensors`` has written."""
+    written = config.get("vissl_zero")
+    trunk = written.get("TRUNK") if isinstance(written, Mapping) else None
+    views = written.get("views") if isinstance(written, Mapping) else None
+    if not isinstance(trunk, Mapping) or not isinstance(trunk.get("NAME"), str) or not isinstance(views, Mapping):
+        return None
+    params = trunk.get("PARAMS")
+    plain = (
+        {**trunk, "PARAMS": {k: v for k, v in params.items() if k != "name"}} if isinstance(params, Mapping) else trunk
+    )
+    size = views.get("size")
+    normalization = _normalization(views)
+    return Recognized(trunk["NAME"], plain, size if isinstance(size, int) else 224, *normalization)
+
+
+def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Mean and deviation of three channels; ImageNet's where they are not written."""
+    mean, std = views.get("mean"), views.get("std")
+    for values in (mean, std):
+        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
+            return _IMAGENET["mean"], _IMAGENET["std"]
+    return list(mean or ()), list(std or ())
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """timm's name in the ``config.json`` that timm writes."""
+    name = config.get("architecture")
+    return f"timm/{name}" if isinstance(name, str) else ""
+
+
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Size and normalization that ``config.json`` (timm) or ``preprocessor_config.json`` (transformers) says."""
+    timm, hf = config.get("pretrained_cfg"), config.get("preprocessor")
+    if isinstance(timm, Mapping):
+        size = timm.get("input_size")
+        return {"size": size[-1] if isinstance(size, list) else 0, "mean": timm.get("mean"), "std": timm.get("std")}
+    if not isinstance(hf, Mapping):
+        return {}
+    size = hf.get("crop_size") if isinstance(hf.get("crop_size"), Mapping) else hf.get("size")
+    side = size.get("height") or size.get("shortest_edge") if isinstance(size, Mapping) else size
+    return {"size": side if isinstance(side, int) else 0, "mean": hf.get("image_mean"), "std": hf.get("image_std")}
+
+
+def _number(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _heads(width: int, config: Mapping[str, Any]) -> int:
+    heads = _number(config, "num_attention_heads") or _HEADS.get(width) or (0 if width % 64 else width // 64)
+    if not heads or width % heads:
+        raise CheckpointError(
+            f"A vision transformer of width {width}: no published one has it, so its attention heads are not known. "
+            'Put a config.json with {"num_attention_heads": ...} beside the file, in a folder of their own, and name '
+            "the folder; or write config.MODEL.TRUNK."
+        )
+    return int(heads)
+
+
+def _depth(shapes: Shapes, pattern: str) -> int:
+    return 1 + max((int(m[1]) for name in shapes if (m := re.match(pattern, name))), default=-1)
+
+
+def _side(count: int) -> int:
+    side = math.isqrt(count)
+    return side if side * side == count else 0
+
+
+def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
+    """A plain vision transformer: timm's, DINO's, DINOv2's, MAE's, iBOT's, and transformers' and torchvision's."""
+    depth = _depth(shapes, r"blocks\.(\d+)\.attn\.qkv\.weight")
+    patches, first = shapes.get("patch_embed.proj.weight"), shapes.get("blocks.0.mlp.fc1.weight")
+    inside = [name.split(".", 2)[2] for name in shapes if name.startswith("blocks.")]
+    decoder = any(name.startswith("decoder") for name in shapes)
+    outside = [name for name in shapes if not name.startswith(("blocks.", "head", "fc.", "decoder", "dino_", "ibot_"))]
+    if not depth or not patches or not first or len(patches) != 4 or not all(map(_INSIDE.fullmatch, inside)):
+        return None
+    if "pos_embed" not in shapes or not all(map(_OUTSIDE.fullmatch, outside)) or ("reg_token" in shapes and decoder):
+        return None
+    width, patch = patches[0], patches[-1]
+    is_hidden_by_name = {"register_tokens", "reg_token"} & shapes.keys()
+    registers = sum(shapes[name][1] for name in is_hidden_by_name)
+    has_class, count = "cls_token" in shapes, shapes["pos_embed"][1]
+    prefix = next((n for n in (has_class + registers, int(has_class), 0) if _side(count - n)), None)
+    if prefix is None or (prefix and prefix != has_class + registers):
+        return None
+    side = _side(count - prefix)
+    is_gated = first[0] == 2 * shapes["blocks.0.mlp.fc2.weight"][1]
+    args: dict[str, Any] = {"img_size": side * patch, "patch_size": patch, "embed_dim": width, "depth": depth}
+    args |= {"num_heads": _heads(width, foreign.config), "mlp_ratio": _ratio(first[0], width), "reg_tokens": registers}
+    args |= {"class_token": has_class, "no_embed_class": prefix == 0, "qkv_bias": "blocks.0.attn.qkv.bias" in shapes}
+    args |= {"init_values": 1.0 if "blocks.0.ls1.gamma" in shapes else None, "pre_norm": "norm_pre.weight" in shapes}
+    args |= {"qk_norm": "blocks.0.attn.q_norm.weight" in shapes}
+    act = foreign.config.get("hidden_act", "gelu")
+    if act not in _ACTIVATIONS:
+        return None
+    if not is_gated and _ACTIVATIONS[act]:
+        args["act_layer"] = _ACTIVATIONS[act]
+    has_fc_norm = "fc_norm.weight" in shapes
+    args |= {"global_pool": "token" if has_class and not has_fc_norm else "avg", "fc_norm": has_fc_norm}
+    params: dict[str, Any] = {
+        "model_args": {k: v for k, v in args.items() if v is not None},
+        "position_resize": _position_resize(foreign, shapes),
+    }
+    if eps := _number(foreign.config, "layer_norm_eps") or (1e-5 if args["pre_norm"] else None):  # CLIP's
+        params["layer_norm_eps"] = eps
+    name = "vit_giant_patch14_dinov2" if is_gated else f"vit_base_patch{patch if patch in (8, 16, 32) else 16}_224"
+    text = f"vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
+    text += f", {registers} registers" if registers else ""
+    return Recognized(
+        f"{text}, made for images of {side * patch}", {"NAME": f"timm/{name}", "PARAMS": params}, side * patch
+    )
+
+
+def _ratio(inner: int, width: int) -> float:
+    ratio = inner / width
+    return ratio if int(width * ratio) == inner else (inner + 0.5) / width
+
+
+def _position_resize(foreign: Foreign, shapes: Shapes) -> str:
+    """How the library that wrote the file resizes positions, as far as the layout tells whose it is."""
+    kind, has_registers = foreign.config.get("model_type"), "register_tokens" in shapes
+    if isinstance(kind, str):
+        return "antialiased" if kind == "dinov2_with_registers" else "bicubic"
+    is_hub = "mask_token" in shapes and "blocks.0.ls1.gamma" in shapes
+    is_dino = "teacher" in foreign.layout
+    return "offset" if (is_hub or is_dino) and not has_registers else "antialiased"
+
+
+def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
+    """DINOv3's vision transformer, timm's Eva with rotary positions."""
+    depth, patches = _depth(shapes, r"blocks\.(\d+)\.attn\.qkv\.weight"), shapes.get("patch_embed.proj.weight")
+    if (
+        not depth
+        or not patches
+        or "pos_embed" in shapes
+        or "reg_token" not in shapes
+        or "blocks.0.gamma_1" not in shapes
+    ):
+        return None
+    width, patch, registers = patches[0], patches[-1], shapes["reg_token"][1]
+    is_gated = "blocks.0.mlp.fc1_g.weight" in shapes
+    inner = shapes["blocks.0.mlp.fc1_g.weight" if is_gated else "blocks.0.mlp.fc1.weight"][0]
+    args: dict[str, Any] = {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": _heads(width, config)}
+    args |= {"mlp_ratio": _ratio(inner, width), "num_reg_tokens": registers, "global_pool": "token"}
+    args |= {"qkv_bias": "blocks.0.attn.q_bias" in shapes, "swiglu_mlp": is_gated, "swiglu_align_to": 1}
+    if config.get("hidden_act", "silu" if is_gated else "gelu") != ("silu" if is_gated else "gelu"):
+        return None
+    args |= {"rope_temperature": _number(config, "rope_theta") or 100.0}
+    params = {"model_args": args, "layer_norm_eps": _number(config, "layer_norm_eps") or 1e-5}
+    text = f"DINOv3 vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
+    trunk = {"NAME": "timm/vit_small_patch16_dinov3", "PARAMS": params}
+    return Recognized(f"{text}, {registers} registers", trunk, int(_number(config, "image_size") or _USUAL_SIZE))
+
+
+_RESNETS: dict[tuple[int, ...], int] = {
+    (2, 2, 2, 2): 18,
+    (3, 4, 6, 3): 50,
+    (3, 4, 23, 3): 101,
+    (3, 8, 36, 3): 152,
+    (3, 24, 36, 3): 200,
+}
+
+
+def _resnet(shapes: Shapes) -> Recognized | None:
+    """torchvision's, timm's and VISSL's ResNet, ResNeXt and wide ResNet of a published depth."""
+    stem, last = shapes.get("conv1.weight"), shapes.get("layer1.0.conv2.weight")
+    layers = tuple(_depth(shapes, rf"layer{stage}\.(\d+)\.conv1\.weight") for stage in range(1, 5))
+    known = re.compile(
+        r"(?:conv1|bn1|layer\d\.\d+\.(?:conv[123]|bn[123]|downsample\.[01]))\.\w+|(?:fc|head|last_linear)\..+"
+    )
+    is_wide = "layer1.0.conv3.weight" in shapes
+    depth = _RESNETS.get(layers, 0) if is_wide or layers != (3, 4, 6, 3) else 34
+    if (
+        stem is None
+        or stem[1:] not in ((3, 7, 7), (3, 3, 3))
+        or not depth
+        or last is None
+        or is_wide != (depth >= 50)
+        or (depth == 18 and is_wide)
+    ):
+        return None
+    trunk_names = [n for n in shapes if not n.startswith(("heads.", "projection", "prototypes", "predictor"))]
+    if not all(map(known.fullmatch, trunk_names)):
+        return None
+    multiplier, groups = stem[0] // 64, last[0] // last[1]
+    options: dict[str, Any] = {"DEPTH": depth, "WIDTH_MULTIPLIER": max(1, multiplier), "GROUPS": groups}
+    width = last[0] // groups // max(1, multiplier)
+    options |= {"WIDTH_PER_GROUP": width, "STEM_TYPE": "RES_STEM_IN" if stem[-1] == 7 else "RES_STEM_CIFAR"}
+    text = f"ResNet-{depth}" + (f", {groups} groups of {width}" if groups > 1 or width != 64 else "")
+    return Recognized(text, {"NAME": "resnet", "RESNETS": options})
+
+
+def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
+    """ConvNeXt of any depth and width, in timm's names, first and second version."""
+    depths = [_depth(shapes, rf"stages\.{stage}\.blocks\.(\d+)\.conv_dw\.weight") for stage in range(4)]
+    if not all(depths) or len(shapes.get("stem.0.weight", ())) != 4 or "head.norm.weight" not in shapes:
+        return None
+    dims = [shapes[f"stages.{stage}.blocks.0.conv_dw.weight"][0] for stage in range(4)]
+    patch, kernel = shapes["stem.0.weight"][-1], shapes["stages.0.blocks.0.conv_dw.weight"][-1]
+    args: dict[str, Any] = {"depths": depths, "dims": dims, "patch_size": patch, "kernel_sizes": kernel}
+    args |= {"conv_mlp": len(shapes["stages.0.blocks.0.mlp.fc1.weight"]) == 4}
+    is_second = "stages.0.blocks.0.mlp.grn.weight" in shapes
+    if "head.pre_logits.fc.weight" in shapes or is_second == ("stages.0.blocks.0.gamma" in shapes):
+        return None
+    params: dict[str, Any] = {"model_args": args}
+    if config.get("model_type") in ("convnext", "convnextv2"):
+        params["last_norm_eps"] = _number(config, "layer_norm_eps") or 1e-12
+    name = "timm/convnextv2_tiny" if is_second else "timm/convnext_tiny"
+    return Recognized(f"ConvNeXt{' V2' * is_second}: {depths} blocks of {dims}", {"NAME": name, "PARAMS": params})
+
+
+def _swin(shapes: Shapes) -> Recognized | None:
+    """Swin of any size, first version, in timm's names."""
+    stages = 0
+    while f"layers.{stages}.blocks.0.attn.relative_position_bias_table" in shapes:
+        stages += 1
+    if not stages or "patch_embed.norm.weight" not in shapes or "layers.0.downsample.norm.weight" in shapes:
+        return None
+    tables = [shapes[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(stages)]
+    depths = [_depth(shapes, rf"layers\.{stage}\.blocks\.(\d+)\.attn\.qkv\.weight") for stage in range(stages)]
+    patches = shapes["patch_embed.proj.weight"]
+    window = (_side(tables[0][0]) + 1) // 2
+    args: dict[str, Any] = {"embed_dim": patches[0], "depths": depths, "num_heads": [table[1] for table in tables]}
+    size = 384 if window == 12 else _USUAL_SIZE
+    args |= {"window_size": window, "patch_size": patches[-1], "img_size": size}
+    text = f"Swin: {depths} blocks, width {patches[0]}, windows of {window}"
+    return Recognized(text, {"NAME": "timm/swin_tiny_patch4_window7_224", "PARAMS": {"model_args": args}}, size)
+
+
+def _indexed(shapes: Shapes, model: str) -> Recognized | None:
+    """A published model of timm or torchvision, by the names and shapes of all its tensors."""
+    found = models_of(shapes)
+    name = model if model in found or (model and not found) else next(iter(found), "")
+    if not name:
+        return None
+    size = re.search(r"_(\d{3})(?:\D|$)", name)
+    return Recognized(name, {"NAME": name}, int(size[1]) if size else _USUAL_SIZE, others=found)

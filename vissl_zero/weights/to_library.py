@@ -1,0 +1,394 @@
+"""A trunk as a folder that another library opens: its weights, its configuration, and how images are shown to it.
+
+Every folder is opened again by the library itself and compared with the trunk before it is said to be done.
+
+Formats: timm 1.0.31, ``timm/models/_hub.py`` (config.json); transformers 5.23, ``configuration_utils.py`` and
+``image_processing_utils.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.checkpoint.foreign_layouts import HUGGING_FACE, Foreign, from_timm
+from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
+from vissl_zero.checkpoint.torch_file import write_torch_file
+from vissl_zero.data.pipeline import derive_eval_transforms
+from vissl_zero.errors import CheckpointError
+from vissl_zero.models.weight_names import to_other_names
+from vissl_zero.weights.library_index import models_of
+from vissl_zero.weights.recognition import Recognized, recognize
+
+WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
+_TOLERANCE = 1e-4  # of the largest feature, in float32
+_PREFIX = "trunk."
+
+
+@dataclass(frozen=True)
+class Views:
+    """How images are shown to a trunk.
+
+    Attributes:
+        size: side of the square that it sees, in pixels.
+        resize: side to which the shorter side is brought first.
+        mean, std: of the normalization.
+    """
+
+    size: int
+    resize: int
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Views:
+        """Read them from the TRANSFORMS of evaluation, or those that TRAIN's imply, of a DATA block."""
+        transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
+        found = {entry["name"]: entry for entry in transforms}
+        resize, crop = _side(found.get("Resize", {}).get("size")), _side(found.get("CenterCrop", {}).get("size"))
+        normalize = found.get("Normalize", {})
+        size = crop or resize or 224
+        return cls(size, resize or size, normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3))
+
+
+def _side(size: Any) -> int:
+    return int(max(size)) if isinstance(size, list | tuple) else int(size or 0)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: of the files.
+        call: Python that opens it; ``model`` and ``images`` follow from it.
+        difference: the largest between features of the opened model and of the trunk, on random images.
+        notes: sentences on what the folder lacks.
+    """
+
+    folder: Path
+    call: str
+    difference: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trunk to write.
+
+    Attributes:
+        trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
+        config: ``MODEL.TRUNK`` that builds it.
+        views: of evaluation.
+    """
+
+    trunk: nn.Module
+    config: Mapping[str, Any]
+    views: Views
+
+    def features(self, images: Tensor) -> Tensor:
+        """Features (B, F) of images (B, 3, H, W)."""
+        found: Tensor = self.trunk([images])[0]
+        return found
+
+    def entries(self, style: str) -> list[Entry]:
+        """The trunk's tensors under timm's or torchvision's names.
+
+        Raises:
+            CheckpointError: that library has no names for some.
+        """
+        state = {f"{_PREFIX}{name}": tensor for name, tensor in self.trunk.state_dict().items()}
+        if style == "torchvision" and self.config["NAME"].startswith("torchvision/"):
+            return [Entry.of(_in_library(name), tensor.contiguous()) for name, tensor in state.items()]
+        renamed = to_other_names(state, style)
+        if renamed.unknown:
+            raise CheckpointError(
+                f"{style} has no such network: no name for {renamed.unknown[0].removeprefix(_PREFIX)} of a "
+                f"{self.config['NAME']}. --to safetensors and --to onnx take every trunk."
+            )
+        return [Entry.of(new, state[old].contiguous()) for new, old in renamed.names.items()]
+
+
+def _in_library(name: str) -> str:
+    """A name of a trunk in units (``trunk.net.features.0.unit.0.weight``) as its library has it."""
+    return ".".join(part for part in name.removeprefix(f"{_PREFIX}net.").split(".") if part != "unit")
+
+
+def write(source: Source, target: str, folder: Path) -> Exported:
+    """Write a trunk for another library and compare what that opens.
+
+    Args:
+        source: the trunk.
+        target: one of ``TARGETS``.
+        folder: exists and is empty.
+    Raises:
+        CheckpointError: the library has no such network, is not installed, or computes something else.
+    """
+    call, opened, notes = TARGETS[target](source, folder)
+    images = torch.randn(2, 3, *[_whole(source)] * 2, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted, found = source.features(images), opened(images)
+    difference = float((wanted - found).abs().max())
+    if found.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
+        raise CheckpointError(
+            f"{target} opens the folder, and its features differ from the trunk's by {difference:.2g}: not written. "
+            f"--to safetensors keeps everything. The trunk: {json.dumps(dict(source.config))[:300]}"
+        )
+    return Exported(folder, call, difference, notes)
+
+
+def _whole(source: Source) -> int:
+    """The side of images to compare with: whole patches, as near to that of evaluation as they come."""
+    patch = getattr(source.trunk, "patch_size", (1, 1))[0]
+    return max(patch, source.views.size // patch * patch)
+
+
+Opened = Callable[[Tensor], Tensor]
+
+
+def _to_timm(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    entries = source.entries("timm")
+    network = _in_timm(source, entries)
+    architecture = network.trunk["NAME"].removeprefix("timm/")
+    params = network.trunk.get("PARAMS", {})
+    views, args = source.views, dict(params.get("model_args", {}))
+    pretrained = {"input_size": [3, views.size, views.size], "fixed_input_size": False, "interpolation": "bilinear"}
+    pretrained |= {"crop_pct": views.size / views.resize, "mean": list(views.mean), "std": list(views.std)}
+    pretrained |= {"num_classes": 0, "crop_mode": "center"}
+    if getattr(source.trunk, "patch_size", None):
+        args["dynamic_img_size"] = True
+    feature_dim = int(source.trunk.feature_dim)  # type: ignore[arg-type]
+    config = {"architecture": architecture, "num_classes": 0, "num_features": feature_dim, "model_args": args}
+    _write_json(folder / CONFIG, config | {"pretrained_cfg": pretrained})
+    entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in entries]
+    write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=False)
+    import timm
+
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    return f'timm.create_model("local-dir:{folder.name}", pretrained=True)', model, []
+
+
+def _timms(name: str) -> str:
+    return "reg_token" if name == "register_tokens" else name
+
+
+def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
+    """timm's model of the trunk: the one that it was built from, or the one with its tensors."""
+    name, params = source.config["NAME"], source.config.get("PARAMS", {})
+    if name.startswith("timm/"):
+        return Recognized(name, {"NAME": name, "PARAMS": params})
+    if name == "resnet":
+        found = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
+        if found:
+            return Recognized(found[0], {"NAME": found[0]})
+    network = recognize(Foreign("", entries))
+    if not network.trunk["NAME"].startswith("timm/"):
+        other = next((model for model in network.others if model.startswith("timm/")), "")
+        if not other:
+            raise CheckpointError(f"timm has no {network.text} of these sizes. --to safetensors takes every trunk.")
+        return Recognized(other, {"NAME": other})
+    if name == "vision_transformer":
+        pool = source.config["VISION_TRANSFORMERS"].get("CLASSIFIER", "token")
+        args = network.trunk["PARAMS"]["model_args"]
+        has_class = args["class_token"]
+        args["global_pool"] = "token" if pool == "token" and has_class else "avg"
+    return network
+
+
+def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    import torchvision
+
+    entries = source.entries("torchvision")
+    name = source.config["NAME"]
+    shapes = {entry.key: entry.shape for entry in entries}
+    options: dict[str, Any] = {}
+    if name.startswith("torchvision/"):
+        model, options = (
+            name.removeprefix("torchvision/"),
+            dict(source.config.get("PARAMS", {}).get("model_args") or {}),
+        )
+    else:
+        found = [one for one in models_of(shapes) if one.startswith("torchvision/")]
+        if not found:
+            raise CheckpointError(f"torchvision has no {name} of these sizes. --to safetensors takes every trunk.")
+        model = found[0].removeprefix("torchvision/")
+    net = torchvision.models.get_model(model, weights=None, **options)
+    classifier = _without_classifier(net)
+    net.load_state_dict({entry.key: entry.read() for entry in entries})
+    write_torch_file(folder / f"{model}.pth", entries)
+    _write_json(folder / CONFIG, {"model": model, "model_args": options, "classifier": classifier})
+    arguments = "".join(f", {key}={value!r}" for key, value in options.items())
+    call = f'torchvision.models.get_model("{model}"{arguments}); model.{classifier} = torch.nn.Identity(); '
+    return call + f'model.load_state_dict(torch.load("{folder.name}/{model}.pth"))', net.eval(), []
+
+
+def _without_classifier(net: nn.Module) -> str:
+    """Put the identity in the place of the last linear layer; returns its name."""
+    name = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)][-1]
+    parent, _, child = name.rpartition(".")
+    setattr(net.get_submodule(parent), child, nn.Identity())
+    return name
+
+
+_HF_KINDS = {
+    "vit": ("vit", "ViTModel"),
+    "dinov2": ("dinov2", "Dinov2Model"),
+    "registers": ("dinov2_with_registers", "Dinov2WithRegistersModel"),
+}
+
+
+def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    timm_entries = source.entries("timm")
+    network = _in_timm(source, timm_entries)
+    args = network.trunk.get("PARAMS", {}).get("model_args", {})
+    shapes = {_timms(entry.key): entry.shape for entry in timm_entries}
+    if "blocks.0.norm1.weight" not in shapes or "pos_embed" not in shapes:
+        raise CheckpointError(
+            f"--to transformers: takes plain vision transformers, and this is a {network.text}. --to timm, "
+            "torchvision, onnx and safetensors take others."
+        )
+    kind = "vit" if "blocks.0.ls1.gamma" not in shapes else "registers" if "reg_token" in shapes else "dinov2"
+    config = _hf_config(kind, shapes, args, network, source.views)
+    entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in timm_entries]
+    entries = [e for e in entries if kind != "vit" or e.key != "mask_token"]
+    found, unknown = from_timm(entries, HUGGING_FACE)
+    if unknown:
+        raise CheckpointError(f"--to transformers: {config['architectures'][0]} has no place for {unknown[0]}.")
+    _write_json(folder / CONFIG, config)
+    write_shard_file(folder / WEIGHTS, found, {"format": "pt"}, with_checksums=False)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    options: dict[str, Any] = {"add_pooling_layer": False} if kind == "vit" else {}
+    model = transformers.AutoModel.from_pretrained(folder, **options).eval()
+    extra: dict[str, Any] = {"interpolate_pos_encoding": True} if kind == "vit" else {}
+    call = f'transformers.AutoModel.from_pretrained("{folder.name}"{", add_pooling_layer=False" * (kind == "vit")})'
+    notes = ["Features are last_hidden_state[:, 0], the class token after the last norm."]
+    return call, lambda images: model(images, **extra).last_hidden_state[:, 0], notes
+
+
+def _hf_config(
+    kind: str, shapes: Mapping[str, tuple[int, ...]], args: Mapping[str, Any], network: Recognized, views: Views
+) -> dict[str, Any]:
+    width, patch = shapes["patch_embed.proj.weight"][0], shapes["patch_embed.proj.weight"][-1]
+    inner, hidden = shapes["blocks.0.mlp.fc1.weight"][0], shapes["blocks.0.mlp.fc2.weight"][1]
+    model_type, architecture = _HF_KINDS[kind]
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture], "hidden_size": width}
+    depth = sum(name.endswith(".norm1.weight") for name in shapes)
+    config |= {"num_hidden_layers": depth, "num_attention_heads": args["num_heads"], "patch_size": patch}
+    config |= {"image_size": args.get("img_size") or views.size, "qkv_bias": "blocks.0.attn.qkv.bias" in shapes}
+    config |= {"layer_norm_eps": network.trunk.get("PARAMS", {}).get("layer_norm_eps") or 1e-6, "hidden_act": "gelu"}
+    is_gated = inner == 2 * hidden
+    if kind == "vit":
+        return config | {"intermediate_size": inner}
+    config |= {"mlp_ratio": 4 if is_gated else inner / width, "use_swiglu_ffn": is_gated}
+    if not is_gated and inner % width == 0:
+        config["mlp_ratio"] = inner // width
+    return config | ({"num_register_tokens": shapes["reg_token"][1]} if kind == "registers" else {})
+
+
+_HUBCONF = '''"""Opened by torch.hub: model = torch.hub.load("{name}", "trunk", source="local")."""
+
+dependencies = ["timm"]
+
+
+def trunk(pretrained=True):
+    """The trunk: images (B, 3, H, W), normalized as preprocessor_config.json says, to features (B, {dim})."""
+    from pathlib import Path
+
+    import timm
+
+    return timm.create_model(f"local-dir:{{Path(__file__).parent}}", pretrained=pretrained)
+'''
+
+
+def _to_torchhub(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    _to_timm(source, folder)
+    text = _HUBCONF.format(name=folder.name, dim=source.trunk.feature_dim)
+    (folder / "hubconf.py").write_text(text, encoding="utf-8")
+    model = torch.hub.load(str(folder), "trunk", source="local").eval()
+    return f'torch.hub.load("{folder.name}", "trunk", source="local")', model, []
+
+
+def _to_safetensors(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    state = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in source.trunk.state_dict().items()}
+    entries = [Entry.of(name, tensor) for name, tensor in state.items()]
+    write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=True)
+    views = {"size": source.views.size, "mean": list(source.views.mean), "std": list(source.views.std)}
+    _write_json(folder / CONFIG, {"vissl_zero": {"TRUNK": dict(source.config), "views": views}})
+    return f'vissl_zero.load_trunk("{folder.name}")', source.features, ["The names of tensors are vissl_zero's."]
+
+
+class _OneTensor(nn.Module):
+    """A trunk that takes a tensor and gives one."""
+
+    def __init__(self, trunk: nn.Module):
+        super().__init__()
+        self.trunk = trunk
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.trunk([images])[0]
+        return features
+
+
+def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(f"--to onnx needs {error.name}: pip install 'vissl-zero[export]'.") from error
+    side, path = _whole(source), folder / "model.onnx"
+    shape = {0: torch.export.Dim("batch", min=1, max=2**16)}
+    program = torch.onnx.export(
+        _OneTensor(source.trunk).eval(),
+        (torch.zeros(2, 3, side, side),),
+        dynamo=True,
+        dynamic_shapes=(shape,),
+        input_names=["images"],
+        output_names=["features"],
+        verbose=False,
+    )
+    assert program is not None
+    program.save(str(path))
+    _write_json(folder / CONFIG, {"input": "images", "output": "features", "image_size": side})
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    run = partial(_on_onnxruntime, session)
+    single = torch.zeros(1, 3, side, side)  # another batch than that of the export
+    with torch.no_grad():
+        torch.testing.assert_close(run(single), source.features(single), rtol=1e-3, atol=1e-3)
+    notes = [f"Batches of any size, images of {side} x {side} pixels."]
+    return f'onnxruntime.InferenceSession("{folder.name}/model.onnx")', run, notes
+
+
+def _on_onnxruntime(session: Any, images: Tensor) -> Tensor:
+    return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
+    "timm": _to_timm,
+    "transformers": _to_transformers,
+    "torchvision": _to_torchvision,
+    "torchhub": _to_torchhub,
+    "onnx": _to_onnx,
+    "safetensors": _to_safetensors,
+}
+
+
+def write_preprocessor(views: Views, folder: Path) -> None:
+    """Write how images are shown, as transformers' AutoImageProcessor reads it (and people do)."""
+    config: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "do_convert_rgb": True, "do_resize": True}
+    config |= {"size": {"shortest_edge": views.resize}, "resample": 2, "do_center_crop": True}
+    config |= {"crop_size": {"height": views.size, "width": views.size}, "do_rescale": True, "rescale_factor": 1 / 255}
+    config |= {"do_normalize": True, "image_mean": list(views.mean), "image_std": list(views.std)}
+    _write_json(folder / PREPROCESSOR, config)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
