@@ -9,12 +9,13 @@ from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.integration.ema import ema
     from vissl_zero.integration.initialize import initialize
     from vissl_zero.integration.verification import verify
 
 _let_torchvision_import()
 
-__all__ = ["__version__", "initialize", "load_trunk", "verify"]
+__all__ = ["__version__", "ema", "initialize", "load_trunk", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from vissl_zero.evaluation.trunk import load_trunk
 
         return load_trunk
+    if name == "ema":
+        from vissl_zero.integration.ema import ema
+
+        return ema
     if name == "initialize":
         from vissl_zero.integration.initialize import initialize
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from vissl_zero.sharding.memory import (
     parameter_storages,
     peak_bytes,
 )
+from vissl_zero.sharding.missing_gradient import SPENT
 from vissl_zero.sharding.precision import LossScale, rounded
 from vissl_zero.sharding.prepare import prepare
 from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
 from vissl_zero.sharding.shard import Shard, shards_of, whole_shard
+from vissl_zero.sharding.sharded_tensor import whole
 from vissl_zero.sharding.state import (
     Part,
     SavedState,
@@ -155,11 +158,13 @@ class ShardedModel(Sharded):
 
     def _problem(self) -> str | None:
         """Why an update would be wrong: something on this rank was changed that sharding has not seen."""
+        if any(shard.is_spent for shard in self._trained):
+            return SPENT
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
         """What must be the same on every rank in this step."""
-        rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        rates = [(group["lr"], group.get("weight_decay")) for group in self.optimizer.param_groups]
         return {
             "the learning rate or weight decay of a group. Set them to the same values on every rank": digest_of(rates),
             "which parameters are frozen. Freeze the same ones on every rank": digest_of(
@@ -222,6 +227,13 @@ class ShardedModel(Sharded):
         """See ``Sharded``."""
         for shard in self._shards.values():
             shard.forget_grad()
+
+    def retire_gradients(self) -> None:
+        """See ``Sharded``."""
+        used = [shard for shard in self._trained if shard.local.grad is not None]
+        self.zero_grad()
+        for shard in used:
+            shard.mark_spent()
 
     def normalize_rows(self, names: Collection[str]) -> None:
         """See ``Sharded``."""
@@ -360,6 +372,21 @@ class ShardedModel(Sharded):
             if collectives.rank() == 0:
                 # copy: the file is written later, and training may continue meanwhile
                 state[tensor.name] = whole.to("cpu", copy=True)
+        return state
+
+    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+        """See ``Sharded``."""
+        if of_teacher:
+            assert self._teacher is not None, "adopt_teacher was never called"
+            return self._teacher.plain_state()
+        self._before_shards_change()  # or units that are still gathered would give plain tensors, on some ranks
+        entries = self._module.state_dict()
+        state = type(entries)()
+        for name, entry in entries.items():
+            full = whole(entry) if isinstance(entry, Tensor) else entry
+            if collectives.rank() == 0:
+                state[name] = full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else copy.deepcopy(full)
+        state._metadata = entries._metadata  # type: ignore[attr-defined]  # versions of modules, which loading reads
         return state
 
     def whole_tensors(self) -> list[WholeTensor]:

@@ -148,6 +148,13 @@ class Sharded(ABC):
         """Forget the gradients; after ``step``, before the next forward. Not a collective."""
 
     @abstractmethod
+    def retire_gradients(self) -> None:
+        """After ``step``, in a loop of the user's: free gradients as ``zero_grad`` does, and refuse their further use.
+
+        At level 0 they stay, as under DistributedDataParallel.
+        """
+
+    @abstractmethod
     def normalize_rows(self, names: Collection[str]) -> None:
         """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
 
@@ -231,6 +238,17 @@ class Sharded(ABC):
     @abstractmethod
     def full_state(self) -> dict[str, Tensor]:
         """Full parameters and buffers on the CPU, gathered one by one: the dict on rank 0, empty elsewhere."""
+
+    @abstractmethod
+    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+        """What ``state_dict()`` of the model would be if it were not sharded: on rank 0's CPU, empty on other ranks.
+
+        All names of what is shared, what the model's hooks make of it, and the extra state of modules. Tensors are
+        gathered one by one.
+
+        Args:
+            of_teacher: the teacher's, in place of the model's.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
