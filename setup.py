@@ -22,8 +22,8 @@ setup(
         "vissl_zero": [
             "py.typed",
             "conf/**/*.yaml",
-            "config/*.yaml",
-            "config/machines/*.yaml",
+            "vissl/*.yaml",
+            "planner/machines/*.yaml",
             "methods/figures.json",
             "methods/digits_teacher/*",
         ]
@@ -59,6 +59,10 @@ setup(
             "mypy",
             "pre-commit",
         ],
+        # Loggers (config.HOOKS.LOGGERS). mlflow-skinny with the two packages of its database: all of mlflow is 1 GB.
+        "wandb": ["wandb>=0.18"],
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
+        "trackio": ["trackio>=0.20"],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

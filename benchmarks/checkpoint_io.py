@@ -39,11 +39,11 @@ from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.checkpoint.snapshot import Snapshot
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan
 
 NUM_RANKS, WIDTH, NUM_SAMPLES = 2, 4096, 4
 

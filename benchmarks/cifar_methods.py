@@ -34,7 +34,6 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.data.source import SourceRequest, build_eval_sources
 from vissl_zero.data.sources.disk import DiskFolder
 from vissl_zero.evaluation.features import Features, thumbnails
@@ -44,6 +43,7 @@ from vissl_zero.methods.spec import FIGURES, PAGE, with_table
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import DATA_SOURCES, METHODS, TRANSFORMS
+from vissl_zero.resolve.resolve import resolve
 
 _SIDE = 24  # of the crops, at which an object of a whole image of 32 pixels has about its own size
 _NUM_TEST = 2000

@@ -25,9 +25,9 @@ from typing import Any
 from one_process import be_a_rank, train_here
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.methods.spec import FIGURES, PAGE, with_table
 from vissl_zero.registry import METHODS
+from vissl_zero.resolve.resolve import resolve
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import vissl_zero
-from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck
-from vissl_zero.sharding.torch_engine import unit_guard
+from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck
+from vissl_zero.sharding.engines.torch import unit_guard
 
 STEPS = 3  # of a turn
 WARM_UP = 6  # steps; in the first three units are watched more closely

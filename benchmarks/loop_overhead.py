@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import Schedules, train
 from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.hooks import build_hooks
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
 
 RECIPE = "quickstart/swav_digits"
 STEPS = 4  # of a turn

@@ -7,8 +7,8 @@ import socket
 
 import torch
 
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.launch.run import run
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def be_a_rank() -> None:

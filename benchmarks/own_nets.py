@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.integration.fit import forecaster_of
+from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "lr": 1e-3},

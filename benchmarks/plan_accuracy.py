@@ -32,14 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_on_ranks
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
 from vissl_zero.integration.initialize import initialize
+from vissl_zero.planner.dry_run import dry_run
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 NUM_STEPS = 3
 

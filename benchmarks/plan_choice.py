@@ -45,9 +45,9 @@ from typing import Any
 from memory_group import NO_LIMIT, MemoryGroup
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import allocator_environment
 
 NUM_RANKS = 2
@@ -74,7 +74,7 @@ IMPORTED = (  # by the runs, sooner or later
     "timm",
     "sklearn.datasets",
     "vissl_zero.engine.build",
-    "vissl_zero.engine.dry_run",
+    "vissl_zero.planner.dry_run",
     "vissl_zero.engine.loop",
     "vissl_zero.sharding.memory",
 )
@@ -116,8 +116,8 @@ def overrides(name: str, num_steps: int) -> tuple[str, list[str]]:
 
 def candidates_of(name: str, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
     """Forecasts of all candidates, cheapest first, and the runs they stand for."""
-    from vissl_zero.config.fit_plans import with_settings
-    from vissl_zero.engine.planning import plan_run
+    from vissl_zero.planner.fit_plans import with_settings
+    from vissl_zero.planner.planning import plan_run
 
     recipe, words = overrides(name, num_steps)
     cfg = compose(recipe, words).run

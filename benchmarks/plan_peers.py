@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.engine.dry_run import dry_run, set_stage
-from vissl_zero.sharding.wrap_plan import plan_wrap
+from vissl_zero.planner.dry_run import dry_run, set_stage
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.sharding.model.wrap_plan import plan_wrap
 
 NUM_RANKS = 2
 

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "vissl_zero.launch.worker"]
 _LONGEST_LIFE_S = 1.8

@@ -88,7 +88,7 @@ def work(system_name: str, model_name: str, optimizer: str) -> None:
     if system_name.startswith("DeepSpeed"):
         import step_cost_deepspeed  # noqa: F401 - adds its systems
     import vissl_zero.integration.initialize
-    import vissl_zero.sharding.torch_engine.torch_strategy  # noqa: F401 - imported before memory is measured, like torch
+    import vissl_zero.sharding.engines.torch.strategy  # noqa: F401 - imported before memory is measured, like torch
 
     # Others print on standard output too.
     answers = os.fdopen(os.dup(1), "w")
@@ -220,7 +220,7 @@ def allocator(name: str, level: str) -> dict[str, str]:
     """Environment for malloc."""
     if name != "launcher":
         return ALLOCATORS[name]
-    from vissl_zero.config.resolved import ShardingPlan
+    from vissl_zero.resolve.resolved import ShardingPlan
     from vissl_zero.sharding.allocator import allocator_environment
 
     return allocator_environment(ShardingPlan(level=int(level) if level.isdigit() else ALLOCATOR_LEVELS[level]), {})

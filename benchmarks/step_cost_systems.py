@@ -262,7 +262,7 @@ class Ours(System):
 
 def vissl_zero_units(model: nn.Module) -> list[nn.Module]:
     """The same blocks for everyone."""
-    from vissl_zero.sharding.wrap_plan import model_units
+    from vissl_zero.sharding.model.wrap_plan import model_units
 
     return model_units(model)
 

@@ -7,7 +7,7 @@ VISSL's side is its own code, run from the checkout on one process of the CPU, w
 ``.cuda()`` does nothing, ``.float()`` gives float64, and new tensors are float64, so that no difference is rounding.
 What it imports and these parts never call has stand-ins. Every part that VISSL registers has a row: ``equal`` with the
 greatest difference, ``different`` with the line of docs/configuration.md's table (``differs`` in
-config/vissl_keys.yaml) or of docs/vissl.md that says so, or ``not here`` with the reason. Random numbers are the same
+vissl/keys.yaml) or of docs/vissl.md that says so, or ``not here`` with the reason. Random numbers are the same
 on both sides: seeds where both draw alike, given numbers where they draw from other generators.
 The exit code is 1 if a difference has no such line.
 """
@@ -37,7 +37,6 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
-from vissl_zero.config.vissl import DIFFERENCES
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.pipeline import build_pipeline
 from vissl_zero.methods.dino import Centre, IBOTOutput, dino_loss, masked_patch_loss
@@ -56,6 +55,7 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.patches import PatchView, Tokens
 from vissl_zero.optim.adaptation import Larc, Lars, TensorNorms, decay_absorbed
 from vissl_zero.registry import HEADS, TRUNKS
+from vissl_zero.vissl.keys import DIFFERENCES
 
 TOLERANCE = 1e-10
 # Standard deviations of first weights are drawn: so far apart may two be that are meant to be equal, relatively.
@@ -902,7 +902,7 @@ def _stepped(optimizer: Any, params: Sequence[nn.Parameter], change: Callable[[i
 
 
 def _adapted(adaptation: Any, lr: float, decay: float, momentum: float) -> list[Tensor]:
-    """Ours, as ``sharding/stepper.py`` runs it: coefficients from the norms, then the base optimizer without decay."""
+    """Ours, as ``update/stepper.py`` runs it: coefficients from the norms, then the base optimizer without decay."""
     params = [nn.Parameter(param.clone()) for param, _ in _layers()]
     optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=decay)
     count = len(params)

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from vissl_zero.commands.explain import Account, account_of, scoreboard
 from vissl_zero.config.recipes import recipe_files
-from vissl_zero.engine.dry_run import set_stage
 from vissl_zero.errors import Problem
+from vissl_zero.planner.dry_run import set_stage
 
 
 def _saved(path: Path) -> list[Account]:

@@ -30,8 +30,8 @@ from omegaconf import OmegaConf
 
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.recipes import RecipeFile, recipe_files
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.optim.schedules import build_schedule
+from vissl_zero.resolve.resolved import ResolvedRun
 
 TOLERANCE = 1e-9
 Schedule = Callable[[int], float]

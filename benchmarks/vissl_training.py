@@ -33,13 +33,9 @@ from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig
 from vissl_zero.config.components.heads import are_tapped
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.config.compose import compose
-from vissl_zero.config.derive.components import as_teacher, takes_other_model, trunk_options
-from vissl_zero.config.host import Host
+from vissl_zero.config.programs import PREDICTIONS, PROGRAMS, RETRIEVAL
 from vissl_zero.config.recipes import RecipeFile, recipe_files
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl_programs import PREDICTIONS, PROGRAMS, RETRIEVAL
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
@@ -49,6 +45,10 @@ from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.spec import are_cut
 from vissl_zero.models.model import Taps, build_trunk
 from vissl_zero.registry import HOOKS
+from vissl_zero.resolve.components import as_teacher, takes_other_model, trunk_options
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 RANKS, STEPS, BATCH = 2, 3, 4
 # Sides of the largest crops, and of patches: small crops of 96/224 of them are whole numbers of patches too.

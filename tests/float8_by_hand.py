@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import Float8Plan
+from vissl_zero.resolve.resolved import Float8Plan
 
 
 @cache

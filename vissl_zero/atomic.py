@@ -16,7 +16,7 @@ _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a link"), (stat.S_ISFIFO, 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A free path beside ``path`` to write to; renamed over ``path`` at the end, removed after an error.
+    """Yield a free path beside ``path`` to write to; rename it over ``path`` at the end, remove it after an error.
 
     The data reach the disk before the rename, so that a power cut leaves the old file or the new one. A link at
     ``path`` is replaced, never followed. Who may read the file is decided by the umask alone, whatever library writes
@@ -60,7 +60,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
-    """A file descriptor to read ``path``. It never waits: a named pipe in the place of a file is refused.
+    """Open ``path`` for reading and return its file descriptor. Never wait: a named pipe in place of a file is refused.
 
     Args:
         path: of a file.
@@ -82,7 +82,7 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
 
 
 def read_regular(path: str | Path, most_bytes: int, *, follow_links: bool = False) -> bytes:
-    """The bytes of a regular file; see ``open_regular``.
+    """Read the bytes of a regular file; see ``open_regular``.
 
     Raises:
         OSError: as ``open_regular``, or the file has more than ``most_bytes``.
@@ -94,7 +94,7 @@ def read_regular(path: str | Path, most_bytes: int, *, follow_links: bool = Fals
 
 
 def read_object(path: str | Path, most_bytes: int = 2**26) -> dict[str, Any]:
-    """The JSON object that a regular file holds; see ``open_regular``.
+    """Read the JSON object that a regular file holds; see ``open_regular``.
 
     Raises:
         OSError: as ``read_regular``.
@@ -104,7 +104,7 @@ def read_object(path: str | Path, most_bytes: int = 2**26) -> dict[str, Any]:
 
 
 def as_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object. Raises ValueError where ``text`` is none."""
+    """Parse a JSON object. Raises ValueError where ``text`` is none."""
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -115,5 +115,5 @@ def as_object(text: str | bytes) -> dict[str, Any]:
 
 
 def irregular(facts: os.stat_result) -> str:
-    """What something is that is not a regular file ("a folder", "a named pipe"); empty for a regular file."""
+    """Name what is not a regular file ("a folder", "a named pipe"); return "" for a regular file."""
     return next((name for test, name in _KINDS if test(facts.st_mode)), "a device or socket")

@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.config.vissl_programs import ELSEWHERE, PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
+from vissl_zero.vissl.programs import ELSEWHERE
 
 INTERRUPTED = 130
 WORDS = ("list", "doctor", "plan", "explain", "verify", "checkpoint", "jobs")
@@ -56,7 +57,7 @@ Look before you train:
   vissl-zero config=<recipe> --dry-run              check everything and print the plan; train nothing
   vissl-zero config=<recipe> --cfg job              the whole composed configuration
   vissl-zero list recipes [--config-dir <folder>]   all recipes, also those in your own folder
-  vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines
+  vissl-zero list methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|loggers|engines
   vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
   vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains

@@ -23,7 +23,7 @@ def is_distributed() -> bool:
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -97,7 +97,7 @@ def all_gather_rows(tensor: Tensor, counts: Sequence[int] | None = None) -> Tens
 
 
 def all_gather_number(number: int, device: torch.device) -> list[int]:
-    """The number of every rank, by rank. Cost: one all-gather, read on the host, which waits for the device."""
+    """Gather the number of every rank, by rank. Cost: one all-gather, read on the host, which waits for the device."""
     own = torch.tensor(number, device=device)
     # A fake tensor stands for those of all ranks.
     return [number] * world_size() if isinstance(own, FakeTensor) or world_size() == 1 else _all_gather(own).tolist()
@@ -117,7 +117,7 @@ def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup |
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """What each rank holds, in the order of ranks; small things that can be pickled."""
+    """Gather what each rank holds, in the order of ranks: small things that can be pickled."""
     if not is_distributed():
         return [value]
     found: list[T] = [value] * world_size()

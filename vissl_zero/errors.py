@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 
 def printable(value: object) -> str:
-    """A value as text that is safe to print: control characters, which could rewrite a terminal, as escapes."""
+    """Escape control characters, which could rewrite a terminal, and return the value as text that is safe to print."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(value))
 
 

@@ -78,7 +78,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns, called in a process forked for it, so that this one need not import torch.
+    """Call ``function`` in a process forked for it and return its result, so that this one need not import torch.
 
     Where this one has torch already, it calls the function itself: nothing would be saved, and a process that is forked
     from torch's threads may hang.
@@ -99,7 +99,7 @@ def apart(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def forked(function: Callable[..., T], *arguments: Any, timeout_s: float | None = None) -> T:
-    """What a function returns, called in a process forked for it: what it changes and breaks is gone with that.
+    """Call ``function`` in a process forked for it; what it changes and breaks ends with that process.
 
     Args:
         function, arguments: what is returned, or raised, goes through pickle.
@@ -128,7 +128,7 @@ def forked(function: Callable[..., T], *arguments: Any, timeout_s: float | None 
 
 
 def _answer(sender: Connection, parent: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Runs in the child."""
+    """Call the function in the child and send its result."""
     end_with_parent(parent)
     answer: tuple[Any, Exception | None, str]
     try:
@@ -139,7 +139,7 @@ def _answer(sender: Connection, parent: int, function: Callable[..., Any], argum
 
 
 def end_with_creator() -> None:
-    """The same for a process that ``multiprocessing`` started, whose parent may be a fork server that nothing ends.
+    """End with the creator, for a process of ``multiprocessing`` whose parent may be a fork server that nothing ends.
 
     A fork server that ``start_fork_server`` has not started lives as long as any of its processes, so watching the
     parent would not work. The process that asked for this one holds the other end of a pipe: when that closes, the
@@ -180,7 +180,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 
 def _start_fork_servers() -> None:
-    """Runs in a thread that lives as long as the process: to the kernel, it is the fork server's parent."""
+    """Start fork servers from a thread that lives as long as the process: the kernel takes it for their parent."""
     while True:
         done = _to_start.get()
         try:
@@ -225,7 +225,7 @@ class Scratch:
         )
 
     def _keep_janitor(self) -> None:
-        """Runs in a thread: replace a janitor that was killed while the folder is in use."""
+        """Replace, in a thread, a janitor that was killed while the folder is in use."""
         while True:
             self._janitor.wait()
             if self._is_closed:
@@ -303,7 +303,7 @@ def _has_owner(folder: Path) -> bool:
 
 
 def _sharers(folder: Path) -> list[int]:
-    """Processes that have called ``note_shares``."""
+    """Return the processes that have called ``note_shares``."""
     return [int(path.suffix[1:]) for path in folder.glob("shares.*")]
 
 
@@ -311,7 +311,7 @@ _own: Scratch | None = None
 
 
 def scratch_folder() -> Path:
-    """The launcher's scratch folder, or one of this process's own."""
+    """Return the launcher's scratch folder, or one of this process."""
     global _own
     if given := os.environ.get(SCRATCH_VARIABLE):
         return Path(given)

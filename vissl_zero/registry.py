@@ -86,7 +86,7 @@ class Registry:
         return found
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
-        """Decorator that registers a class or function under ``name``.
+        """Register a class or function under ``name``. A decorator.
 
         Args:
             name: what YAML will say.
@@ -113,7 +113,7 @@ class Registry:
         return decorate
 
     def get(self, name: str) -> Component:
-        """The component called ``name``, importing its module if it is built in.
+        """Return the component called ``name``; import its module if it is built in.
 
         Raises:
             RegistryError: no component of that name; the message lists the closest.
@@ -125,7 +125,7 @@ class Registry:
         return self._components[name]
 
     def unknown(self, name: str) -> Problem:
-        """The problem to report for a name that is not registered."""
+        """Build the problem to report for a name that is not registered."""
         hint = did_you_mean(name, self)
         return Problem(
             key=self.key,
@@ -217,7 +217,7 @@ def load_plugins(imports: list[str]) -> list[Problem]:
 
 
 def _broken_import(name: str, error: BaseException) -> Problem:
-    """What to say of a module of ``config.IMPORTS`` that cannot be imported."""
+    """Describe a module of ``config.IMPORTS`` that cannot be imported."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not all(part.isidentifier() for part in name.split(".")):
         fix = "Write a module as an import statement does: my_package.my_module."
@@ -240,7 +240,7 @@ def _where(error: BaseException) -> str:
 
 
 def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
-    """What to say of an installed plugin that is left out."""
+    """Describe an installed plugin that is left out."""
     package = entry_point.dist.name if entry_point.dist else "unknown"
     return Problem(
         f"plugin {entry_point.name!r}",
@@ -467,13 +467,25 @@ HOOKS = Registry(
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )
+_LOGGERS = "vissl_zero.reporting.loggers"
+LOGGERS = Registry(
+    "logger",
+    "config.HOOKS.LOGGERS",
+    {
+        "tensorboard": (f"{_LOGGERS}.tensorboard_events", "Event files for TensorBoard."),
+        "csv": (f"{_LOGGERS}.csv_file", "One table, metrics.csv: a row per step."),
+        "wandb": (f"{_LOGGERS}.wandb_run", "A run of Weights & Biases; offline unless WANDB_MODE=online."),
+        "mlflow": (f"{_LOGGERS}.mlflow_run", "A run of MLflow, in mlflow.db or at MLFLOW_TRACKING_URI."),
+        "trackio": (f"{_LOGGERS}.trackio_run", "A run of Trackio, in trackio/ or at TRACKIO_DIR."),
+    },
+)
 STRATEGIES = Registry(
     "sharding engine",
     "config.ZERO.ENGINE",
     {
-        "torch": ("vissl_zero.sharding.torch_engine.torch_strategy", "Replicas at level 0, fully_shard at 1 to 3."),
+        "torch": ("vissl_zero.sharding.engines.torch.strategy", "Replicas at level 0, fully_shard at 1 to 3."),
         "fairscale": (
-            "vissl_zero.sharding.fairscale_engine.fairscale_strategy",
+            "vissl_zero.sharding.engines.fairscale.strategy",
             "fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (3 on CUDA only).",
         ),
     },
@@ -489,5 +501,6 @@ REGISTRIES: dict[str, Registry] = {
     "sources": DATA_SOURCES,
     "transforms": TRANSFORMS,
     "hooks": HOOKS,
+    "loggers": LOGGERS,
     "engines": STRATEGIES,
 }

@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose, register, typed
 from vissl_zero.config.recipes import list_recipes
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import VisslZeroError
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 RECIPES = ("quickstart/swav_digits", "supervised/digits")
 NUMBERS = [

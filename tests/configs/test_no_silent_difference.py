@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl import vissl_keys
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.vissl.keys import vissl_keys
 
 NUM_DRAWN, SEED = 40, 15
 # Blocks that VISSL's training never reads, by the file that does.

@@ -11,8 +11,8 @@ import yaml
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import list_recipes
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import LarcPlan, Precision, ResolvedRun
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import LarcPlan, Precision, ResolvedRun
 
 RECIPES = [recipe for recipe in list_recipes() if not recipe.is_part]
 PARTS = [recipe for recipe in list_recipes() if recipe.is_part]
@@ -102,3 +102,13 @@ def test_documented_fsdp_block():
 def test_published_recipe_has_its_larc():
     plan = resolved("pretrain/swav/regnet_16gf", "config.DATA.TRAIN.DATA_SOURCES=[synthetic]")
     assert plan.optimizer.larc == LarcPlan(clip=False, trust_coefficient=0.001, eps=1e-8)
+
+
+def test_recipes_stand_at_the_top_and_the_package_reaches_them():
+    root = Path(__file__).parents[2]
+    at_the_top = {path.relative_to(root / "configs") for path in (root / "configs/config").rglob("*.yaml")}
+    packaged = root / "vissl_zero/conf/config"
+    assert Path("config/pretrain/swav/my_photos.yaml") in at_the_top
+    assert packaged.resolve() == root / "configs/config"
+    # A link, not a copy: a recipe added at the top is in the next wheel without a word more.
+    assert packaged.is_symlink() and not Path(packaged.readlink()).is_absolute()

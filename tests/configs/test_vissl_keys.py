@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 from tests.unit.config.example_config import CPU_HOST, complaints, config
 from vissl_zero.config.compose import load
-from vissl_zero.config.derive.inactive import no_effect, refused
-from vissl_zero.config.resolve import problems
 from vissl_zero.config.run_config import Root
-from vissl_zero.config.vissl import OTHER_LOSSES, vissl_keys, without_vissl_keys
+from vissl_zero.resolve.inactive import no_effect, refused
+from vissl_zero.resolve.resolve import problems
+from vissl_zero.vissl.keys import OTHER_LOSSES, vissl_keys, without_vissl_keys
 
 KEYS = (Path(__file__).parent / "vissl_keys.txt").read_text().split()
 RECIPE = """# @package _global_

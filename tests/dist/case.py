@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import Float8Plan, OptimizerPlan
 from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.optim.param_groups import ParamGroup, param_groups
-from vissl_zero.sharding.precision import dtype_of
+from vissl_zero.resolve.resolved import Float8Plan, OptimizerPlan
+from vissl_zero.sharding.model.precision import dtype_of
 
 LR, WEIGHT_DECAY, SEED = 0.1, 0.01, 5
 PROTOTYPES = "heads.0.prototypes0.weight"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.dist.case import Case
-from vissl_zero.config.resolved import OffloadPlan
+from vissl_zero.resolve.resolved import OffloadPlan
 
 OPTIMIZERS = ("sgd", "nesterov", "larc", "larc_clip", "lars", "adam", "adamw")
 PLACES = tuple(
@@ -22,7 +22,7 @@ PLACES = tuple(
 WORLDS = (1, 2, 3, 4)
 SETTINGS: dict[str, Any] = {"num_steps": 3, "is_shallow": True}
 
-# Why a cell is not run; tests/unit/config/test_parity_exclusions.py shows what somebody who asks for it is told.
+# Why a cell is not run; tests/unit/resolve/test_parity_exclusions.py shows what somebody who asks for it is told.
 NOTHING_TO_SHARD = "level 0 shards nothing: offload is refused there, shard groups have no effect, which is said"
 FAIRSCALE_HAS_NONE = "fairscale neither offloads nor shards in groups: refused, with ZERO.ENGINE=torch"
 PARAMETERS_STAY = "parameters rest outside the device at level 3 only: refused below"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import Tensor
 
-from vissl_zero.sharding.fairscale_engine import fairscale_strategy
+from vissl_zero.sharding.engines.fairscale import strategy as fairscale_strategy
 
 
 class _Stream:

@@ -30,7 +30,7 @@ from tests.dist.case import (
 )
 from tests.float8_by_hand import multiply_by_hand
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding.precision import dtype_of, widened
+from vissl_zero.sharding.model.precision import dtype_of, widened
 
 
 def train_plainly(case: Case, reverse_rows: bool = False, num_ranks: int = 1) -> Outcome:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import vissl_zero
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.models.model import Unit
-from vissl_zero.sharding.batch_norm import (
+from vissl_zero.sharding.model.batch_norm import (
     BatchNorm,
     batch_norm_group,
     convert_batch_norms,

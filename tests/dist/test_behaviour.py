@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from tests.dist.training import DOUBLE, Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import TRUNKS
-from vissl_zero.sharding.replica_check import ModelsDifferError, require_equal_models
-from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.stepper import Stepper
-from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.checks.replica_check import ModelsDifferError, require_equal_models
+from vissl_zero.sharding.engines.torch.strategy import TorchStrategy
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.shard import Shard
+from vissl_zero.sharding.update.stepper import Stepper
 
 SCALED = Precision(master="float64", compute="float64", reduce="float64", use_loss_scale=True)
 LEVELS = pytest.mark.parametrize("level", [0, 1, 2, 3])
 PROTOTYPES = "heads.0.prototypes0.weight"
 
 
-def _whole(sharded: Sharded) -> dict[str, Tensor]:
+def _whole(sharded: ShardedModel) -> dict[str, Tensor]:
     with sharded.full_parameters():
         return {name: tensor.clone() for name, tensor in sharded.named_parameters()}
 
@@ -64,7 +64,7 @@ def _train_with_inf(level: int, case: Case) -> dict[str, Any]:
     return {"outcome": outcome, "skipped": skipped, "scales": scales}
 
 
-def _put_inf(sharded: Sharded, level: int) -> None:
+def _put_inf(sharded: ShardedModel, level: int) -> None:
     """Into rank 1's gradient of the step to come: before it is averaged at level 0, in its shard alone elsewhere."""
     if dist.get_rank() != 1:
         return

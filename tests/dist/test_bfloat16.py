@@ -13,9 +13,9 @@ from tests.dist.test_average import _Stored
 from tests.dist.test_behaviour import _copied
 from tests.dist.training import Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import CheckpointError, ConfigError
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.resolve.resolved import Precision
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "num_steps": 3, "lr": 0.02, "is_shallow": True}
 CASES = {
@@ -29,7 +29,7 @@ def _precision(rounding: str) -> Precision:
     return Precision("bfloat16", None, "bfloat16", "float32", rounding=rounding)
 
 
-def _shard(case: Case, level: int, rounding: str) -> Sharded:
+def _shard(case: Case, level: int, rounding: str) -> ShardedModel:
     return shard(case, level, precision=_precision(rounding), deterministic=True, seed=3)
 
 

@@ -22,7 +22,6 @@ from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_chec
 from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.checkpoint.snapshot import RankCheck, RanksDifferError
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step
@@ -30,6 +29,7 @@ from vissl_zero.engine.loop import DivergedError, train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.launch.worker import with_checkpoints
 from vissl_zero.reporting.metrics_file import MetricsFile
+from vissl_zero.resolve.resolved import ResolvedRun
 
 NUM_STEPS = 8  # four an epoch
 

@@ -30,10 +30,10 @@ from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.folder import name_of
 from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
-from vissl_zero.config.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
+from vissl_zero.resolve.resolved import LarcPlan, OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 
 SAVED_AT, NUM_STEPS, GLOBAL_BATCH, NUM_IMAGES = 4, 6, 12, 32  # three steps an epoch, the last of 8
 TOLERANCE, FLOAT32_TOLERANCE = 1e-10, 1e-5

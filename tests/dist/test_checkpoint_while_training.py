@@ -21,8 +21,8 @@ from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.checkpoint.snapshot import Snapshot, replicated_parts
-from vissl_zero.sharding.state import Part
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import Part
 
 CASE = Case(optimizer="adamw")
 HELD_S = 0.05
@@ -43,13 +43,13 @@ def _held(part: Part, gate: threading.Event) -> Part:
     return dataclasses.replace(part, read=lambda: (gate.wait(30), part.read())[1])
 
 
-def _snapshot(sharded: Sharded, step: int, gate: threading.Event) -> Snapshot:
+def _snapshot(sharded: ShardedModel, step: int, gate: threading.Event) -> Snapshot:
     manifest = Manifest(step, 0, 0, 0, dist.get_world_size(), 0, "torch", 12, "", "", "", "", {})
     parts = [_held(part, gate) for part in sharded.parts()]
     return Snapshot(parts, replicated_parts("buffer", sharded.buffers()), {}, {}, manifest)
 
 
-def _changes(sharded: Sharded, earlier: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+def _changes(sharded: ShardedModel, earlier: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Everything that changes shards, optimizer state or averages."""
 
     def swap() -> None:
@@ -102,7 +102,7 @@ def _save_while_training(folder: Path, engine: str, level: int) -> list[str]:
     return wrong + _give_up(sharded, saver)
 
 
-def _give_up(sharded: Sharded, saver: Saver) -> list[str]:
+def _give_up(sharded: ShardedModel, saver: Saver) -> list[str]:
     """A copy that fails costs the save and not the run."""
 
     def fail() -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dist.test_memory import _shard, _Stack
 from tests.ranks import run_on_ranks
 from vissl_zero.models.keyed_random import refuse_unkeyed_randomness
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 
 class _Traffic(TorchDispatchMode):
@@ -44,7 +44,7 @@ class _Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step(sharded: Sharded, num_resolutions: int, num_micro_batches: int, has_teacher: bool = False) -> None:
+def _step(sharded: ShardedModel, num_resolutions: int, num_micro_batches: int, has_teacher: bool = False) -> None:
     for index in range(num_micro_batches):
         with sharded.micro_batch(is_last=index == num_micro_batches - 1):
             crops = [torch.randn(4 - resolution, 33) for resolution in range(num_resolutions)]

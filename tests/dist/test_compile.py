@@ -15,8 +15,8 @@ from tests.dist.plain import train_plainly
 from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding.compilation import compile_units
-from vissl_zero.sharding.wrap_plan import model_units
+from vissl_zero.sharding.model.compilation import compile_units
+from vissl_zero.sharding.model.wrap_plan import model_units
 
 TOLERANCE = 1e-10
 # Two resolutions in each step. At level 3 checks listen to three forward passes of each unit.

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.sharding import cpu_communicator
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator, GlooCommunicator, SharedMemoryCommunicator
-from vissl_zero.sharding.shard import RowShard, row_shards
-from vissl_zero.sharding.torch_engine.gradient_messages import plan_messages
+from vissl_zero.sharding.engines import cpu_communicator
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, GlooCommunicator, SharedMemoryCommunicator
+from vissl_zero.sharding.engines.torch.gradient_messages import plan_messages
+from vissl_zero.sharding.state.shard import RowShard, row_shards
 
 
 def _open(kind: str) -> CpuCommunicator:

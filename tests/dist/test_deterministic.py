@@ -11,7 +11,7 @@ import torch
 
 from tests.dist.training import WHOLE_TENSOR, Case, Outcome, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import OffloadPlan
+from vissl_zero.resolve.resolved import OffloadPlan
 
 SETTINGS = {"dtype": "float32", "num_steps": 4, "lr": 0.02, "is_shallow": True}
 CASES = {

@@ -10,15 +10,15 @@ import torch
 from tests.ranks import run_on_ranks
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
+from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.weight_files import WeightAverageHook
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 RECIPE = "quickstart/swav_digits"
 CASES = {

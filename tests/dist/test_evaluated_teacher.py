@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from tests.unit.evaluation.test_patch_pictures import VIT
-from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import train
@@ -22,6 +21,7 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import OnlineProbeHook
 from vissl_zero.evaluation.features import evaluating
 from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.resolve.resolved import OffloadPlan
 
 _STEPS = 4
 

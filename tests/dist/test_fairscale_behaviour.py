@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.training import Case, Outcome, build, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
 PROTOTYPES = "heads.0.prototypes0.weight"
@@ -36,7 +36,7 @@ def _on_cpu(level: int) -> AbstractContextManager[None]:
     return streams_on_cpu() if level == 3 else nullcontext()
 
 
-def _fairscale(case: Case, level: int, **changes: Any) -> Sharded:
+def _fairscale(case: Case, level: int, **changes: Any) -> ShardedModel:
     precision = Precision(case.dtype, None, case.dtype, case.dtype, use_loss_scale=True)
     return shard(case, level, engine="fairscale", **{"precision": precision, **changes})
 

@@ -14,11 +14,11 @@ from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.test_memory import _Stack, _train
 from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.fairscale_engine.flat_sharded import FsdpUnit
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.fairscale.flat_sharded import FsdpUnit
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 CASE = Case(dtype="float32", lr=0.01)
 
@@ -154,7 +154,7 @@ def test_autocast_over_float32_parameters(default: dict) -> None:
 # --- level 2 and bytes -----------------------------------------------------------------------------------------------
 
 
-def _stack(level: int, changes: dict[str, Any]) -> Sharded:
+def _stack(level: int, changes: dict[str, Any]) -> ShardedModel:
     torch.manual_seed(0)
     model = _Stack()
     group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, False, 0.0)

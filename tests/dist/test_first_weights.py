@@ -17,15 +17,15 @@ from tests.ranks import run_on_ranks
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint.first_weights import load_first_weights
-from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
 from vissl_zero.reporting.weight_files import stream_weights
+from vissl_zero.resolve.resolved import OffloadPlan, OptimizerPlan, Precision, ResolvedRun
 from vissl_zero.sharding.allocator import give_back_large_blocks
+from vissl_zero.sharding.checks.replica_check import ModelsDifferError
 from vissl_zero.sharding.memory import peak_bytes, resident_bytes
-from vissl_zero.sharding.replica_check import ModelsDifferError
 
 CPU = torch.device("cpu")
 

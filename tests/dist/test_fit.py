@@ -9,13 +9,13 @@ import torch
 
 from tests.ranks import run_on_ranks
 from vissl_zero.config.compose import compose
-from vissl_zero.config.fit_plans import with_settings
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.engine.planning import fitted, plan_run
+from vissl_zero.planner.fit_plans import with_settings
+from vissl_zero.planner.planning import fitted, plan_run
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 # A dozen runs on real ranks, and a forecast of every plan.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("by_roofline")]

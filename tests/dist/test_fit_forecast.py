@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vissl_zero
-from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.integration.fit import forecaster_of
+from vissl_zero.planner.memory_model import StepMemory
+from vissl_zero.planner.step_trace import StepTrace
+from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.memory import ActivationCounter, Storages
-from vissl_zero.sharding.memory_model import StepMemory
-from vissl_zero.sharding.step_trace import StepTrace
 
 CPU = torch.device("cpu")
 

@@ -21,14 +21,14 @@ from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
 from vissl_zero.config.blocks.model_and_loss import Float8
-from vissl_zero.config.resolved import Float8Plan, OffloadPlan, Precision, ShardingPlan
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.integration.fit import forecaster_of
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding import float8
-from vissl_zero.sharding.float8 import Rows
-from vissl_zero.sharding.torch_engine import fully_sharded, unit_transfers
-from vissl_zero.sharding.torch_engine.unit_transfers import gather_packed
+from vissl_zero.resolve.resolved import Float8Plan, OffloadPlan, Precision, ShardingPlan
+from vissl_zero.sharding.engines.torch import fully_sharded, unit_transfers
+from vissl_zero.sharding.engines.torch.unit_transfers import gather_packed
+from vissl_zero.sharding.model import float8
+from vissl_zero.sharding.model.float8 import Rows
 
 TOLERANCE = 1e-10
 ROWS, MX = (Float8Plan(Float8.LAYERS, scales) for scales in ("rows", "mx"))

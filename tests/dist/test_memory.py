@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.models.model import Unit
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.engines.torch.strategy import TorchStrategy
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class _Stack(nn.Module):
         return [*self.blocks, self.head]
 
 
-def _shard(level: int, optimizer: str, model: nn.Module | None = None) -> Sharded:
+def _shard(level: int, optimizer: str, model: nn.Module | None = None) -> ShardedModel:
     torch.manual_seed(0)
     model = model or _Stack()
     group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, False, 0.0)
@@ -47,7 +47,7 @@ def _shard(level: int, optimizer: str, model: nn.Module | None = None) -> Sharde
     return TorchStrategy().shard(model, [group], build, ShardingPlan(level=level, sync_bn_group=-1), CPU)
 
 
-def _train(sharded: Sharded, num_micro_batches: int) -> dict[str, int]:
+def _train(sharded: ShardedModel, num_micro_batches: int) -> dict[str, int]:
     """One step; the ledger after the last backward pass and before the step."""
     for index in range(num_micro_batches):
         with sharded.micro_batch(is_last=index == num_micro_batches - 1):

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.test_memory import _Stack, _train
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy
-from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.engines.torch import fully_sharded
+from vissl_zero.sharding.engines.torch import strategy as torch_strategy
+from vissl_zero.sharding.engines.torch.strategy import TorchStrategy
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "sgd": lambda groups: (sgd(groups), None),
@@ -72,7 +73,7 @@ def _among(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _shard(model: torch.nn.Module, level: int, optimizer: str, precision: Precision) -> Sharded:
+def _shard(model: torch.nn.Module, level: int, optimizer: str, precision: Precision) -> ShardedModel:
     group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, True, 0.1)
     plan = ShardingPlan(level=level, sync_bn_group=0, precision=precision)
     return TorchStrategy().shard(model, [group], OPTIMIZERS[optimizer], plan, torch.device("cpu"))

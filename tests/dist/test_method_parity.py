@@ -24,10 +24,8 @@ from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint.folder import newest_checkpoint
 from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
-from vissl_zero.config.resolved import OffloadPlan, OptimizerPlan, ResolvedRun
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import DryRun, dry_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError
@@ -35,9 +33,11 @@ from vissl_zero.methods.method import build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
+from vissl_zero.planner.dry_run import DryRun, dry_run
 from vissl_zero.registry import METHODS, TRUNKS
 from vissl_zero.reporting.dry_run_lines import dry_run_lines
 from vissl_zero.reporting.quantity import bytes_text
+from vissl_zero.resolve.resolved import OffloadPlan, OptimizerPlan, ResolvedRun
 
 NUM_STEPS, BATCH, LR = 4, 12, 0.05
 TOLERANCE = 1e-10

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 import vissl_zero
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.config.resolved import OffloadPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.launch import worker
+from vissl_zero.resolve.resolved import OffloadPlan
+from vissl_zero.sharding.engines.torch import fully_sharded
+from vissl_zero.sharding.engines.torch import strategy as torch_strategy
 from vissl_zero.sharding.offload import layout, streamed_optimizer
 from vissl_zero.sharding.offload.block_file import OffloadError
-from vissl_zero.sharding.torch_engine import fully_sharded, torch_strategy
 
 NUM_STEPS, ACCUMULATION = 20, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {

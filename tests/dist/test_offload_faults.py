@@ -1,7 +1,7 @@
 """What goes wrong with a disk while parameters or optimizer state rest on it: said at once, never trained on.
 
 Each fault is tried on either tier alone or in a file of either. What ``kill -9`` leaves is in
-``tests/unit/offload/test_streamed_optimizer.py``.
+``tests/unit/sharding/offload/test_streamed_optimizer.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import vissl_zero
 from tests.dist.test_optimizers import TOLERANCE, WHOLE_TENSOR, distance, on_disk, optimizer_over, trained
 from tests.ranks import run_on_ranks
-from vissl_zero.sharding import whole_tensors
+from vissl_zero.sharding.update import whole_tensors
 
 BATCH, SIDE, CLASSES = 12, 16, 3
 MICRO_BATCHES, STEPS = 2, 3

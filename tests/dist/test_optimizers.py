@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
-from vissl_zero.sharding import whole_tensors
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
+from vissl_zero.sharding.engines.torch.strategy import TorchStrategy
 from vissl_zero.sharding.offload import layout, streamed_optimizer
-from vissl_zero.sharding.torch_engine.torch_strategy import TorchStrategy
+from vissl_zero.sharding.update import whole_tensors
 
 TOLERANCE = 1e-10
 BATCH = 12

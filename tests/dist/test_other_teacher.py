@@ -10,14 +10,14 @@ import torch
 from tests.ranks import run_on_ranks
 from vissl_zero.checkpoint.first_weights import load_teacher
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.build import build_run, other_model
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.init import initialize_
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 CROPS = (

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.dist.training import Case, Outcome, build, shard, train_step
 from tests.ranks import run_on_ranks
-from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.sharding.wrap_plan import plan_wrap
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.wrap_plan import plan_wrap
 
 
 def _alive(units: list[FSDPModule]) -> int:

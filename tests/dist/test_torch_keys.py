@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from tests.dist.training import Case, loss_of, micro_batches, shard
 from tests.ranks import run_on_ranks
 from tests.unit.config.example_config import CPU_HOST, config
-from vissl_zero.config.derive.placement_plan import placement
-from vissl_zero.config.derive.sharding_plan import sharding_plan
-from vissl_zero.config.resolved import Precision
+from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.resolved import Precision
+from vissl_zero.resolve.sharding_plan import sharding_plan
 
 CASE = Case(dtype="float32", lr=0.01)
 FSDP = "MODEL__FSDP_CONFIG__"

@@ -25,13 +25,14 @@ from tests.dist.case import (
 )
 from tests.dist.plain import train_plainly
 from vissl_zero import collectives
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
 from vissl_zero.optim.elementwise import adam, adamw, sgd
 from vissl_zero.optim.whole_tensor import adamw_8bit, lamb, muon
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.strategy import Sharded, StepResult
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.update.stepper import StepResult
 
 __all__ = ["Case", "Outcome", "build", "loss_of", "micro_batches", "shard", "train_plainly", "train_step"]
 
@@ -39,7 +40,7 @@ WHOLE_TENSOR = {"muon": muon, "lamb": lamb, "adamw_8bit": partial(adamw_8bit, bl
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
 
 
-def shard(case: Case, level: int, **changes: Any) -> Sharded:
+def shard(case: Case, level: int, **changes: Any) -> ShardedModel:
     """The model of ``case`` under a level of the torch engine, or as ``changes`` of the sharding plan say."""
     adaptations: dict[str, Adaptation] = {
         "larc": Larc(trust_coefficient=0.02, clip=False),
@@ -106,7 +107,7 @@ def train_sharded(case: Case, level: int, changes: dict[str, Any] | None = None)
     return outcome
 
 
-def train_step(sharded: Sharded, case: Case, step: int, outcome: Outcome) -> StepResult:
+def train_step(sharded: ShardedModel, case: Case, step: int, outcome: Outcome) -> StepResult:
     """One optimizer step; notes loss and gradient norm in ``outcome``."""
     sharded.freeze([PROTOTYPES] if step < case.frozen_steps else [])
     groups = {group.name: group for group in groups_of(build(case), case)}

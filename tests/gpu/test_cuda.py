@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from vissl_zero.checkpoint.snapshot import HostMemory
-from vissl_zero.sharding.float8 import Float8Linear, MxLinear
-from vissl_zero.sharding.state import Part
+from vissl_zero.sharding.model.float8 import Float8Linear, MxLinear
+from vissl_zero.sharding.state.saved_state import Part
 
 pytestmark = [
     pytest.mark.gpu,

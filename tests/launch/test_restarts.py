@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.small_trunk import SMALL_TRUNK
 from vissl_zero.checkpoint import newest_checkpoint
 from vissl_zero.cli import main
-from vissl_zero.config.fit_plans import outcomes
+from vissl_zero.engine.forecast_log import outcomes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

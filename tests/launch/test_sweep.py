@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from vissl_zero.config.host import Host
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.launch.sweep import claim, divide
+from vissl_zero.resolve.host import Host
 
 SMALL = [
     "-m",

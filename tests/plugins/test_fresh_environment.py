@@ -22,6 +22,7 @@ import pytest
 from vissl_zero.config.recipes import list_recipes
 
 ROOT = Path(__file__).parents[2]
+SOURCES = "vissl_zero", "configs", "setup.py", "pyproject.toml"
 BROKEN = """\
 [build-system]
 requires = ["setuptools>=69"]
@@ -87,7 +88,7 @@ def environment(request, tmp_path_factory) -> Environment:
     folder = tmp_path_factory.mktemp(request.param)
     source = folder / "source"
     tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "vissl_zero", "setup.py", "pyproject.toml"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *SOURCES],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -95,7 +96,7 @@ def environment(request, tmp_path_factory) -> Environment:
     ).stdout
     for name in [*tracked.split(), "README.md"]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+        shutil.copy(ROOT / name, source / name, follow_symlinks=False)  # conf/config is a link to configs/config
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=60)
     found = Environment(folder / "env/bin/python", folder / "work")
     found.work.mkdir()

@@ -13,20 +13,25 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vissl_zero"
 ANYONE = {"errors", "registry", "collectives", "atomic", "lifetime", "torchvision_compat", "version"}
 # room -> rooms it may import
+_BASE = {"config", "resolve"}
 ALLOWED = {
-    "config": set(),
-    "models": {"config"},
-    "methods": {"config", "models"},
-    "data": {"config"},
-    "optim": {"config"},
-    "sharding": {"config", "models", "methods", "data", "optim"},
-    "integration": {"config", "optim", "sharding", "checkpoint"},
-    "engine": {"config", "models", "methods", "data", "optim", "sharding"},
-    "checkpoint": {"config", "models", "methods", "data", "optim", "sharding", "engine"},
-    "evaluation": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
-    "reporting": {"config", "models", "methods", "data", "optim", "sharding", "engine", "checkpoint", "evaluation"},
-    "launch": {"config", "sharding", "engine", "checkpoint", "evaluation", "reporting"},
-    "commands": {"config", "engine", "checkpoint", "reporting", "launch"},
+    "vissl": set(),
+    "config": {"vissl"},
+    "resolve": {"config", "vissl"},
+    "models": _BASE,
+    "methods": _BASE | {"models"},
+    "data": _BASE,
+    "optim": _BASE | {"vissl"},
+    "sharding": _BASE | {"models", "methods", "data", "optim"},
+    "integration": _BASE | {"optim", "sharding", "checkpoint", "planner"},
+    "engine": _BASE | {"models", "methods", "data", "optim", "sharding"},
+    "planner": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
+    "checkpoint": _BASE | {"models", "methods", "data", "optim", "sharding", "engine"},
+    "evaluation": _BASE | {"models", "methods", "data", "optim", "sharding", "engine", "checkpoint"},
+    "reporting": _BASE
+    | {"models", "methods", "data", "optim", "sharding", "engine", "planner", "checkpoint", "evaluation"},
+    "launch": _BASE | {"sharding", "engine", "planner", "checkpoint", "evaluation", "reporting"},
+    "commands": _BASE | {"vissl", "engine", "planner", "checkpoint", "reporting", "launch"},
 }
 
 
@@ -67,7 +72,18 @@ def test_every_folder_is_a_known_room():
     "word", ["fully_shard", "FSDPModule", "DistributedDataParallel", "fairscale", "sharding.level"]
 )
 def test_nothing_outside_sharding_asks_for_the_engine(word):
-    allowed = ("sharding/", "config/", "commands/", "conf/", "registry.py", "cli.py", "reporting/")
+    allowed = (
+        "sharding/",
+        "planner/",
+        "config/",
+        "resolve/",
+        "vissl/",
+        "commands/",
+        "conf/",
+        "registry.py",
+        "cli.py",
+        "reporting/",
+    )
     allowed += ("checkpoint/foreign_state.py",)  # reads files that VISSL and fairscale wrote
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
@@ -75,7 +91,12 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
             assert word not in path.read_text(), f"{name} mentions {word}"
 
 
-@pytest.mark.parametrize("module", ["cli", "config.resolve", "registry", "launch.run"])  # ranks alone need it
+def test_a_rank_that_trains_imports_no_planner():
+    code = "import vissl_zero.launch.worker, sys; sys.exit(any('vissl_zero.planner' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["cli", "resolve.resolve", "registry", "launch.run"])  # ranks alone need it
 def test_configuration_and_launcher_import_no_torch(module):
     code = f"import vissl_zero.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -156,7 +177,7 @@ def test_sharding_reads_no_private_attribute_of_torchs_objects():
     texts = {path: path.read_text() for path in (PACKAGE / "sharding").rglob("*.py")}
     own = {name for text in texts.values() for match in _OWN_PRIVATE.findall(text) for name in match if name}
     for path, text in texts.items():
-        if path.name == "torch_private.py" or path.parent.name == "fairscale_engine":
+        if path.name == "torch_private.py" or path.parent.name == "fairscale":
             continue
         read = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
         extra = {name for name in read - own if name.startswith("_") and not name.startswith("__")}

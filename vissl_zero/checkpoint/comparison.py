@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.weights import Weights, WeightsFile, weights_of
-from vissl_zero.config.derive.components import method_of
-from vissl_zero.config.saved import find
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.components import method_of
+from vissl_zero.resolve.saved import find
 
 _CHUNK_ELEMENTS = 2**20
 _OF_ONE_RANK = "of_rank/"
@@ -175,7 +175,7 @@ _OR_ELSE = "{} another run folder, or allow it: config.CHECKPOINT.ALLOW_CHANGED=
 
 
 def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
-    """A step has another number of images: of its three factors, the number of processes may be what changed."""
+    """Tell that a step has another number of images; of its three factors, the number of processes may have changed."""
     if before == now["global_batch"]:
         return []
     ranks, micro = now["world_size"], now["accumulation_steps"]
@@ -203,7 +203,7 @@ def require_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], allowed:
 
 
 def describe(found: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """A line for each difference, for people."""
+    """Format a line for each difference, for people."""
     return [f"config.{key}: {before} in the checkpoint, {after} now" for key, (before, after) in sorted(found.items())]
 
 

@@ -27,7 +27,7 @@ from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS, Weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import STYLES, to_other_names
-from vissl_zero.sharding.state import OPTIMIZER, Part
+from vissl_zero.sharding.state.saved_state import OPTIMIZER, Part
 from vissl_zero.version import __version__
 
 PARTS = ("model", "trunk", "heads")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreign
 from vissl_zero.checkpoint.shard_file import Entry
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import to_our_names
+from vissl_zero.resolve.resolved import ResolvedRun
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
 

@@ -133,7 +133,7 @@ def stem_of(rank: int) -> str:
 
 
 def require_plain_name(name: str) -> str:
-    """A rank's file stem, or an error: a name in a manifest must not lead out of the folder.
+    """Return a rank's file stem, or raise: a name in a manifest must not lead out of the folder.
 
     Raises:
         CheckpointError: it is anything but ``rank`` and digits.
@@ -210,7 +210,7 @@ def canonical(body: Any) -> str:
 
 
 def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
-    """A manifest from JSON.
+    """Build a manifest from JSON.
 
     Raises:
         CheckpointError: fields are missing or of the wrong kind, or a file name leads elsewhere.
@@ -239,7 +239,7 @@ def _is_count(value: Any) -> bool:
 
 
 def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
-    """A rank's manifest from JSON.
+    """Build a rank's manifest from JSON.
 
     Raises:
         CheckpointError: fields are missing or of the wrong kind.
@@ -266,7 +266,7 @@ def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
 
 
 def plain(record: Manifest | RankManifest) -> dict[str, Any]:
-    """A manifest as JSON has it."""
+    """Convert a manifest to what JSON holds."""
     return json.loads(json.dumps(asdict(record), allow_nan=False))
 
 
@@ -412,7 +412,7 @@ class Checkpoint:
         return self._files[stem]
 
     def _require_described(self, stem: str, rank: RankManifest) -> None:
-        """The data file is the one that the rank's manifest describes, and has its size."""
+        """Require that the data file is the one that the rank's manifest describes, and has its size."""
         with opened(self.path / f"{stem}.safetensors") as file:
             if file.num_bytes != rank.num_bytes or file.header_digest != rank.header_digest:
                 raise CheckpointError(f"{file.path} is not the file that {stem}.json describes.")
@@ -433,7 +433,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _whole(name: str, parts: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
-    """The tensor that the parts, in their order, make up; they must cover it once."""
+    """Assemble a tensor from its parts, in their order; they must cover it once."""
     first = parts[0][1]
     info = TensorInfo(name, DTYPES[first.dtype], first.shape)
     if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in parts):
@@ -479,7 +479,7 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
-    """The checkpoint at ``path``, or, for a run folder, its newest that opens.
+    """Open the checkpoint at ``path``, or, for a run folder, its newest that opens.
 
     Args:
         path: of either.
@@ -527,7 +527,7 @@ def remove_leftovers(run_folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """A folder with what is in it; a link itself, not what it points to."""
+    """Remove a folder with its content; for a link, the link itself, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -23,12 +23,12 @@ from vissl_zero.checkpoint.folder import (
     stem_of,
 )
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import CheckpointError, printable
-from vissl_zero.sharding.state import restore_counters
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import as_data
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import restore_counters
 
 _MOST_LINES = 20
 
@@ -47,7 +47,7 @@ class Found:
 
 
 def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
-    """The newest checkpoint all of whose data fit their checksums. Collective; ranks share the reading.
+    """Find the newest checkpoint all of whose data fit their checksums. Collective; ranks share the reading.
 
     Args:
         run_folder: the same on every rank.
@@ -95,7 +95,7 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
 
 
 def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
-    """What to tell the user about a resume. Not a collective."""
+    """Describe a resume to the user. Not a collective."""
     if found.path is None:
         return []
     lines = [f"skipped: {sentence}" for sentence in found.skipped[:_MOST_LINES]]
@@ -115,7 +115,7 @@ def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
 
 
 def _problems(path: Path) -> list[str]:
-    """What is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
+    """List what is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
     rank, world_size = collectives.rank(), collectives.world_size()
     own: list[str] = []
     later: LaterFormatError | None = None
@@ -216,8 +216,8 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
 
 
 @torch.no_grad()
-def restore_buffers(sharded: Sharded, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
-    """Running statistics and the like; on the number of ranks that wrote them, each rank its own.
+def restore_buffers(sharded: ShardedModel, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
+    """Restore running statistics and the like; with as many ranks as wrote them, each rank its own.
 
     Raises:
         CheckpointError: the model has others.
@@ -252,7 +252,7 @@ def _require_same_names(kind: str, here: Mapping[str, Any], checkpoint: Checkpoi
 
 
 def _require_same_images(name: str, shape: tuple[int, ...], checkpoint: Checkpoint, num_images: int) -> None:
-    """A tensor of the loss that has a row for each training image has as many of them as before."""
+    """Require that a tensor of the loss with a row for each training image has as many of them as before."""
     stored = checkpoint.tensors[name].shape
     if len(stored) != len(shape):
         return

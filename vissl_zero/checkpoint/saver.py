@@ -40,8 +40,8 @@ from vissl_zero.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
 from vissl_zero.engine import stopping
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
-from vissl_zero.sharding.state import Part
-from vissl_zero.sharding.strategy import Sharded
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import Part
 
 
 def write_rank(
@@ -140,7 +140,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _shape_in_file(part: Part) -> tuple[int, ...]:
-    """A part that is the whole keeps its shape, so that a checkpoint of one rank opens with any safetensors reader."""
+    """Keep the shape of a part that is the whole, so that any safetensors reader opens a checkpoint of one rank."""
     is_whole = part.first_element == 0 and part.num_elements == part.full_shape.numel()
     return tuple(part.full_shape) if is_whole else (part.num_elements,)
 
@@ -199,7 +199,7 @@ class Saver:
         if self.latest_step != run.step:
             self.store(take_snapshot(run, hooks, is_epoch_over), run.sharded)
 
-    def store(self, snapshot: Snapshot, sharded: Sharded) -> None:
+    def store(self, snapshot: Snapshot, sharded: ShardedModel) -> None:
         """Begin a checkpoint with what ``snapshot`` holds; none may be under way. See ``save``."""
         # All ranks must choose the same way: a rank that saves asynchronously takes other collectives.
         streams = collectives.all_reduce_max(torch.tensor(float(snapshot.is_streamed))).item() > 0
@@ -250,7 +250,7 @@ class Saver:
         """End the thread, when what it is writing is written. Not a collective."""
         self._thread.shutdown()
 
-    def _begin(self, snapshot: Snapshot, sharded: Sharded) -> Future[None]:
+    def _begin(self, snapshot: Snapshot, sharded: ShardedModel) -> Future[None]:
         """Copy what a forward pass changes; leave the rest to the thread, and let the next update wait for it."""
         self._memory.begin()
         # Buffers and the loss's state change in the next forward pass, so they cannot wait for the thread.
@@ -301,7 +301,7 @@ class Saver:
 
 
 def _nothing(manifest: Manifest) -> None:
-    """What ranks other than 0 do to complete a checkpoint."""
+    """Do nothing: what ranks other than 0 do to complete a checkpoint."""
 
 
 class CheckpointHook(Hook):

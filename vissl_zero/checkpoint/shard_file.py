@@ -87,7 +87,7 @@ class Entry(Sized):
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> Entry:
-        """A tensor that is there already."""
+        """Wrap a tensor that is there already."""
         return cls(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
@@ -101,7 +101,7 @@ class Written:
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The order in which ``write_shard_file`` reads them: wide elements first, which keeps every tensor aligned."""
+    """Sort entries as ``write_shard_file`` reads them: wide elements first, which keeps every tensor aligned."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -273,7 +273,7 @@ class ShardFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[ShardFile]:
-    """A ``ShardFile`` that is closed at the end."""
+    """Open a ``ShardFile`` and close it at the end."""
     file = ShardFile(path)
     try:
         yield file
@@ -282,7 +282,7 @@ def opened(path: Path) -> Iterator[ShardFile]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; shared."""
+    """View the memory of a contiguous CPU tensor as bytes; shared."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -298,7 +298,7 @@ def _header_digest(header: Mapping[str, Any]) -> str:
 
 
 def _checked(header: Mapping[str, Any]) -> dict[str, str]:
-    """The tensors' checksums of a file of ours.
+    """Verify a header and return the tensors' checksums of a file of ours.
 
     Raises:
         ValueError, KeyError, TypeError: the header is not what was written.

@@ -23,10 +23,10 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.shard_file import bytes_of
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError, VisslZeroError
-from vissl_zero.sharding.state import Part
+from vissl_zero.resolve.saved import as_data
+from vissl_zero.sharding.state.saved_state import Part
 from vissl_zero.version import __version__
 
 
@@ -73,7 +73,7 @@ class HostMemory:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts, which read copies; these are complete when it returns. Any thread may call it."""
+        """Copy the parts; the copies are complete when it returns. Any thread may call it."""
         # A separate stream, so that the copies overlap with the computation.
         with torch.cuda.stream(self._stream):  # without one: nothing
             copies = [dataclasses.replace(part, read=partial(_itself, self._fill(part))) for part in parts]
@@ -95,7 +95,7 @@ def _itself(buffer: Tensor) -> Tensor:
 
 
 def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snapshot:
-    """The run as it is, between two steps. Collective; copies nothing.
+    """Describe the run as it is, between two steps. Collective; copies nothing.
 
     Args:
         run: in progress.
@@ -136,7 +136,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
-    """A name for each hook that a resumed run finds again: its class, numbered where there are several."""
+    """Name each hook so that a resumed run finds it again: by its class, numbered where there are several."""
     names: list[str] = []
     for hook in hooks:
         name = type(hook).__name__
@@ -223,7 +223,7 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """What this rank stores of tensors by name that every rank has. Collective.
+    """Return what this rank stores of tensors by name that every rank has. Collective.
 
     Where all ranks hold the same, rank 0 stores it under ``<prefix>/<name>``. Where they do not, each stores its own
     under ``of_rank/<k>/<prefix>/<name>``, and rank 0 what a run on another number of ranks takes: the mean of floating
@@ -245,7 +245,7 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
 
 
 def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size: int) -> str:
-    """The name under which this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
+    """Return the name under which this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
     own = f"of_rank/{collectives.rank()}/{prefix}/{name}"
     return own if world_size == collectives.world_size() and own in names else f"{prefix}/{name}"
 

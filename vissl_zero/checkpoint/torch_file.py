@@ -170,7 +170,7 @@ class NumpyArray:
         self._read = data, dtype.text, shape, bool(is_fortran)
 
     def tensor(self) -> Tensor | None:
-        """A copy as a tensor; None if it does not hold numbers."""
+        """Copy the array into a tensor; return None if it does not hold numbers."""
         if self._read is None:
             return None
         data, text, shape, is_fortran = self._read
@@ -211,7 +211,7 @@ _KNOWN = _NAMES | {name for _, name in _STAND_INS}
 
 
 def read_torch_file(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, on the CPU; arrays of NumPy as ``NumpyArray``.
+    """Read a file of ``torch.save`` to the CPU; arrays of NumPy become ``NumpyArray``.
 
     Tensors of a zip file (torch 1.6 and later) stay on the disk until they are used.
 
@@ -286,7 +286,7 @@ class _Builder(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """What a plain pickle holds: containers, numbers, texts; arrays of NumPy as ``NumpyArray``.
+    """Read a plain pickle: containers, numbers, texts; arrays of NumPy become ``NumpyArray``.
 
     Raises:
         OSError: it is not there.

@@ -21,8 +21,8 @@ from vissl_zero.checkpoint.folder import (
     step_of,
 )
 from vissl_zero.checkpoint.shard_file import ShardFile
-from vissl_zero.config.saved import RESOLVED_FILE, read_saved
 from vissl_zero.errors import CheckpointError
+from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
 WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"
 TEACHER_WEIGHTS_FILE = "weights_teacher.safetensors"

@@ -39,15 +39,15 @@ from vissl_zero.config.compose import (
     untyped,
 )
 from vissl_zero.config.compose import explain as in_words
-from vissl_zero.config.derive.components import takes_other_model
-from vissl_zero.config.host import Host
+from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.config.run_config import RunConfig, schema
-from vissl_zero.config.vissl import DIFFERENCES, vissl_keys
-from vissl_zero.config.vissl_programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
+from vissl_zero.resolve.components import takes_other_model
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.vissl.keys import DIFFERENCES, vissl_keys
 
 USAGE = """\
 vissl-zero explain <recipe | file.yaml | folder> [config.A.B=value ...] [hydra.searchpath=[file:///my/vissl/configs]]

@@ -67,7 +67,7 @@ def plan(arguments: Sequence[str]) -> int:
             replace(compose(file.recipe, [*file.overrides, *overrides]), recipe=name)
             for name, file in zip(recipes, files, strict=True)
         ]
-    from vissl_zero.engine.planning import plan_run
+    from vissl_zero.planner.planning import plan_run
     from vissl_zero.reporting.plan_table import as_json, draw_plans, plan_lines, plan_table
 
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def _calibrate(words: Sequence[str]) -> int:
     """Measure this machine, and say what was found."""
     if len(words) > 1:
         raise ConfigError("vissl-zero plan --calibrate takes one folder at most. See vissl-zero plan --help.")
-    from vissl_zero.engine.planning import measure_machine
+    from vissl_zero.planner.planning import measure_machine
 
     try:
         machine, remembered = measure_machine(Path(words[0] if words else ".").expanduser())
@@ -112,7 +112,7 @@ def _history(words: Sequence[str]) -> int:
         got = " ".join(words) or "nothing"
         fix = "Write vissl-zero plan --history runs."
         raise ConfigError([Problem("vissl-zero plan --history", got, "must be one folder that is there", fix)])
-    from vissl_zero.engine.planning import history
+    from vissl_zero.planner.planning import history
     from vissl_zero.reporting.plan_table import history_table
 
     logging.getLogger("torch").setLevel(logging.ERROR)

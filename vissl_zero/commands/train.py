@@ -28,14 +28,14 @@ from vissl_zero.config.compose import (
     register,
     remember_new,
 )
-from vissl_zero.config.fit_plans import FitOption, FitPlans, FitRun, with_option
-from vissl_zero.config.host import free_memory
 from vissl_zero.config.recipes import recipe_names, recipe_text
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.sweep import finish_sweep, register_launcher
 from vissl_zero.lifetime import apart
+from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
+from vissl_zero.resolve.host import free_memory
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -188,13 +188,13 @@ def _fit(composed: Composed, output_dir: Path) -> FitRun:
 
 
 def _fit_plans(composed: Composed, output_dir: Path, free_bytes: int) -> FitPlans:
-    from vissl_zero.engine.planning import fit_plans
+    from vissl_zero.planner.planning import fit_plans
 
     return fit_plans(composed, output_dir, free_bytes)
 
 
 def _resolved(composed: Composed, output_dir: Path) -> ResolvedRun:
-    from vissl_zero.config.resolve import resolve
+    from vissl_zero.resolve.resolve import resolve
 
     return resolve(composed.run, output_dir, recipe=composed.recipe, written=composed.written, notes=composed.notes)
 

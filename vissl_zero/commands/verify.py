@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.resolve import resolve
 
 DEFAULT_STEPS = 5
 DEFAULT_TOLERANCE = 1e-10
@@ -131,8 +131,8 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
-    from vissl_zero.engine.planning import fitted
     from vissl_zero.launch.run import run
+    from vissl_zero.planner.planning import fitted
 
     extra = compose(recipe, overrides).run.HOOKS.EXTRA
     forced = [*_COMMON, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}"]

@@ -14,16 +14,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vissl_zero.atomic import read_regular
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.vissl import PUBLIC_FILES
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.vissl.keys import PUBLIC_FILES
 
+BUILT_IN = ("digits", "synthetic")  # sources that make their images
 VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
@@ -33,6 +34,28 @@ SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "everstore")
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
+
+
+def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
+    """Let DATA_PATHS replace the images of a recipe for the digits, in place; returns notes to print once.
+
+    DATA_PATHS implies disk_folder. A TEST split of digits is left out where TRAIN has images of the user's: part of
+    those is evaluated on then.
+
+    Args:
+        data: the block as composed.
+        chosen: keys under ``config:`` that the command line sets. A source that is named there stays.
+    """
+    for name in ("TRAIN", "TEST"):
+        split = getattr(data, name)
+        if split.DATA_PATHS and split.DATA_SOURCES in ([], ["digits"]) and f"DATA.{name}.DATA_SOURCES" not in chosen:
+            split.DATA_SOURCES = ["disk_folder"]
+    is_own = data.TRAIN.DATA_SOURCES and data.TRAIN.DATA_SOURCES[0] not in BUILT_IN
+    if is_own and data.TEST.DATA_SOURCES == ["digits"] and "DATA.TEST.DATA_SOURCES" not in chosen:
+        data.TEST.DATA_SOURCES = []
+        fix = "config.DATA.TEST.DATA_PATHS=<folder> names others."
+        return [f"config.DATA.TEST: part of the training images is evaluated on, not the recipe's digits. {fix}"]
+    return []
 
 
 def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -30,14 +30,14 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from vissl_zero.config.catalogue import find_catalogue, use_catalogue
-from vissl_zero.config.derive.data_plan import use_own_images
-from vissl_zero.config.derive.measuring import begin_program
+from vissl_zero.config.catalogue import find_catalogue, use_catalogue, use_own_images
+from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
-from vissl_zero.config.vissl import use_own_names, without_vissl_keys
-from vissl_zero.config.vissl_programs import DETECTION, ELSEWHERE, PROGRAMS, TRAIN
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.vissl.keys import without_vissl_keys
+from vissl_zero.vissl.names import use_own_names
+from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 
 # What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError)

@@ -28,7 +28,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from vissl_zero.atomic import read_regular
-from vissl_zero.config.vissl_programs import PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
 

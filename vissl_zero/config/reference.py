@@ -14,7 +14,7 @@ from typing import Any
 
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.vissl import DIFFERENCES
+from vissl_zero.vissl.keys import DIFFERENCES
 
 _HEADER = """\
 # Every key

@@ -25,7 +25,7 @@ from vissl_zero.config.blocks.output import (
 )
 from vissl_zero.config.blocks.sharding import Zero
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @with_vissl_keys("")

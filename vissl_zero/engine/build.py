@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.derive.model_rules import no_teacher
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
 from vissl_zero.engine.hook import Run
@@ -26,8 +24,10 @@ from vissl_zero.models.init import FirstWeights
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.model_rules import no_teacher
+from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.allocator import return_free_pages
-from vissl_zero.sharding.precision import cast_to_master, dtype_of
+from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
 # Puts weights into a model, where it has memory for them; gives what reads them, by full name.
@@ -109,7 +109,7 @@ def build_run(
 
 
 def first_weights(model: Model, plan: ResolvedRun, load: Load | None) -> FirstWeights:
-    """The first weights of the model that is trained: drawn, then replaced by what ``load`` gives."""
+    """Draw the first weights of the trained model, then replace them by what ``load`` gives."""
     drawn_as = {}
     if plan.optimizer.head_lr_factors:  # a sweep: the rates alone differ
         for index, head in enumerate(model.heads[1:], 1):
@@ -131,7 +131,7 @@ def first_teacher(
     num_classes: int,
     load: Load | None,
 ) -> tuple[Model, Callable[[str], None]] | None:
-    """The teacher, and what gives its modules their weights by name; None without one.
+    """Build the teacher, and what gives its modules their weights by name; None without one.
 
     Args:
         plan: of the run.
@@ -158,7 +158,7 @@ def first_teacher(
 def _origin(
     plan: ResolvedRun, model: Model, weights: FirstWeights, num_classes: int, load: Load | None
 ) -> tuple[Model, FirstWeights]:
-    """What a method makes its teacher of: the model under DISTILLATION, or a copy of the one that is trained."""
+    """Return what a method makes its teacher of: the model under DISTILLATION, or a copy of the trained one."""
     if plan.config.get("DISTILLATION") is None:
         copied = copy.deepcopy(model)
         return copied, weights.of_copy(copied)
@@ -194,7 +194,7 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
 
 
 def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
-    """The model under DISTILLATION, without its weights; None where the teacher is another.
+    """Build the model under DISTILLATION, without its weights; None where the teacher is another.
 
     Args:
         plan: of the run.

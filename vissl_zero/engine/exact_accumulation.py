@@ -27,7 +27,7 @@ from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.hook import Run
 from vissl_zero.methods.method import join_rows
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.sharding.batch_norm import frozen_statistics
+from vissl_zero.sharding.model.batch_norm import frozen_statistics
 
 
 def accumulate_exactly(
@@ -111,7 +111,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes: Sequence[int], index: int) -> Tensor:
-    """A number whose gradient with respect to the outputs is what the loss of all micro-batches gave."""
+    """Return a scalar whose gradient with respect to the outputs is that of the loss of all micro-batches."""
     terms = []
     for output, gradient in zip(outputs, gradients, strict=True):
         if isinstance(output, Tensor) and output.requires_grad:

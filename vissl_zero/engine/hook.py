@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from vissl_zero.engine.stopping import Stop
-from vissl_zero.sharding.strategy import Bytes, Sharded
+from vissl_zero.sharding.memory import Bytes
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
-    from vissl_zero.config.resolved import ResolvedRun
     from vissl_zero.data.dataset import ImageBatch
     from vissl_zero.data.loader import Loader
     from vissl_zero.methods.method import Method
     from vissl_zero.methods.online_probe import OnlineProbe
     from vissl_zero.models.model import Model
+    from vissl_zero.resolve.resolved import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class Run:
     """
 
     plan: ResolvedRun
-    sharded: Sharded
+    sharded: ShardedModel
     method: Method
     loader: Loader
     device: torch.device
@@ -236,4 +237,4 @@ class Hook:
         """After the last step of the run (not after an error)."""
 
     def close(self, run: Run) -> None:
-        """Always, also after an error: release files and the terminal. Never a collective; must not raise."""
+        """Release files and the terminal. Runs always, also after an error. Never a collective; must not raise."""

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, sum_later
-from vissl_zero.config.derive.optimizer_plan import peak
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
@@ -30,12 +28,15 @@ from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random
 from vissl_zero.models.weight_names import without_wrappers
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.schedules import build_schedule
-from vissl_zero.sharding.batch_norm import frozen_statistics
-from vissl_zero.sharding.strategy import Sharded, StepResult
+from vissl_zero.resolve.optimizer_plan import peak
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.sharding.model.batch_norm import frozen_statistics
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.update.stepper import StepResult
 
 if TYPE_CHECKING:
     from vissl_zero.engine.hook import Run, Step
-    from vissl_zero.sharding.strategy import StepResult
+    from vissl_zero.sharding.update.stepper import StepResult
 
 Schedule = Callable[[int], float]
 
@@ -67,10 +68,10 @@ class Schedules:
         self._wd_of = {g.name: wd_head if g.is_head else wd for g in groups if g.is_decayed}
 
     def lr(self, step: int) -> float:
-        """The trunk's learning rate at optimizer step ``step`` (from 0)."""
+        """Return the trunk's learning rate at optimizer step ``step`` (from 0)."""
         return self._lr(step)
 
-    def apply(self, sharded: Sharded, step: int) -> float:
+    def apply(self, sharded: ShardedModel, step: int) -> float:
         """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
@@ -300,8 +301,8 @@ def _accumulate(
 
 
 @torch.no_grad()
-def _taught(sharded: Sharded, method: Method, batch: ImageBatch) -> list[Any] | None:
-    """The teacher's outputs, where there is a teacher."""
+def _taught(sharded: ShardedModel, method: Method, batch: ImageBatch) -> list[Any] | None:
+    """Run the teacher, where there is one, and return its outputs."""
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
@@ -324,7 +325,7 @@ class DivergedError(VisslZeroError):
 
 
 def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: Tensor) -> DivergedError:
-    """The error to raise; rank 0 writes ``diverged.json`` into the run folder.
+    """Build the error to raise; rank 0 writes ``diverged.json`` into the run folder.
 
     Args:
         run: in progress, perhaps a step further.

@@ -67,7 +67,7 @@ def ask(reason: str, exit_code: int = STOPPED) -> None:
 
 
 def asked() -> Stop | None:
-    """The request this rank got, or the time limit once it is reached; None: continue."""
+    """Return the request that this rank got, or the time limit once it is reached; None: continue."""
     if _asked is not None:
         return _asked
     limit = deadline()
@@ -148,7 +148,7 @@ class JobNote:
 
 
 def read_note(folder: Path) -> JobNote | None:
-    """The note of a job's folder; None if there is none that can be read."""
+    """Read the note in a job's folder; return None if there is none that can be read."""
     try:
         note = JobNote(**read_object(folder / FILE_NAME))
     except (OSError, ValueError, TypeError):

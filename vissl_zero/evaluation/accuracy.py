@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.components.heads import layer_names
-from vissl_zero.config.derive.optimizer_plan import peak
-from vissl_zero.config.vissl_programs import PREDICTIONS, TRAIN
+from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.resolve.optimizer_plan import peak
 
 TOP_K = 5
 
@@ -54,7 +54,7 @@ class AccuracyHook(Hook):
         self._curve: list[list[float]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
+        """Return the curve so far."""
         return {"curve": self._curve}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def _numbers(meters: Mapping[str, Any], meter: str) -> list[int]:
 
 
 def further_figures(meters: Mapping[str, Any], found: Accuracy) -> dict[str, float]:
-    """What METERS names beyond top-1 and top-5, by its name among the results.
+    """Compute what METERS names beyond top-1 and top-5, by its name among the results.
 
     Args:
         meters: the resolved block.
@@ -233,7 +233,7 @@ class OnlineProbeHook(Hook):
         self._seen = torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
+        """Return the curve so far."""
         return {"curve": self._curve}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def unit_rows(rows: Tensor) -> Tensor:
 
 
 def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The centroid (K, F) that is nearest to each of the rows (N, F). Collective: ranks share the rows.
+    """Find the centroid (K, F) nearest to each of the rows (N, F). Collective: ranks share the rows.
 
     Returns:
         Numbers (N,) int64 and squared distances (N,), equal on every rank.
@@ -172,7 +172,7 @@ class ExtractClusters(Hook):
             self._assign(run, split, source)
 
     def _assign(self, run: Run, split: str, source: Source) -> None:
-        """Collective."""
+        """Assign each image of a split to its cluster. Collective."""
         ids, labels, num_clusters = [], [], 0
         images = eval_images(source, run.plan.config["DATA"], run.plan.seed)
         with run.sharded.evaluated(), evaluating(run.sharded.model):

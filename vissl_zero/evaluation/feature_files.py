@@ -61,7 +61,7 @@ class ExtractFeatures(Hook):
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
-        """Collective."""
+        """Write the features of a split to files. Collective."""
         writer = ShardWriter(run.folder / FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
         feature_dim = 0
         with run.sharded.evaluated(), evaluating(run.sharded.model):
@@ -210,7 +210,7 @@ class ExtractLabelPredictions(Hook):
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _predict(self, run: Run, split: str, source: Source) -> None:
-        """Collective."""
+        """Write the predictions of a split to files. Collective."""
         ids, targets = [], []
         scores: list[list[Tensor]] = []
         images = eval_images(source, run.plan.config["DATA"], run.plan.seed)

@@ -67,7 +67,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]]:
-    """This rank's batches on its device, each with the number of samples in it that are this rank's own.
+    """Yield this rank's batches on its device, each with the number of samples in it that belong to this rank.
 
     Rank 0 prints its progress every few seconds, because nothing else is shown during that time.
 
@@ -111,12 +111,12 @@ class Features:
         return Features(self.rows[places], labels, pixels)
 
     def of_pixels(self) -> Features:
-        """The same images with their pixels for features."""
+        """Return the same images with their pixels for features."""
         assert self.pixels is not None, "extract_features was not asked for pixels"
         return Features(self.pixels, self.labels)
 
     def of_columns(self, columns: slice) -> Features:
-        """The same images with some of their features."""
+        """Return the same images with some of their features."""
         return Features(self.rows[:, columns], self.labels, self.pixels)
 
 
@@ -264,7 +264,7 @@ def _plans(run: Run, num_samples: int, epoch: int) -> Iterator[MicroBatchPlan]:
 def nearest(
     queries: Tensor, index: Tensor, num_neighbours: int, is_cosine: bool = True, excluded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
+    """Find the most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
 
     Args:
         queries: (Q, F) features.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_rows, rank, world_size
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, Subset, build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
@@ -29,10 +28,11 @@ from vissl_zero.evaluation.features import (
     view_features,
 )
 from vissl_zero.evaluation.pictures import Neighbours, PatchPictures, find_neighbours, middles, patch_pictures
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
-    """The class with the largest sum of ``exp(similarity / sigma)``; of equals, the lowest.
+    """Return the class with the largest sum of ``exp(similarity / sigma)``; of equals, the lowest.
 
     Args:
         similarities: (Q, k) of the neighbours.
@@ -139,7 +139,7 @@ class KnnHook(Hook):
         self.pictures: list[PatchPictures] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
+        """Return the curve so far."""
         return {"curve": [list(point) for point in self.curve]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class KnnHook(Hook):
         return bool(self._options["ALSO_TOPK"] or self._options["ALSO_SIGMA"] or self._options["LIDAR_IMAGES"])
 
     def _look_closer(self, run: Run, measured: Measured) -> None:
-        """Optional figures of the end of a run. Collective."""
+        """Measure the optional figures of the end of a run. Collective."""
         options = self._options
         votes = [
             (k, sigma)
@@ -243,7 +243,7 @@ class KnnHook(Hook):
         return self._of_best_layer(run, Measured(index, queries, None))
 
     def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
-        """What is measured of inner layers, of the best of them alone."""
+        """Keep, of what is measured of inner layers, the best layer alone."""
         by_layer = {
             name: Measured(measured.index.of_columns(own), measured.queries.of_columns(own), measured.excluded)
             for name, own in layers_of(run).items()

@@ -24,13 +24,13 @@ import torch
 from safetensors.torch import save_file
 
 from vissl_zero.collectives import all_gather_objects, rank, world_size
-from vissl_zero.config.derive.measuring import penalties
 from vissl_zero.data.loader import eval_images, require_evaluation
 from vissl_zero.data.source import Source, build_eval_sources, build_source, label_matrix
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
+from vissl_zero.resolve.measuring import penalties
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")

@@ -74,7 +74,7 @@ def find_neighbours(
 
 
 def middles(length: int, number: int) -> list[int]:
-    """The middle places of ``number`` equal parts of ``length`` places, or all places if there are fewer."""
+    """Return the middles of ``number`` equal parts of ``length`` places, or all places if there are fewer."""
     number = min(number, length)
     return [(2 * part + 1) * length // (2 * number) for part in range(number)]
 
@@ -132,7 +132,7 @@ def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[P
 
 
 def principal_components(tokens: Tensor) -> Tensor:
-    """The first three principal components of all patches together, each stretched to 0 to 1: (n, P, 3) of (n, P, D).
+    """Project patches on their first three principal components, each stretched to 0..1: (n, P, D) -> (n, P, 3).
 
     A component's sign is that of its largest weight, so that a run repeated gives the same picture.
     """
@@ -171,7 +171,7 @@ def _keep_tokens(caught: dict[str, Tensor], _module: nn.Module, _inputs: Any, ou
 def _keep_attention(
     caught: dict[str, Tensor], attention: Any, _module: nn.Module, _inputs: Any, output: Tensor
 ) -> None:
-    """The class token's attention from the projections to queries, keys and values: fused kernels do not give it."""
+    """Compute the class token's attention from queries, keys and values: fused kernels do not return it."""
     queries, keys, _ = output.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
     queries, keys = attention.q_norm(queries), attention.k_norm(keys)
     scores = (queries[:, :, :1] * attention.scale) @ keys.transpose(-2, -1)

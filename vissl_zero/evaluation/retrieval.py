@@ -65,7 +65,7 @@ def _places(length: int, side: int, count: int) -> list[int]:
 
 
 def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor:
-    """The largest value of each channel in each region.
+    """Return the largest value of each channel in each region.
 
     Args:
         maps: (B, C, H, W).
@@ -137,7 +137,7 @@ class Whitening:
 
     @classmethod
     def of_all_ranks(cls, own_rows: Tensor, num_components: int) -> Whitening:
-        """The same of the rows of all ranks, of which each may have another number. Collective.
+        """Fit to the rows of all ranks, of which each may have another number. Collective.
 
         Cost: two all-reduces, of F and of F * F numbers.
         """
@@ -257,7 +257,7 @@ class RetrievalSet:
 
 
 def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> RetrievalSet:
-    """The data set ``root/name``.
+    """Load the data set ``root/name``.
 
     Args:
         root: ``IMG_RETRIEVAL.DATASET_PATH``.
@@ -364,7 +364,7 @@ def _oxford(folder: Path, name: str) -> RetrievalSet:
 
 
 def _copydays(folder: Path, with_distractors: bool) -> RetrievalSet:
-    """``queries`` and ``database``: an image's number is the end of its file's name; hundreds show the same."""
+    """Return ``queries`` and ``database``: an image's number is the end of its file's name; hundreds show the same."""
     queries = _jpegs(folder / "queries")
     images = _jpegs(folder / ("database_and_distractors" if with_distractors else "database"))
     groups = np.array([-1 if "distractor" in file.name else _number(file) // 100 for file in images])
@@ -403,7 +403,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def first(found: RetrievalSet, num_images: int, num_queries: int) -> RetrievalSet:
-    """The first images and queries alone, -1 for all; as in VISSL, fewer images mean no more queries than images."""
+    """Keep the first images and queries, -1 for all; as in VISSL, never more queries than images."""
     images = found.images if num_images < 0 else found.images[:num_images]
     most = num_queries if num_queries >= 0 else num_images if num_images >= 0 else len(found.queries)
     wanted = {name: [each for each in of if each.query < most] for name, of in found.wanted.items()}

@@ -99,7 +99,7 @@ class InstanceRetrieval(Hook):
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _whitening(self, run: Run, options: dict[str, Any]) -> Whitening:
-        """Collective."""
+        """Fit the whitening on the training images. Collective."""
         rows = []
         for maps, is_own in _each(run, options, self._train, "images to whiten by"):
             if is_own and options["FEATS_PROCESSING_TYPE"] == "rmac":
@@ -127,7 +127,7 @@ def _vectors(
     what: str,
     boxes: Sequence[Box] | None = None,
 ) -> Tensor:
-    """A vector (N, D) of each image, equal on every rank. Collective."""
+    """Compute a vector (N, D) of each image, equal on every rank. Collective."""
     rows = []
     for maps, is_own in _each(run, options, files, what, boxes):
         if is_own and options["FEATS_PROCESSING_TYPE"] == "rmac":
@@ -156,7 +156,7 @@ def _plain(maps: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
 
 
 def _common_width(rows: Sequence[Tensor]) -> int:
-    """The width of the vectors of all ranks. Collective."""
+    """Return the width of the vectors of all ranks. Collective."""
     widths = {width for of_rank in all_gather_objects({row.shape[1] for row in rows}) for width in of_rank}
     if len(widths) > 1:
         raise DataError(
@@ -169,7 +169,7 @@ def _common_width(rows: Sequence[Tensor]) -> int:
 def _each(
     run: Run, options: dict[str, Any], files: Sequence[Path], what: str, boxes: Sequence[Box] | None = None
 ) -> Iterator[tuple[list[Tensor], bool]]:
-    """The maps (1, C, H, W) of this rank's images at each scale; and whether the image is not a copy of the last.
+    """Yield this rank's maps (1, C, H, W) at each scale, and whether the image differs from the last one.
 
     Collective: each rank gets as many, so that a sharded model can be called.
     """
@@ -202,7 +202,7 @@ def _each(
 
 
 def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int) -> Iterator[Tensor]:
-    """What ``load`` gives of each item, in order; threads are a few items ahead."""
+    """Yield what ``load`` returns for each item, in order; threads are a few items ahead."""
     if num_threads < 1:
         yield from map(load, items)
         return
@@ -217,7 +217,7 @@ def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int
 
 
 def prepared(image: Image.Image, options: dict[str, Any], box: Box | None = None) -> Tensor:
-    """An RGB image as (3, H, W), normalised: its longer side RESIZE_IMG pixels, or a square from the middle.
+    """Convert an RGB image to (3, H, W), normalized: longer side RESIZE_IMG pixels, or a square from the middle.
 
     Args:
         image: whole.

@@ -34,11 +34,11 @@ from vissl_zero.checkpoint.weights import (
     weights_of,
 )
 from vissl_zero.config.components.trunks import trunk_component
-from vissl_zero.config.saved import RESOLVED_FILE, leaves, read_saved, with_references
 from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
+from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
 
 _PREFIX = "trunk."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.sharding.replica_check import is_marked_sharded
-from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.teacher import follow_
+from vissl_zero.sharding.checks.replica_check import is_marked_sharded
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.teacher import follow_
 
 M = TypeVar("M", bound=nn.Module)
 Decay = float | Callable[[int], float]
@@ -73,7 +73,7 @@ class Ema:
         """The decay after so many updates."""
         return self.decay(num_updates) if callable(self.decay) else self.decay
 
-    def adopt(self, sharded: Sharded) -> None:
+    def adopt(self, sharded: ShardedModel) -> None:
         """Shard the teacher as the model is sharded. Collective."""
         modes = {module: module.training for module in self.teacher.modules()}
         sharded.adopt_teacher(self.teacher)

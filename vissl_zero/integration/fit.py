@@ -21,12 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero import collectives
-from vissl_zero.config.host import RESERVE, free_memory
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.integration.settings import ZeroSettings
 from vissl_zero.integration.user_optimizer import read_optimizer
-from vissl_zero.sharding.candidates import (
+from vissl_zero.planner.candidates import (
     Budget,
     because,
     chosen_of,
@@ -35,7 +33,9 @@ from vissl_zero.sharding.candidates import (
     nothing_fits,
     rank_candidates,
 )
-from vissl_zero.sharding.forecast import Forecaster, Subject
+from vissl_zero.planner.forecast import Forecaster, Subject
+from vissl_zero.resolve.host import RESERVE, free_memory
+from vissl_zero.resolve.resolved import ShardingPlan
 
 _GIB = 2**30
 

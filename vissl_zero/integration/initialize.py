@@ -20,8 +20,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from vissl_zero import collectives
-from vissl_zero.config.derive.offload import offload_notes, offload_plans
-from vissl_zero.config.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.integration.ema import take_ema
 from vissl_zero.integration.fit import choose_plan
@@ -29,10 +27,12 @@ from vissl_zero.integration.settings import ZeroSettings, read_settings
 from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
 from vissl_zero.integration.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.offload import offload_notes, offload_plans
+from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.allocator import return_free_pages
-from vissl_zero.sharding.float8 import require_float8
-from vissl_zero.sharding.replica_check import is_marked_sharded, mark_sharded, require_equal
-from vissl_zero.sharding.waiting import watch_calls
+from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.checks.waiting import watch_calls
+from vissl_zero.sharding.model.float8 import require_float8
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -18,8 +18,10 @@ from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.compose import EXPLAINABLE, explain
 from vissl_zero.config.constraints import choice, pattern_problems
-from vissl_zero.config.derive.offload import engine_of, engine_problems, offload_problems
-from vissl_zero.config.derive.sharding_plan import (
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.offload import engine_of, engine_problems, offload_problems
+from vissl_zero.resolve.resolved import Float8Plan
+from vissl_zero.resolve.sharding_plan import (
     IMPLIED,
     NEEDS_FLOAT8,
     SENDS_NOTHING,
@@ -28,8 +30,6 @@ from vissl_zero.config.derive.sharding_plan import (
     narrow_problems,
     typed_level,
 )
-from vissl_zero.config.resolved import Float8Plan
-from vissl_zero.errors import ConfigError, Problem
 
 _RECIPE_KEYS = {
     "LEVEL": "level",

@@ -25,9 +25,10 @@ from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.integration.ema import Ema
-from vissl_zero.sharding.state import check_same_update, take_group_options
-from vissl_zero.sharding.strategy import Sharded, StepResult
-from vissl_zero.sharding.waiting import waiting
+from vissl_zero.sharding.checks.waiting import waiting
+from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
+from vissl_zero.sharding.update.stepper import StepResult
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -52,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        sharded: Sharded,
+        sharded: ShardedModel,
         model: nn.Module,
         accumulation_steps: int,
         is_plain_refused: bool,
@@ -317,7 +318,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
 
-def _own_params(sharded: Sharded, model: nn.Module) -> list[list[nn.Parameter]] | None:
+def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:
     """The model's parameters of each group; None where the engine has put others in their place."""
     params = dict(model.named_parameters())
     names = [group["params"] for group in sharded.group_facts()]
@@ -333,7 +334,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[param] for name, param in names if first[param] != name}
 
 
-def save_state(sharded: Sharded, folder: Path, step: int) -> None:
+def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
     """Write ``<folder>/checkpoints/step_<step>``: each rank what it holds, one tensor in memory at a time. Collective.
 
     Args:
@@ -374,7 +375,7 @@ def save_state(sharded: Sharded, folder: Path, step: int) -> None:
         raise
 
 
-def load_state(sharded: Sharded, folder: Path) -> int:
+def load_state(sharded: ShardedModel, folder: Path) -> int:
     """Restore the newest complete checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
 
     Collective; ranks share the reading of checksums.

@@ -75,7 +75,7 @@ def _record(error: BaseException, failure: Failure) -> tuple[Path | None, dict[s
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: bool = False) -> Failure:
-    """The failure that took the run down: a rank killed by a signal that is not the launcher's own, else the earliest.
+    """Return the failure that ended the run: a rank killed by a signal not from the launcher, else the earliest.
 
     Args:
         folder: where ranks wrote their failures.
@@ -103,7 +103,7 @@ def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: 
 
 
 def _read(path: Path) -> Failure | None:
-    """A report, or None if it is damaged."""
+    """Read a report; return None if it is damaged."""
     try:
         return Failure(**read_object(path))
     except (OSError, ValueError, TypeError):

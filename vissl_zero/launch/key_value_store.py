@@ -315,7 +315,7 @@ _NUM_BYTES = 32
 
 
 def load_secret(path_name: str | None) -> bytes:
-    """The secret in a file, which is made first if it is the default one and missing.
+    """Read the secret from a file; create the default file first if it is missing.
 
     Raises:
         LaunchError: it is missing, empty, or can be read by others.

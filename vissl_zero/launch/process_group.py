@@ -47,7 +47,7 @@ _store: dist.Store | None = None  # of the group that this process has joined la
 
 @contextmanager
 def process_group(backend: str, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """The world's process group, destroyed on the way out unless an error is on its way (peers may be gone by then).
+    """Create the world's process group; destroy it at the end, except after an error (peers may be gone by then).
 
     Rank and world size come from torchrun's environment variables. Every collective of the group times out.
 
@@ -197,7 +197,7 @@ class NetworkStore(dist.Store):
         return False
 
     def clone(self) -> NetworkStore:
-        """The same store; calls never share a connection."""
+        """Return the same store; calls never share a connection."""
         return self
 
 
@@ -305,7 +305,7 @@ class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
 
 
 def _closed_door() -> tuple[Any, _Door]:
-    """A gloo device whose listener was guarded before anyone could connect."""
+    """Build a gloo device whose listener is guarded before anyone can connect."""
     for _ in range(_MOST_TRIES):
         before = own_connections()
         # gloo opens its listener here and does not give us the socket: we find it as the new one of this process.
@@ -405,6 +405,6 @@ def _set_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool
 
 @contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """A descriptor of gloo's as Python's socket, gloo's own left open. Errors of a closed one are ignored."""
+    """Wrap a descriptor of gloo as Python's socket; gloo's own stays open. Errors of a closed one are ignored."""
     with suppress(OSError), ExitStack() as stack:
         yield stack.enter_context(socket.socket(fileno=os.dup(fd)))

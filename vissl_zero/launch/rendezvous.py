@@ -193,7 +193,7 @@ class Rendezvous:
         return self.spec.index * self.spec.procs
 
     def _watch(self, own: Generation) -> None:
-        """Runs in a thread: notice who is lost or has failed, and stop this launcher's ranks."""
+        """Notice, in a thread, who is lost or has failed, and stop this launcher's ranks."""
         began = last_answer = time.monotonic()
         silence_s = self.spec.silence_s
         while not self._stopping.wait(_BEAT_S) and not self.cause:
@@ -335,14 +335,14 @@ class Generation:
         return True
 
     def wait(self, what: str, index: int, within_s: float) -> bytes | None:
-        """The value that launcher ``index`` set for ``what``, or None if it does not come in time."""
+        """Return the value that launcher ``index`` set for ``what``, or None if it does not come in time."""
         key = self._key(what, index)
         if self.client.call(b"wait", str(within_s).encode(), key, answer_within_s=within_s + 5.0)[0] != b"1":
             return None
         return self.client.call(b"get", key)[0]
 
     def said(self, what: str) -> dict[int, bytes]:
-        """The values that launchers have set for ``what``, by launcher."""
+        """Return the values that launchers have set for ``what``, by launcher."""
         answers = {index: self.client.call(b"get", self._key(what, index)) for index in range(self._spec.count)}
         return {index: answer[0] for index, answer in answers.items() if answer}
 
@@ -358,7 +358,7 @@ class Generation:
         return {int(index): age for (name, index), age in split.items() if name == self.name}
 
     def server_time_ns(self) -> int:
-        """The clock of launcher 0's machine, behind by the time that the answer takes."""
+        """Read the clock of launcher 0's machine; the reading is late by the time that the answer takes."""
         return int(self.client.call(b"time")[0])
 
     def is_over(self) -> bool:

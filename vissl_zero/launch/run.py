@@ -19,11 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vissl_zero.config.fit_plans import FitRun
-from vissl_zero.config.host import RESERVE, num_oom_kills, settled_free_memory
-from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun, with_fewer_ranks
-from vissl_zero.config.saved import as_data
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch.failure import Failure, first_failure
@@ -32,6 +27,11 @@ from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
 from vissl_zero.lifetime import Scratch, apart
+from vissl_zero.planner.fit_plans import FitRun
+from vissl_zero.resolve.host import RESERVE, num_oom_kills, settled_free_memory
+from vissl_zero.resolve.resolve import save_resolved
+from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
+from vissl_zero.resolve.saved import as_data
 from vissl_zero.sharding.allocator import allocator_environment
 from vissl_zero.version import __version__
 
@@ -105,7 +105,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
 
 def _submission(plan: ResolvedRun) -> str:
-    """The sbatch script of a run that would be submitted, else nothing."""
+    """Return the sbatch script of a run that would be submitted, else nothing."""
     if not plan.config["SLURM"]["USE_SLURM"]:
         return ""
     from vissl_zero.launch.slurm import script
@@ -130,7 +130,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
     import rich
 
     from vissl_zero.checkpoint.first_weights import load_first_weights
-    from vissl_zero.engine.dry_run import dry_run
+    from vissl_zero.planner.dry_run import dry_run
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
     out = console or rich.get_console()
@@ -145,7 +145,7 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
 
 
 def _resumed(plan: ResolvedRun) -> list[str]:
-    """What the run would do with what its folder already holds; the checkpoint's data are not read.
+    """Describe what the run would do with its folder's contents; the data of checkpoints are not read.
 
     Raises:
         ConfigError, CheckpointError, LaunchError: as the run would, where it cannot start or resume there.
@@ -282,7 +282,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 
 
 def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
-    """The exit code of a run that was asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
+    """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
     # The request is for this process too, which may have other runs to start.
     stopping.ask(asked.reason, asked.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
@@ -302,7 +302,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 
 
 def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
-    """What the ranks inherit."""
+    """Build the environment that the ranks inherit."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
     if rendezvous is not None:
@@ -398,7 +398,7 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
 
 
 def _fingerprint(plan: ResolvedRun) -> str:
-    """A digest of what must be equal on all machines: the plan without folders and machine-specific values."""
+    """Digest what must be equal on all machines: the plan without folders and machine-specific values."""
     found = asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
         del found[name]

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from vissl_zero.atomic import irregular, replacing
-from vissl_zero.config.resolve import save_resolved
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
+from vissl_zero.resolve.resolve import save_resolved
+from vissl_zero.resolve.resolved import ResolvedRun
 
 _OUR_FILES = {
     "config.resolved.yaml",
@@ -87,7 +87,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def require_free(folder: Path, plan: ResolvedRun) -> None:
-    """The folder holds no run, or one that can be continued: it has a checkpoint, or ended before its first."""
+    """Require that the folder holds no run, or one to continue: it has a checkpoint, or ended before its first."""
     if not (folder / "metrics.jsonl").exists():
         return
     has_checkpoint = any(folder.glob("checkpoints/step_*"))

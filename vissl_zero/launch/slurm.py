@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.config.derive.placement_plan import is_unsafe
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.stopping import STOPPED
 from vissl_zero.errors import LaunchError, VisslZeroError
 from vissl_zero.launch.run_folder import prepare_folder
+from vissl_zero.resolve.placement_plan import is_unsafe
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:
@@ -121,7 +121,7 @@ _SIZES = (
 
 
 def _offer() -> str:
-    """What the partitions have, in a sentence; nothing if sinfo does not say."""
+    """Describe the partitions in a sentence; return "" if sinfo does not list them."""
     answer = _answer(["sinfo", "-h", "-o", "%R|%D|%c|%m|%G"])
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
     texts = []
@@ -202,7 +202,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
 
 
 def _own_code(plan: ResolvedRun) -> list[str]:
-    """The command that has the job import the snapshot of the code, if there is one."""
+    """Return the command that has the job import the snapshot of the code, if there is one."""
     if not plan.config["SLURM"]["SNAPSHOT_CODE"]:
         return []
     return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
@@ -213,7 +213,7 @@ def _procs_per_task(plan: ResolvedRun) -> int:
 
 
 def script(plan: ResolvedRun) -> str:
-    """The sbatch script that ``submit`` hands in (submitit puts the job's id for ``%j``)."""
+    """Write the sbatch script that ``submit`` hands in (submitit puts the job's id for ``%j``)."""
     folder = submission_folder(plan) / "%j"
     from submitit.slurm.slurm import _make_sbatch_string  # slow to import
 
@@ -309,9 +309,9 @@ class SlurmTask:
             raise SystemExit(code)
 
     def _launch(self) -> int:
-        from vissl_zero.config.resolve import load_resolved
         from vissl_zero.launch.rendezvous import LauncherSpec
         from vissl_zero.launch.run import launch_local, launch_member
+        from vissl_zero.resolve.resolve import load_resolved
 
         plan = load_resolved(Path(self.run_dir) / "config.resolved.yaml")
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")

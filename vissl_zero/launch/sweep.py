@@ -28,14 +28,14 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from vissl_zero.config.derive.placement_plan import is_unsafe
-from vissl_zero.config.host import Host, this_host
-from vissl_zero.config.saved import leaves
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote, is_done, read_note
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
 from vissl_zero.launch.slurm import private_folder, requeue
 from vissl_zero.lifetime import SWEEP_VARIABLE
+from vissl_zero.resolve.host import Host, this_host
+from vissl_zero.resolve.placement_plan import is_unsafe
+from vissl_zero.resolve.saved import leaves
 
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.
 _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
@@ -238,7 +238,7 @@ class SideBySide(Launcher):
         self._context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra."""
+        """Take Hydra's context. Hydra calls it."""
         self._config, self._context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -284,7 +284,7 @@ class SideBySide(Launcher):
         return _Job(number, folder, overrides, command)
 
     def _needs(self, jobs: Sequence[_Job]) -> tuple[int, bool]:
-        """Processes of the largest job, and whether any may run on GPUs."""
+        """Return the number of processes of the largest job, and whether any job may run on GPUs."""
         assert self._context is not None and self._config is not None
         load = self._context.config_loader.load_sweep_config
         # Composing takes a fifth of a second: once for all jobs that say the same of recipe, processes and device.
@@ -345,7 +345,7 @@ def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: 
 
 
 def _share(cores: list[int], index: int, count: int) -> list[int]:
-    """A contiguous part of the cores; where there are fewer than slots, slots share them."""
+    """Return a contiguous part of the cores; with fewer cores than slots, slots share them."""
     if count > len(cores):
         return [cores[index % len(cores)]]
     return cores[index * len(cores) // count : (index + 1) * len(cores) // count]

@@ -19,8 +19,6 @@ from vissl_zero.checkpoint.first_weights import load_first_weights, load_teacher
 from vissl_zero.checkpoint.resume import opening_lines, resume
 from vissl_zero.checkpoint.saver import CheckpointHook, Saver
 from vissl_zero.checkpoint.snapshot import RankCheck
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.config.saved import load_resolved
 from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run
@@ -32,14 +30,16 @@ from vissl_zero.registry import load_plugins
 from vissl_zero.reporting import summary
 from vissl_zero.reporting.hooks import build_hooks
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
-from vissl_zero.reporting.out_of_memory import explain, is_out_of_memory
 from vissl_zero.reporting.quantity import FitMeasurement
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import load_resolved
+from vissl_zero.sharding.memory import is_out_of_memory
 
 _AFTER_FIRST_S = 2.0
 
 
 def rank_device(plan: ResolvedRun) -> torch.device:
-    """This rank's device: the CPU, or the GPU of its local rank."""
+    """Return this rank's device: the CPU, or the GPU of its local rank."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device == "cuda" else torch.device("cpu")
 
 
@@ -77,6 +77,8 @@ def train_rank(plan: ResolvedRun) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        from vissl_zero.reporting.out_of_memory import explain  # the planner, which training does without
+
         raise explain(error, plan, run.sharded.ledger() if run else None) from error
     finally:
         if run is not None:
@@ -112,7 +114,7 @@ def fail(error: BaseException) -> int:
 
 
 def main() -> int:
-    """A rank started by ``RankGroup``: ``argv[1]`` is the run folder."""
+    """Run a rank that ``RankGroup`` has started: ``argv[1]`` is the run folder."""
     take_place()
     try:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))

@@ -14,8 +14,8 @@ from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, o
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 
 @dataclass

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
-from vissl_zero.config.saved import RESOLVED_FILE, read_saved, with_references
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.dino import PatchDistillation, masked_patch_loss
 from vissl_zero.methods.distillation_keys import (
@@ -28,6 +27,7 @@ from vissl_zero.methods.supervised import targets_of
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.models.patches import PatchView, with_patches_dropped
 from vissl_zero.registry import LOSSES
+from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
 def distillation_loss(

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.derive.components import as_teacher
-from vissl_zero.config.saved import RESOLVED_FILE
 from vissl_zero.errors import Problem
 from vissl_zero.methods.dino_keys import IBOT_HEADS, patch_distillation
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
 from vissl_zero.registry import METHODS
+from vissl_zero.resolve.components import as_teacher
+from vissl_zero.resolve.saved import RESOLVED_FILE
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 
 _CLASSIFIERS = (
@@ -139,8 +139,8 @@ _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 def _teacher_problems(cfg: RunConfig, host: Host) -> list[Problem]:
     """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
-    from vissl_zero.config.derive import model_rules as rules
-    from vissl_zero.config.derive.inactive import refused
+    from vissl_zero.resolve import model_rules as rules
+    from vissl_zero.resolve.inactive import refused
 
     shadow, found = as_teacher(cfg), list[Problem]()
     for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):

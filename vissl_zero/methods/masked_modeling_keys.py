@@ -13,8 +13,8 @@ from vissl_zero.methods.spec import MethodSpec, loss_keys, one_head, one_size, p
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 
 @dataclass

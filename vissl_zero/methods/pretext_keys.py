@@ -26,8 +26,8 @@ from vissl_zero.methods.spec import (
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 NUM_ANGLES = 4
 

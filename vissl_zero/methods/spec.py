@@ -14,8 +14,8 @@ from vissl_zero.errors import Problem
 from vissl_zero.registry import HEADS, METHODS, TRUNKS
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 
 class MethodSpec:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from vissl_zero.config.constraints import number
-from vissl_zero.config.derive.placement_plan import micro_batch
 from vissl_zero.errors import Problem
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS
+from vissl_zero.resolve.placement_plan import micro_batch
 
 if TYPE_CHECKING:
-    from vissl_zero.config.host import Host
     from vissl_zero.config.run_config import RunConfig
+    from vissl_zero.resolve.host import Host
 
 
 @dataclass

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_bare(build: Callable[[], Model]) -> Model:
-    """What ``build`` gives, with the parameters of known layers on the meta device; ``FirstWeights`` fills them.
+    """Build a model with the parameters of known layers on the meta device; ``FirstWeights`` fills them.
 
     A model that cannot be filled part by part is built whole: a trunk or a method of initialisation that spans several
     units (timm's own weights), tied parameters, a constructor that computes with its weights.
@@ -56,7 +56,7 @@ def build_bare(build: Callable[[], Model]) -> Model:
 
 @contextmanager
 def lost_operations() -> Iterator[list[str]]:
-    """The names of operations within it on tensors without memory, which have no effect."""
+    """Record the names of operations on tensors without memory, which have no effect."""
     with _Watch() as watch:
         yield watch.seen
 
@@ -225,7 +225,7 @@ def _reset_of(owner: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU, float32. Filled with NaN, so that anything left uninitialised is found."""
+    """Return the full tensor on the CPU, float32, filled with NaN, so that anything left uninitialized is noticed."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)

@@ -68,7 +68,7 @@ class FirstWeights:
             self.fill_("")
 
     def of_copy(self, model: nn.Module) -> FirstWeights:
-        """The same weights for a copy of the model, which may lack parts; what is filled in the model is so there."""
+        """Return the same weights for a copy of the model, which may lack parts; parts filled here are filled there."""
         other = copy.copy(self)
         other._waiting = {name: m for name, m in model.named_modules(remove_duplicate=False) if name in self._waiting}
         return other
@@ -91,7 +91,7 @@ class FirstWeights:
             tensor.data = tensor.data.to(dtype)
 
     def _key(self, name: str) -> str:
-        """The name of a module by which it is drawn."""
+        """Return the name by which a module is drawn."""
         for head, other in self._drawn_as.items():
             if _is_in(name, head):
                 return f"{other}{name[len(head) :]}".removeprefix(".")
@@ -107,7 +107,7 @@ def outermost_units(model: nn.Module) -> list[str]:
 
 
 def rule_of(module: nn.Module) -> Callable[[nn.Module, GeneratorFor], None] | None:
-    """The rule for the type of ``module``. A subclass with a ``reset_parameters`` of its own means it, and has none."""
+    """Return the rule for the type of ``module``; a subclass with its own ``reset_parameters`` has none."""
     for module_type, rule in _RULES:
         if isinstance(module, module_type) and _reset_of(type(module)) is _reset_of(module_type):
             return rule

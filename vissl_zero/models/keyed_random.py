@@ -76,7 +76,7 @@ def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
 
 
 def current_scope() -> tuple[int, int | None]:
-    """What ``resolution_scope`` was last given, to enter it again in a recomputation."""
+    """Return what ``resolution_scope`` was last given, to enter it again in a recomputation."""
     return getattr(_scope, "resolution", 0), getattr(_scope, "num_rows", None)
 
 
@@ -235,7 +235,7 @@ def key_random_layers(model: nn.Module) -> None:
 
 
 def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
-    """The keyed layer to put in the place of ``layer``; None for one that stays."""
+    """Build the keyed layer that replaces ``layer``; None for one that stays."""
     if type(layer) is nn.Dropout:
         return KeyedDropout(layer.p, name)
     kind = type(layer).__name__
@@ -309,6 +309,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Reinterpret the 64 bits as int64."""
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value

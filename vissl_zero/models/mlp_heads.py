@@ -120,7 +120,7 @@ class EvalMLP(nn.Module):
         self.clf = MLP(dims, use_bn=use_bn, use_relu=use_relu)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Maps (n, in_channels, H, W), or vectors (n, in_channels) -> outputs (n, dims[-1])."""
+        """Map (n, in_channels, H, W) or (n, in_channels) to outputs (n, dims[-1])."""
         maps = features[:, :, None, None] if features.ndim == 2 else features
         outputs: Tensor = self.clf(self.channel_bn(maps).flatten(1))
         return outputs

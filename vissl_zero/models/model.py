@@ -81,7 +81,7 @@ class Taps:
         self._caught.clear()
 
     def __call__(self, features: list[Tensor]) -> list[Tensor]:
-        """The input of each head, rows of all resolutions; after the trunk's forward pass.
+        """Return the input of each head, rows of all resolutions; call it after the trunk's forward pass.
 
         Args:
             features: what the trunk gave, a tensor (b_r, F) per resolution.
@@ -116,7 +116,7 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
 
 
 def build_taps(trunk: nn.Module, settings: Mapping[str, Any]) -> Taps | None:
-    """The taps that FEATURE_EVAL_SETTINGS asks for, or None."""
+    """Build the taps that FEATURE_EVAL_SETTINGS lists, or None."""
     entries = settings.get("LINEAR_EVAL_FEAT_POOL_OPS_MAP") or []
     return Taps(trunk, entries, bool(settings.get("SHOULD_FLATTEN_FEATS", True))) if entries else None
 
@@ -184,12 +184,12 @@ class Unit(nn.Sequential):
         return outputs
 
     def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layers on one resolution; of the unit's forward pass this is what is compiled."""
+        """Apply the layers to one resolution: the part of the unit's forward pass that is compiled."""
         return super().forward(x)
 
 
 def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the first run and the recomputation of a checkpointed unit are wrapped in."""
+    """Return the contexts around the first run and the recomputation of a checkpointed unit."""
     return nullcontext(), _recomputing()
 
 
@@ -318,7 +318,7 @@ class Model(nn.Module):
         return self.requires_grad_(False)
 
     def zero_units(self) -> list[nn.Module]:
-        """What is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
+        """List what is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
 
         A trunk without units is one. Parameters of a trunk outside its units belong to the model as a whole. A head is
         one, and the units in it are units too.
@@ -333,7 +333,7 @@ _EXTRAS = {"probe", "tokens"}
 
 
 def _require_patches(trunk: nn.Module) -> nn.Module:
-    """The trunk, which must have patches to hide and to show."""
+    """Return the trunk, which must have patches to hide and to show."""
     if not hasattr(trunk, "pooled"):
         must = "must be a vision transformer: the method or its head looks at patches"
         fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, for example."
@@ -417,7 +417,7 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
 
 
 def build_trunk(trunk_config: Mapping[str, Any]) -> nn.Module:
-    """The trunk of ``config.MODEL.TRUNK`` after resolution, which has ``feature_dim``. Raises ConfigError."""
+    """Build the trunk of ``config.MODEL.TRUNK`` after resolution; it has ``feature_dim``. Raises ConfigError."""
     name = trunk_config["NAME"]
     component = TRUNKS.get(trunk_component(name))
     options = trunk_config.get(TRUNK_BLOCKS.get(name, "PARAMS")) or {}

@@ -72,7 +72,7 @@ def grid_of(images: Tensor, patch_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def sine_positions(grid: tuple[int, int], dim: int, like: Tensor) -> Tensor:
-    """Fixed position embeddings (h * w, dim): sines and cosines of row and column (https://arxiv.org/abs/2111.06377).
+    """Compute fixed position embeddings (h * w, dim): sines and cosines (https://arxiv.org/abs/2111.06377).
 
     Args:
         grid: h and w.
@@ -89,7 +89,7 @@ _NUM_BLOCKS = 10  # tries at covering the patches that are wanted by blocks
 
 
 def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
-    """The patches of each image in random order.
+    """Draw a random order of the patches of each image.
 
     Args:
         images: (b, 3, H, W), crop-major.
@@ -113,7 +113,7 @@ def with_patches_dropped(
 
 
 def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: int, name: str) -> Tensor:
-    """The patches of each image in an order whose first ones lie in blocks (BEiT, https://arxiv.org/abs/2106.08254).
+    """Order the patches of each image so that the first lie in blocks (BEiT, https://arxiv.org/abs/2106.08254).
 
     Blocks of at most as many patches as are wanted and of ratios from 0.3 to 1 / 0.3 come one after another; the last
     one that counts is taken in part, and what ten blocks do not cover follows at random.

@@ -136,7 +136,7 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without what sharding and compilers put into it."""
+    """Strip from a parameter's name what sharding and compilers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -7,15 +7,15 @@ reads a value on the host or branches on one: all ranks launch the same kernels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
+from vissl_zero.config.components.optimizers import TRUST_COEFFICIENT, TRUST_EPS
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Adaptation(ABC):
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What to do with each gradient: it becomes ``scale * (grad + decay * param)``.
+        """Compute what each gradient becomes: ``scale * (grad + decay * param)``.
 
         The decay is in the gradient then, so the base optimizer must run without: see ``decay_absorbed``.
 
@@ -141,3 +141,8 @@ def decay_absorbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
             group["weight_decay"] = weight_decay
+
+
+# Given torch-style groups (dicts with "name", "params", "lr", "weight_decay") of *local shards*, returns the optimizer
+# to run on them and the layer-wise adaptation (LARC, LARS) to apply to the gradients first, if any.
+OptimizerFactory = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, Adaptation | None]]

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from vissl_zero.config.components.optimizers import (
+    TRUST_COEFFICIENT,
+    TRUST_EPS,
     AdamConfig,
     AdamWConfig,
     LARSConfig,
@@ -31,7 +33,6 @@ from vissl_zero.config.components.optimizers import (
     ScheduleFreeConfig,
     SGDConfig,
 )
-from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Lars
 from vissl_zero.registry import OPTIMIZERS

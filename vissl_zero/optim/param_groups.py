@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vissl_zero.collectives import rank
-from vissl_zero.config.resolved import OptimizerPlan
-from vissl_zero.config.vissl import ALIASES
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc
 from vissl_zero.registry import OPTIMIZERS
+from vissl_zero.resolve.resolved import OptimizerPlan
+from vissl_zero.vissl.keys import ALIASES
 
 _HEAD_PREFIX = "heads."
 _BLOCK = re.compile(r"trunk\.(?:net\.)?blocks\.(\d+)\.")
@@ -85,7 +85,7 @@ def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
 
 
 def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Groups cut by block and by rule."""
+    """Cut groups by block and by rule."""
     if plan.layer_decay == 1 and not plan.param_rules:
         return groups
     depths = _depths_from_top(model) if plan.layer_decay != 1 else {}
@@ -125,7 +125,7 @@ def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], p
 
 
 def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> int:
-    """The first rule that fits; -1: none does."""
+    """Return the index of the first rule that fits; -1: none does."""
     for index, rule in enumerate(rules):
         if rule["match"] in name and (rule["max_dims"] is None or num_dims <= rule["max_dims"]):
             return index
@@ -156,7 +156,7 @@ def _required(groups: list[ParamGroup]) -> list[ParamGroup]:
 
 
 def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Groups that know no heads: all parameters in one (VISSL's construct_single_param_group_only), or DINO's two.
+    """Group parameters regardless of heads: all in one (VISSL's construct_single_param_group_only), or DINO's two.
 
     https://github.com/facebookresearch/vissl/blob/main/vissl/optimizers/param_groups/dino.py: what ends in ``.bias`` or
     has ``norm`` in its full name does not decay.
@@ -270,7 +270,7 @@ Built = torch.optim.Optimizer | tuple[torch.optim.Optimizer, Adaptation]
 def build_optimizer(
     plan: OptimizerPlan, groups: list[dict[str, Any]]
 ) -> tuple[torch.optim.Optimizer, Adaptation | None]:
-    """The base optimizer of ``plan`` over ``groups``, and LARC or LARS if it has them.
+    """Build the base optimizer of ``plan`` over ``groups``, and LARC or LARS if it has them.
 
     A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of a
     tensor depends on that tensor alone (``optim/update_rule.py`` finds out), alone or as a pair with an ``Adaptation``.

@@ -29,7 +29,7 @@ _LAST_PROGRESS = 1 - 2 * ParamScheduler.WHERE_EPSILON
 
 
 def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: int) -> Callable[[int], float]:
-    """A schedule as a function of the optimizer step (from 0): a pure one, so that a resumed run needs no state.
+    """Build a schedule: a pure function of the optimizer step (from 0), so that a resumed run needs no state.
 
     A schedule that is updated per epoch keeps the value of the epoch's first step. The parts of a composite follow the
     composite's own ``update_interval``. Values after the last step are the last step's.
@@ -56,7 +56,7 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
 
 
 def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
-    """What the configuration says; None where it says nothing."""
+    """Return what the configuration sets; None where it sets nothing."""
     value = config.get("update_interval")
     if value is None:
         return None
@@ -86,7 +86,7 @@ def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progressio
 
 
 def _single(config: dict[str, Any], num_epochs: int) -> Progression:
-    """A schedule of classy-vision's by its own name and keys."""
+    """Build a classy-vision schedule by its own name and keys."""
     scheduler: Progression = build_param_scheduler({**config, "num_epochs": num_epochs})
     return scheduler
 

@@ -205,7 +205,7 @@ def _distinct_groups(
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
-    """What each step adds to each tensor, all of them in one copy of ``optimizer``, each in its group."""
+    """Return what each step adds to each tensor, all of them in one copy of ``optimizer``, each in its group."""
     params = [nn.Parameter(case.start.clone()) for _, case in cases]
     of_group: dict[int, list[nn.Parameter]] = {}
     for (index, _), param in zip(cases, params, strict=True):
@@ -237,7 +237,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-    """A copy that updates ``params``, with the options of ``optimizer``'s groups and a fresh state; to ``step``.
+    """Copy ``optimizer`` over ``params``, with its groups' options and a fresh state, ready to ``step``.
 
     Args:
         optimizer: left as it is. One that wraps another over the same groups is copied with it.

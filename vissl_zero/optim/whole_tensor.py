@@ -1,6 +1,6 @@
 """Optimizers that look at full tensors: Muon, NorMuon, LAMB, Adafactor, Shampoo, and AdamW with its state in 8 bits.
 
-Above level 0, ``sharding/whole_tensors.py`` gives them full tensors, each on one rank.
+Above level 0, ``sharding/update/whole_tensors.py`` gives them full tensors, each on one rank.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _figures(run: Run, record: StepRecord, progress: Progress) -> RenderableType
 
 
 def _health(record: StepRecord) -> list[RenderableType]:
-    """The criterion's own figures on its health, if it has any."""
+    """Format the criterion's own figures on its health, if it has any."""
     if not record.watch:
         return []
     figures = "   ".join(f"{name.replace('_', ' ')} {figure_text(value, 3)}" for name, value in record.watch.items())

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 import vissl_zero
-from vissl_zero.config.host import available_memory
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.data.source import PART, described
-from vissl_zero.engine.dry_run import DryRun
 from vissl_zero.errors import printable
+from vissl_zero.planner.dry_run import DryRun
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.resolve.host import available_memory
+from vissl_zero.resolve.logger_rules import logger_names
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.sharding.memory import Bytes
 
 # What the tiers of a rank are called, by device.
 PLACES = {
@@ -122,7 +123,7 @@ def _classes(names: Sequence[str]) -> str:
 
 
 def _has_events(plan: ResolvedRun) -> bool:
-    return bool(plan.config["HOOKS"]["TENSORBOARD_SETUP"]["USE_TENSORBOARD"])
+    return "tensorboard" in logger_names(plan.config["HOOKS"])
 
 
 def _ranks(plan: ResolvedRun) -> str:

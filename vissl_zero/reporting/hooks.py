@@ -7,8 +7,7 @@ from rich.console import Console
 
 import vissl_zero
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.config.resolved import OffloadPlan, ResolvedRun
-from vissl_zero.config.vissl_programs import PROGRAMS
+from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
@@ -16,14 +15,17 @@ from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
-from vissl_zero.reporting.metrics_file import MetricsFile, TensorBoard
+from vissl_zero.reporting.loggers.logging import Logging
+from vissl_zero.reporting.metrics_file import MetricsFile
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
+from vissl_zero.resolve.logger_rules import logger_names
+from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
 
 
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
-    """The hooks a configuration asks for. Every rank builds the same list: some hooks are collective.
+    """Build the hooks that a configuration asks for. Every rank builds the same list: some hooks are collective.
 
     The display comes first, so that something is seen before the first evaluation and its last frame stands above what
     the others print at the end; the file of metrics before anything that may fail; what adds results (evaluation, the
@@ -43,13 +45,11 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     for name in dict.fromkeys([*([program] if program else []), *options["EXTRA"]]):
         hooks.append(HOOKS.get(name).build())
         require_interface(HOOKS, name, hooks[-1], base=Hook)
-    if options["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]:
-        hooks.append(TensorBoard())
     if (average := EmaModel(**options.get("EMA_MODEL", {}))).SAVE_EMA_MODEL:
         hooks.append(WeightAverageHook(average))
     if not plan.config["TEST_ONLY"]:
         hooks.append(FinalWeights())
-    return [*hooks, PeakMemory(), Summary(), ReportImage(knn)]
+    return [*hooks, PeakMemory(), Summary(), ReportImage(knn), Logging(logger_names(plan.config["HOOKS"]))]
 
 
 class Opening(Hook):
@@ -65,7 +65,7 @@ class Opening(Hook):
 
 
 def opening_lines(run: Run) -> list[str]:
-    """The lines, ASCII but for what the user named."""
+    """Write the opening lines, ASCII but for what the user named."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     lines = [

@@ -1,6 +1,6 @@
 """The answer to "out of memory": what the bytes are, and the cheapest change that would help.
 
-What a change saves is forecast by the one memory model (``sharding/memory_model.py``), as in ``vissl-zero plan``.
+What a change saves is forecast by the one memory model (``planner/memory_model.py``), as in ``vissl-zero plan``.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
-from vissl_zero.config.resolved import Precision, ResolvedRun
-from vissl_zero.engine.dry_run import dry_run, set_stage
 from vissl_zero.errors import OutOfMemoryError
+from vissl_zero.planner.candidates import Budget, Candidate, rank_candidates
+from vissl_zero.planner.dry_run import dry_run, set_stage
+from vissl_zero.planner.forecast import Forecast
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
-from vissl_zero.sharding.candidates import Budget, Candidate, rank_candidates
-from vissl_zero.sharding.forecast import Forecast
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.resolve.resolved import Precision, ResolvedRun
+from vissl_zero.sharding.memory import Bytes
 
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
 _MOST_OTHERS = 3
@@ -42,20 +40,13 @@ class Switch:
         return f"{self.override}  saves about {bytes_text(self.saved)} per rank; {self.price}"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
 def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> OutOfMemoryError:
-    """The error to raise instead: bytes by kind, the cheapest change that would help, and some others.
+    """Build the error to raise instead: bytes by kind, the cheapest change that would help, and some others.
 
     Cost: forecasts of the run's other plans, a few seconds.
 
     Args:
-        error: see ``is_out_of_memory``.
+        error: see ``memory.is_out_of_memory``.
         plan: the run.
         ledger: this rank's memory by kind, or None if the model was not built yet.
     """
@@ -127,7 +118,7 @@ def _time(then: Forecast, now: Forecast) -> str:
 
 
 def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """Changes that train something else, the mildest first."""
+    """List changes that train something else, the mildest first."""
     before = _peak(plan)
     if before is None:
         return

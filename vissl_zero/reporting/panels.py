@@ -27,7 +27,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import DataError
 from vissl_zero.reporting.quantity import bytes_text, largest, shown_kinds, total
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 WIDTH = 1600  # pixels
 DPI = 100
@@ -82,12 +82,12 @@ class Page:
         FigureCanvasAgg(self.figure)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """New axes whose drawing area is this box."""
+        """Add axes whose drawing area is this box."""
         box = (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
         return self.figure.add_axes(box)
 
     def picture(self, left: float, top: float, width: float, height: float) -> Axes:
-        """New axes without ticks or frame, measured in pixels from their own top left corner."""
+        """Add axes without ticks or frame, measured in pixels from their own top left corner."""
         axes = self.axes(left, top, width, height)
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(height, 0))
@@ -194,7 +194,7 @@ class Series:
 
 
 def series(records: Sequence[StepRecord], figure: Callable[[StepRecord], float | None]) -> Series:
-    """The curve of one figure; steps where it is missing or not finite are left out.
+    """Return the curve of one figure; steps where it is missing or not finite are left out.
 
     Long runs are thinned to 1,500 points, each the mean of its share of the steps.
     """
@@ -220,7 +220,7 @@ KIND_COLORS = {
 
 
 def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | None) -> None:
-    """The loss of every step, its running mean, and the loss of guessing."""
+    """Draw the loss of every step, its running mean, and the loss of guessing."""
     curve = series(records, lambda record: record.loss)
     axes.set_title("Loss")
     _draw(axes, curve, BLUE, is_noisy=True)
@@ -296,7 +296,7 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
 
 
 def _draw_reference(axes: Axes, value: float, text: str) -> None:
-    """What the curve is compared with: a dashed line, its text above the right end."""
+    """Draw what the curve is compared with: a dashed line, its text above the right end."""
     axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
     place, frame, offset = (1, value), ("axes fraction", "data"), (-4, 4)
     axes.annotate(text, place, offset, xycoords=frame, textcoords="offset points", ha="right", fontsize=9.5, color=SOFT)
@@ -312,7 +312,7 @@ _NUM_SAMPLES = 8
 
 
 def first_crops(run: Run) -> list[CropSample]:
-    """Some samples of this rank's first batch; none if the images cannot be read any more. Cost: loads one step."""
+    """Load samples of this rank's first batch; none if the images cannot be read any more. Cost: loads one step."""
     try:
         batch = next(iter(run.loader.epoch(0)))[0]
     except DataError:  # a report is no reason to fail a run that has ended well
@@ -321,7 +321,7 @@ def first_crops(run: Run) -> list[CropSample]:
 
 
 def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:
-    """The first samples of a batch as pictures.
+    """Convert the first samples of a batch into pictures.
 
     Args:
         batch: as the loader gives it, on the CPU.
@@ -343,7 +343,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
 
 
 def original(source: Source, index: int) -> np.ndarray | None:
-    """An image of a source, (H, W, 3) uint8, at most 256 pixels long; None if it cannot be read."""
+    """Load an image of a source, (H, W, 3) uint8, at most 256 pixels long; None if it cannot be read."""
     try:
         image = source.image(index)
     except (DataError, OSError):
@@ -353,7 +353,7 @@ def original(source: Source, index: int) -> np.ndarray | None:
 
 
 def denormalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """A picture, (h, w, 3) uint8, from a normalised tensor (3, h, w) and what it was normalised with, per channel."""
+    """Undo the normalization of a tensor (3, h, w), per channel, and return a picture (h, w, 3) uint8."""
     picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
     return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)
 
@@ -404,7 +404,7 @@ def _crop_tile(samples: Sequence[CropSample], width: float) -> float:
 
 
 def _crop_label(sample: CropSample) -> str:
-    """``"what the model saw: 2 crops of 32 x 32, 4 of 16 x 16 pixels"``."""
+    """Format ``"what the model saw: 2 crops of 32 x 32, 4 of 16 x 16 pixels"``."""
     sizes = [f"{crop.shape[1]} x {crop.shape[0]}" for crop in sample.crops]
     counted = [f"{sizes.count(size)} of {size}" for size in dict.fromkeys(sizes)]
     return f"what the model saw: {', '.join(counted)} pixels"
@@ -416,7 +416,7 @@ def neighbours_height(rows: Sequence[NeighbourRow], width: float) -> float:
 
 
 def draw_neighbours(axes: Axes, rows: Sequence[NeighbourRow], width: float) -> None:
-    """A test image per row, then its nearest training images before and after training."""
+    """Draw a test image per row, then its nearest training images before and after training."""
     tile = _neighbour_tile(rows, width)
     num = len(rows[0].before)
     block = num * (tile + _GAP)
@@ -443,7 +443,7 @@ def _neighbour_tile(rows: Sequence[NeighbourRow], width: float) -> float:
 
 
 def _show(axes: Axes, picture: np.ndarray, left: float, top: float, side: float, border: str | None = None) -> None:
-    """A picture with its longer side ``side`` pixels long, centred in its square; a coloured border if one is given."""
+    """Draw a picture, longer side ``side`` pixels, centered in its square; with a colored border if one is given."""
     height, width = picture.shape[:2]
     scale = side / max(height, width)
     left += (side - width * scale) / 2

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from vissl_zero.engine.planning import Past, Planned
+from vissl_zero.planner.candidates import Candidate, because, smallest
+from vissl_zero.planner.memory_model import KINDS
+from vissl_zero.planner.planning import Past, Planned
 from vissl_zero.reporting.quantity import bytes_text
-from vissl_zero.sharding.candidates import Candidate, because, smallest
-from vissl_zero.sharding.memory_model import KINDS
 
 NAMES = {
     "params": "parameters",

@@ -13,17 +13,16 @@ from dataclasses import asdict, fields
 import torch
 
 from vissl_zero.collectives import all_gather_rows
-from vissl_zero.config.fit_plans import note_running
+from vissl_zero.engine.forecast_log import note_running
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
-from vissl_zero.sharding.memory import mapped_bytes, resident_bytes
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes, mapped_bytes, resident_bytes
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of ``fraction`` of ``width`` characters, to an eighth of a character; something above zero is visible."""
+    """Draw a bar of ``fraction`` of ``width`` characters, to an eighth; something above zero is visible."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     if fraction > 0:
         eighths = max(1, eighths)
@@ -80,7 +79,7 @@ def duration_text(seconds: float) -> str:
 
 
 def figure_text(value: float | None, digits: int = 4) -> str:
-    """A number with ``digits`` significant digits, ``"-"`` for None."""
+    """Format a number with ``digits`` significant digits, ``"-"`` for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -110,7 +109,7 @@ def total(memory: Bytes) -> int:
 
 
 def largest(figures: Iterable[Bytes]) -> Bytes:
-    """The largest figure of each kind on its own; zeros for no figures."""
+    """Return the largest figure of each kind on its own; zeros for no figures."""
     table = [asdict(memory) for memory in figures]
     return Bytes(**{name: max((row[name] for row in table), default=0) for name in _FIELDS})
 

@@ -45,7 +45,7 @@ from vissl_zero.reporting.panels import (
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
 from vissl_zero.reporting.summary import percent, summarise
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 _INNER = WIDTH - 2 * MARGIN
 _HEADER = 226
@@ -74,7 +74,7 @@ def write_report(content: ReportContent, path: Path) -> None:
 
 @mpl.rc_context(STYLE)
 def draw(content: ReportContent) -> Page:
-    """The whole page; parts that are missing take no room."""
+    """Draw the whole page; parts that are missing take no room."""
     rows = panel_rows(content)
     num_ranks = len(content.bytes_per_rank[:_MOST_RANKS])
     memory = 52 + 40 * num_ranks if num_ranks else 0
@@ -110,7 +110,7 @@ def _has_attention(content: ReportContent) -> bool:
 
 
 def panel_rows(content: ReportContent) -> list[list[Panel]]:
-    """The panels with axes, row by row: only those with something to show."""
+    """List the panels with axes, row by row: only those with something to show."""
     records = content.records
     first = [Panel(2.0, lambda axes: draw_loss(axes, records, content.trivial_loss))]
     if content.knn:
@@ -210,7 +210,7 @@ def _if_any(picture: np.ndarray | None) -> list[np.ndarray]:
 
 
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
-    """The few figures at the top: (figure, what it is)."""
+    """List the few figures at the top: (figure, what it is)."""
     summary = summarise(run)
     found = []
     if summary["loss_first"] is not None:
@@ -230,7 +230,7 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
 
 
 def neighbour_rows(before: Neighbours | None, after: Neighbours | None) -> list[NeighbourRow]:
-    """The same test images with what was near them before and after training.
+    """Pair the same test images with their neighbors before and after training.
 
     Args:
         before, after: with the same queries and the same number of neighbours; None where kNN was off.

@@ -17,7 +17,7 @@ from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
 from vissl_zero.reporting.weight_files import BEST_FILE_NAME
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 FILE_NAME = "summary.json"
 _MOST_RANKS_SHOWN = 4
@@ -42,7 +42,7 @@ class Summary(Hook):
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
+    """Build the content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
     losses = [record.loss for record in run.records if record.loss is not None]
     return {
         "vissl_zero": vissl_zero.__version__,
@@ -71,7 +71,7 @@ def images_per_s(records: Sequence[StepRecord]) -> float | None:
 
 
 def table(run: Run, summary: dict[str, Any]) -> RenderableType:
-    """The summary for people."""
+    """Format the summary for people."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True, style="bold")
     rows.add_column(overflow="fold")

@@ -19,7 +19,7 @@ from vissl_zero.atomic import replacing
 from vissl_zero.engine.stopping import is_done, read_note, read_summary
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 _FIGURES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
@@ -85,7 +85,7 @@ def write_sweep(sweep_dir: Path, rows: Sequence[Row]) -> None:
 
 
 def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
-    """The table: a line per job."""
+    """Print the table: a line per job."""
     out = console or rich.get_console()
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []

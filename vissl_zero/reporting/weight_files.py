@@ -23,7 +23,7 @@ from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.registry import HOOKS
-from vissl_zero.sharding.strategy import WholeTensor
+from vissl_zero.sharding.state.shard import WholeTensor
 
 WEIGHTS_NAME = "weights.safetensors"
 BEST_FILE_NAME = "weights_best.safetensors"
@@ -51,7 +51,7 @@ class BestWeights(Hook):
         self._best: list[float] = []  # [step, top-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far."""
+        """Return the best weights so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

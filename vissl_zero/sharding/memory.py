@@ -6,6 +6,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vissl_zero.sharding.shard import Shard
+from vissl_zero.sharding.state.shard import Shard
 from vissl_zero.sharding.torch_private import object_address, real_grad
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory of this rank by kind, in bytes.
+
+    Attributes:
+        params: parameters: this rank's shards, and whole ones where units are gathered at this moment.
+        grads: gradients, counted in the same way.
+        optimizer: state of the optimizer, its step counters apart.
+        activations: what the forward pass that was measured kept alive for the backward pass.
+        buffers: running statistics and other buffers, and the running average of the weights.
+        teacher: parameters and buffers of the teacher in memory: its shards unless they are on a disk, and whole
+            parameters where units are gathered.
+        peak: largest so far: resident memory on CPU, allocated on CUDA.
+        params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
+            whole at once.
+    """
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+    peak: int = 0
+    params_step_peak: int = 0
+    teacher: int = 0
 
 
 class Storages:
@@ -43,21 +71,21 @@ class Storages:
 
 
 def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards, and full parameters where units are gathered at this moment."""
+    """Collect this rank's shards, and full parameters where units are gathered at this moment."""
     storages = Storages(shard.local for shard in shards)
     storages.add(model.parameters())
     return storages
 
 
 def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """This rank's shards of gradients, and full gradients that wait for the last micro-batch."""
+    """Collect this rank's shards of gradients, and full gradients that wait for the last micro-batch."""
     storages = Storages(shard.local_grad() for shard in shards)
     storages.add(real_grad(param) for param in model.parameters())
     return storages
 
 
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
-    """The optimizer's state in memory; step counters (one number a parameter) are left out."""
+    """Collect the optimizer's state in memory; step counters (one number a parameter) are left out."""
     buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
     if buffers is not None:  # the state is on a disk and passes through these
         return Storages(buffers)
@@ -76,18 +104,25 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def resident_bytes() -> int | None:
-    """What this process has in memory now; None where the system does not say."""
+    """Return the resident memory of this process; None where the system does not report it."""
     return _status("VmRSS")
 
 
 def mapped_bytes() -> int:
-    """What this process has in memory of mapped files, mostly code; 0 where the system does not say."""
+    """Return the resident memory of mapped files, mostly code; 0 where the system does not report it."""
     return _status("RssFile") or 0
 
 
 def _status(name: str) -> int | None:
-    """A figure of Linux on this process, bytes."""
+    """Read a figure of Linux on this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,8 @@
-"""What all levels have in common: everything but when gradients and parameters are sent."""
+"""A model and its optimizer under one ZeRO level: all that the training loop may call.
+
+The loop never asks which level or engine runs. Every method is a collective unless its docstring says otherwise: all
+ranks of the world must call it, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import ShardingPlan
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.bare import Fill, materialize_
-from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.sharding import teacher as teaching
-from vissl_zero.sharding.cpu_communicator import CpuCommunicator
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (
     ActivationCounter,
+    Bytes,
     Storages,
     gradient_storages,
     optimizer_storages,
     parameter_storages,
     peak_bytes,
 )
-from vissl_zero.sharding.missing_gradient import SPENT
-from vissl_zero.sharding.precision import LossScale, rounded
-from vissl_zero.sharding.prepare import prepare
-from vissl_zero.sharding.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
-from vissl_zero.sharding.replica_check import ParameterGuard, StepCheck, digest_of, equal_values
-from vissl_zero.sharding.shard import Shard, shards_of, whole_shard
-from vissl_zero.sharding.sharded_tensor import whole
-from vissl_zero.sharding.state import (
+from vissl_zero.sharding.model.precision import LossScale, rounded
+from vissl_zero.sharding.model.prepare import prepare
+from vissl_zero.sharding.model.wrap_plan import WrapPlan
+from vissl_zero.sharding.state import teacher as teaching
+from vissl_zero.sharding.state.missing_gradient import SPENT
+from vissl_zero.sharding.state.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
+from vissl_zero.sharding.state.saved_state import (
     Part,
     SavedState,
     average_parts,
@@ -49,11 +53,11 @@ from vissl_zero.sharding.state import (
     scalars_of,
     teacher_parts,
 )
-from vissl_zero.sharding.stepper import Clipping, Stepper
-from vissl_zero.sharding.strategy import Bytes, OptimizerFactory, Sharded, StepResult, WholeTensor
-from vissl_zero.sharding.teacher import WeightAverage
-from vissl_zero.sharding.whole_tensors import WholeTensorOptimizer
-from vissl_zero.sharding.wrap_plan import WrapPlan
+from vissl_zero.sharding.state.shard import Shard, WholeTensor, shards_of, whole_shard
+from vissl_zero.sharding.state.sharded_tensor import whole
+from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,16 @@ class ModelSetup:
         return {name for group in self.groups for name in group.params}
 
 
-class ShardedModel(Sharded):
+class ShardedModel:
     """A model whose parameters this rank holds whole or in part, with its optimizer.
 
-    Subclasses say how micro-batches communicate (``micro_batch``) and what to do before shards change
+    Subclasses define how micro-batches communicate (``micro_batch``) and what happens before shards change
     (``_before_shards_change``).
+
+    Attributes:
+        model: call this (``sharded.model(crops)``), in training and evaluation; under no_grad too.
+        optimizer: torch optimizer over this rank's shards. Set ``lr`` and ``weight_decay`` in its ``param_groups``
+            (each has the ``name`` of its ParamGroup); never call its ``step`` or ``zero_grad``.
 
     Args:
         setup: model, optimizer and plans. The model is already sharded, by the subclass.
@@ -97,6 +106,9 @@ class ShardedModel(Sharded):
         model: what to call, where that is a wrapper around the model.
         comm: among the ranks of ``group``, on the CPU, if there is one.
     """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -127,10 +139,10 @@ class ShardedModel(Sharded):
         ]
         adaptation: Adaptation | None
         if plan.needs_whole_tensors and build_optimizer is not None and group is not None:
-            self.optimizer = WholeTensorOptimizer(
+            whole = WholeTensorOptimizer(
                 build_optimizer, optimizer_groups, self._trained, group, plan.offload_optimizer, comm
             )
-            adaptation = self.optimizer.adaptation
+            self.optimizer, adaptation = whole, whole.adaptation
         else:
             build = rounded(build_optimizer, plan, self._trained) if build_optimizer else _no_optimizer
             self.optimizer, adaptation = build(optimizer_groups)
@@ -145,6 +157,10 @@ class ShardedModel(Sharded):
         self._activation_bytes = 0
         self._whole: dict[str, Tensor] | None = None
         self._readers: list[Callable[[], object]] = []
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Run forward and backward of one micro-batch inside; communicate gradients as late as the level allows."""
+        raise NotImplementedError(f"{type(self).__name__} trains nothing")
 
     def _before_shards_change(self) -> None:
         """Drop whole copies of parameters that a change of the shards would leave behind."""
@@ -184,13 +200,21 @@ class ShardedModel(Sharded):
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """See ``Sharded``."""
+        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if need be.
+
+        Args:
+            loss: 0-d, this rank's mean over its own samples.
+            weight: share of this micro-batch in the step times the correction for uneven batches:
+                ``num_local * world_size / num_samples_of_the_step``.
+        """
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         with self._backward_pass():
             (loss * (weight * scale)).backward()
 
     def freeze(self, names: Collection[str]) -> None:
-        """See ``Sharded``.
+        """Leave the parameters of these full names untouched in every ``step`` until the next ``freeze``.
+
+        Not a collective.
 
         Raises:
             ValueError: a name is not a parameter's.
@@ -200,7 +224,7 @@ class ShardedModel(Sharded):
         self._frozen = frozenset(names)
 
     def step(self) -> StepResult:
-        """See ``Sharded``."""
+        """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms."""
         # Full copies would keep the old values after the update.
         self._before_shards_change()
         # Before take_grad, which reads the gradients that this averages.
@@ -224,19 +248,22 @@ class ShardedModel(Sharded):
         return result
 
     def zero_grad(self) -> None:
-        """See ``Sharded``."""
+        """Forget the gradients; after ``step``, before the next forward. Not a collective."""
         for shard in self._shards.values():
             shard.forget_grad()
 
     def retire_gradients(self) -> None:
-        """See ``Sharded``."""
+        """After ``step``, in a loop of the user's: free gradients as ``zero_grad`` does, and refuse their further use.
+
+        At level 0 they stay, as under DistributedDataParallel.
+        """
         used = [shard for shard in self._trained if shard.local.grad is not None]
         self.zero_grad()
         for shard in used:
             shard.mark_spent()
 
     def normalize_rows(self, names: Collection[str]) -> None:
-        """See ``Sharded``."""
+        """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
         if names:
             self._wait_for_readers()
             self._before_shards_change()
@@ -245,12 +272,22 @@ class ShardedModel(Sharded):
 
     @property
     def teacher(self) -> nn.Module:
-        """See ``Sharded``."""
+        """The teacher, after ``adopt_teacher``: call it without gradient. Every rank must, in the same order."""
         assert self._teacher is not None, "adopt_teacher was never called"
         return self._teacher.model
 
     def adopt_teacher(self, teacher: nn.Module, follows: bool = True, fill: Fill | None = None) -> None:
-        """See ``Sharded``."""
+        """Shard a frozen model as the trained one is sharded. Changed in place.
+
+        Args:
+            teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
+            follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
+                it runs in evaluation mode throughout.
+            fill: as for ``Strategy.shard``.
+
+        Raises:
+            VisslZeroError: this engine cannot cut it as the model.
+        """
         if follows:
             teaching.require_wide(self._plan.precision, "a teacher that follows the student")
         wrap_plan = prepare(teacher, self._plan, self._device)
@@ -262,7 +299,12 @@ class ShardedModel(Sharded):
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
 
     def follow(self, momentum: float, unit_rows: Collection[str] = ()) -> None:
-        """See ``Sharded``."""
+        """Move the teacher: ``momentum * teacher + (1 - momentum) * model``; parameters only. Not a collective.
+
+        Args:
+            momentum: 0 copies.
+            unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+        """
         assert self._teacher is not None
         self._wait_for_readers()
         teaching.follow(self._teacher, self, momentum, unit_rows)
@@ -274,7 +316,10 @@ class ShardedModel(Sharded):
         return WholeTeacher(setup)
 
     def average(self, decay: float) -> None:
-        """See ``Sharded``."""
+        """Move the running average of all parameters and buffers: ``decay * average + (1 - decay) * value``.
+
+        The first call, and a decay of 0, copy. Each rank averages its own shards. Not a collective.
+        """
         # A checkpoint may still read the averages: parts() hands out their own memory.
         self._wait_for_readers()
         if self._average is None:
@@ -284,7 +329,13 @@ class ShardedModel(Sharded):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """See ``Sharded``. Costs one clone of a tensor at a time."""
+        """Inside, the model holds the running average in place of its weights: to evaluate or export, not to train.
+
+        Costs one clone of a tensor at a time.
+
+        Raises:
+            RuntimeError: ``average`` was never called.
+        """
         if self._average is None:
             raise RuntimeError("There is no running average yet: call average(decay) after each step.")
         self._swap_average(self._average)
@@ -301,7 +352,11 @@ class ShardedModel(Sharded):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """See ``Sharded``. Costs a copy of this rank's trained shards meanwhile."""
+        """Inside, the model holds the weights to evaluate and export; afterwards those to train, bit for bit.
+
+        They differ where the optimizer has ``eval`` and ``train`` (schedule-free ones); elsewhere this does nothing.
+        Costs a copy of this rank's trained shards.
+        """
         optimizer = getattr(self.optimizer, "optim", self.optimizer)  # fairscale's has the one that runs inside
         if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
             yield
@@ -325,7 +380,7 @@ class ShardedModel(Sharded):
 
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
-        """See ``Sharded``."""
+        """Make buffers equal on all ranks: floating-point ones become the mean over ranks, others rank 0's."""
         if collectives.world_size() == 1:
             return
         for buffer in self._module.buffers():
@@ -338,7 +393,10 @@ class ShardedModel(Sharded):
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """See ``Sharded``. The model itself is left as it is; only ``named_parameters`` gives full tensors."""
+        """Gather all parameters: inside, ``named_parameters`` yields full tensors on every rank (read only).
+
+        The model itself stays as it is. Takes the memory of all parameters.
+        """
         self._whole = {name: shard.full_tensor() for name, shard in self._shards.items()}
         try:
             yield
@@ -346,7 +404,10 @@ class ShardedModel(Sharded):
             self._whole = None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Sharded``. A tied parameter appears once, under the first of its names."""
+        """Yield full names (no wrapper prefix) and this rank's shards, or the full tensors inside ``full_parameters``.
+
+        A tied parameter appears once, under the first of its names.
+        """
         if self._whole is not None:
             yield from self._whole.items()
         else:
@@ -355,16 +416,17 @@ class ShardedModel(Sharded):
             )
 
     def full_teacher_state(self) -> dict[str, Tensor]:
-        """See ``Sharded``."""
+        """As ``full_state``, of the teacher, buffers made equal on all ranks first; empty without one."""
         if self._teacher is None:
             return {}
         self._teacher.consolidate_buffers()
         return self._teacher.full_state()
 
     def full_state(self) -> dict[str, Tensor]:
-        """See ``Sharded``. Buffers are rank 0's (``consolidate_buffers`` first, where they may differ).
+        """Gather full parameters and buffers on the CPU, one by one: the dict on rank 0, empty elsewhere.
 
-        Tied parameters appear once, under the first of their names; buffers that are not saved are left out.
+        Buffers are rank 0's (``consolidate_buffers`` first, where they may differ). A tied parameter appears once,
+        under the first of its names; buffers that are not saved are left out.
         """
         state = {}
         for tensor in self.whole_tensors():
@@ -375,7 +437,14 @@ class ShardedModel(Sharded):
         return state
 
     def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
-        """See ``Sharded``."""
+        """What ``state_dict()`` of the model would be if it were not sharded: on rank 0's CPU, empty on other ranks.
+
+        All names of what is shared, what the model's hooks make of it, and the extra state of modules. Collective;
+        tensors are gathered one by one.
+
+        Args:
+            of_teacher: the teacher's, in place of the model's.
+        """
         if of_teacher:
             assert self._teacher is not None, "adopt_teacher was never called"
             return self._teacher.plain_state()
@@ -390,7 +459,10 @@ class ShardedModel(Sharded):
         return state
 
     def whole_tensors(self) -> list[WholeTensor]:
-        """See ``Sharded``."""
+        """Parameters and saved buffers, in the same order on every rank, to be gathered one by one.
+
+        Not a collective itself.
+        """
         params = [
             WholeTensor(name, shard.local.dtype, tuple(shard.full_shape), shard.full_tensor)
             for name, shard in self._shards.items()
@@ -402,20 +474,29 @@ class ShardedModel(Sharded):
         return [*params, *buffers]
 
     def whole_teacher_tensors(self) -> list[WholeTensor]:
-        """See ``Sharded``."""
+        """As ``whole_tensors``, of the teacher, buffers made equal on all ranks first; empty without one."""
         if self._teacher is None:
             return []
         self._teacher.consolidate_buffers()
         return self._teacher.whole_tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Sharded``. Tensors are not copied."""
+        """Return this rank's shards of parameters, optimizer state, buffers and loss scale, each with its place.
+
+        Tensors are not copied.
+        """
         buffers = dict(self._saved_buffers())
         state = rank_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
         return state | {"teacher": None if self._teacher is None else self._teacher.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Sharded``."""
+        """Restore what ``state_dict`` of the same level, engine, world size and rank gave.
+
+        Or take over optimizer state alone, as plain torch saved it: the same complete dict on every rank.
+
+        Raises:
+            CheckpointError: it comes from another layout or another model.
+        """
         self._wait_for_readers()
         # Plain torch's state has no parameters, so gathered copies stay valid.
         if "layout" not in state and {"state", "param_groups"} <= state.keys():
@@ -436,11 +517,14 @@ class ShardedModel(Sharded):
         self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
-        """See ``Sharded``."""
+        """How the state is cut: engine, level, shard_group_size, world_size, rank. Not a collective."""
         return layout_of(self._plan)
 
     def parts(self) -> Iterator[Part]:
-        """See ``Sharded``."""
+        """What this rank stores of parameters and optimizer state: over all ranks, each element once.
+
+        Not a collective. Memory is shared with training: read it before the next step (``before_next_change``).
+        """
         yield from parts_of(self._shards, self.optimizer)
         if self._average is not None:
             yield from average_parts(self._shards, self._average)
@@ -448,23 +532,27 @@ class ShardedModel(Sharded):
             yield from teacher_parts(self._teacher._shards)
 
     def before_next_change(self, wait: Callable[[], object]) -> None:
-        """See ``Sharded``."""
+        """Call ``wait`` once, before anything that ``parts`` returned changes, because a reader still uses it.
+
+        Forward and backward passes change none of it, so training continues in the meantime. ``wait`` must return in
+        the end, and call no collective. Not a collective.
+        """
         self._readers.append(wait)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """See ``Sharded``."""
+        """Optimizer state that is one number per parameter, of those this rank answers for. Not a collective."""
         return scalars_of(self._shards, self.optimizer)
 
     def loss_scale_state(self) -> dict[str, float] | None:
-        """See ``Sharded``."""
+        """The loss scaler, equal on every rank; None without one. Not a collective."""
         return self._loss_scale.state_dict() if self._loss_scale else None
 
     def group_facts(self) -> list[dict[str, Any]]:
-        """See ``Sharded``."""
+        """Parameter groups: names of their parameters and their options, equal on every rank. Not a collective."""
         return group_facts(self._shards, self.optimizer)
 
     def buffers(self) -> dict[str, Tensor]:
-        """See ``Sharded``."""
+        """Buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
         taught = {} if self._teacher is None else self._teacher.buffers()
         return (
@@ -474,7 +562,10 @@ class ShardedModel(Sharded):
         )
 
     def replicated(self) -> dict[str, Tensor]:
-        """See ``Sharded``. Buffers, where batch norm is synchronised over all ranks, and parameters held whole."""
+        """Return the tensors that must be equal on all ranks, by full name. Memory is shared. Not a collective.
+
+        These are parameters held whole and, where batch norm is synchronized over all ranks, buffers.
+        """
         world_size = collectives.world_size()
         found = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
         # Smaller groups have statistics of their own, so buffers differ between ranks on purpose.
@@ -486,7 +577,17 @@ class ShardedModel(Sharded):
         return found
 
     def restore(self, saved: SavedState, with_teacher: bool = True) -> None:
-        """See ``Sharded``."""
+        """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
+
+        Each rank reads the runs of elements it needs, straight into where they rest. Buffers are not touched.
+
+        Args:
+            saved: the store.
+            with_teacher: false where it has none: the teacher stays as it is.
+
+        Raises:
+            CheckpointError: it is of another model, or was trained with another kind of loss scaling.
+        """
         self._wait_for_readers()
         self._before_shards_change()
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
@@ -498,13 +599,18 @@ class ShardedModel(Sharded):
         self._after_shards_change()
 
     def close(self) -> None:
-        """See ``Sharded``."""
-        super().close()
+        """Remove files that hold offloaded state; no step after it. Not a collective."""
+        close = getattr(self.optimizer, "close", None)
+        if close is not None:
+            close()
         if self._teacher is not None:
             self._teacher.close()
 
     def ledger(self) -> Bytes:
-        """See ``Sharded``. ``activations`` are those that ``measure_activations`` counted last."""
+        """Measure this rank's memory by kind, now; ``activations`` are those that ``measure_activations`` counted last.
+
+        Not a collective.
+        """
         shards = self._shards.values()
         return Bytes(
             params=parameter_storages(self._module, shards).num_bytes,
@@ -525,7 +631,7 @@ class ShardedModel(Sharded):
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:
-        """See ``Sharded``."""
+        """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; meant for the first step."""
         with ActivationCounter() as counter:
             yield
         # Looked up after the pass: it gathers parameters and takes buffers, which are counted as other kinds.
@@ -535,7 +641,7 @@ class ShardedModel(Sharded):
         self._activation_bytes = counter.alive_bytes(*excluded)
 
     def describe(self) -> str:
-        """See ``Sharded``."""
+        """The wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""
         return self._wrap_plan.describe()
 
     def _wait_for_readers(self) -> None:
@@ -556,10 +662,6 @@ class WholeTeacher(ShardedModel):
     def __init__(self, setup: ModelSetup):
         shards = [whole_shard(name, param) for name, param in setup.module.named_parameters()]
         super().__init__(setup, None, shards)
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing is trained here."""
-        return nullcontext()
 
 
 def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:

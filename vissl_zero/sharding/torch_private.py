@@ -39,7 +39,7 @@ foreach_norm = torch._foreach_norm
 
 
 def real_grad(param: Tensor) -> Tensor | None:
-    """The gradient that autograd has left on this rank, also where a subclass shows users another one."""
+    """Return the gradient that autograd has left on this rank, also where a subclass shows users another one."""
     found: Tensor | None = _GRAD.__get__(param)
     return found
 
@@ -147,29 +147,29 @@ def lazy_init(root: Any) -> None:
 
 
 def unit_state(unit: Any) -> Any:
-    """What ``fully_shard`` keeps of a unit (``_get_fsdp_state``); the same for all modules of the unit."""
+    """Return what ``fully_shard`` keeps of a unit (``_get_fsdp_state``); the same for all modules of the unit."""
     return unit._get_fsdp_state()
 
 
 def modules_of(state: Any) -> tuple[nn.Module, ...]:
-    """The modules of a unit (``_modules`` of its state)."""
+    """Return the modules of a unit (``_modules`` of its state)."""
     found: tuple[nn.Module, ...] = state._modules
     return found
 
 
 def group_of(state: Any) -> Any:
-    """The parameters of a unit as one group, which gathers and reduces (``_fsdp_param_group``); None without any."""
+    """Return a unit's parameters as one group that gathers and reduces (``_fsdp_param_group``); None without any."""
     return state._fsdp_param_group
 
 
 def gather_hook(state: Any) -> Callable[[Tensor], Tensor]:
-    """A hook for a tensor's gradient that gathers the unit before its backward pass (``_pre_backward``)."""
+    """Return a gradient hook that gathers the unit before its backward pass (``_pre_backward``)."""
     hook: Callable[[Tensor], Tensor] = state._pre_backward
     return hook
 
 
 def gather_of(group: Any) -> Any:
-    """What gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
+    """Return what gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
     return group._all_gather_comm
 
 
@@ -190,7 +190,7 @@ def name_of(param: Any) -> str | None:
 
 
 def shard_data(param: Any) -> Tensor:
-    """This rank's rows, flat and padded, which the next gather sends (``_sharded_param_data``)."""
+    """Return this rank's rows, flat and padded, which the next gather sends (``_sharded_param_data``)."""
     found: Tensor = param._sharded_param_data
     return found
 
@@ -201,7 +201,7 @@ def set_shard_data(param: Any, data: Tensor) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a ``DTensor`` itself (``_local_tensor``); a plain tensor as it is.
+    """Return this rank's part of a ``DTensor`` (``_local_tensor``); a plain tensor as it is.
 
     ``to_local()`` gives a new view each time, and records it for autograd.
     """
@@ -241,7 +241,7 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def overloads_of(operation: Any) -> Any:
-    """The operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
+    """Return the operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
     return operation._overloadpacket
 
 
@@ -258,12 +258,12 @@ ATTENTION_ON_CPU = {
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's table of its own parameters (``_parameters``), absent ones too; it can be written to."""
+    """Return the module's table of its own parameters (``_parameters``), absent ones too; it can be written to."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's table of its own buffers (``_buffers``), as ``own_parameters``."""
+    """Return the module's table of its own buffers (``_buffers``), as ``own_parameters``."""
     return module._buffers
 
 
@@ -278,7 +278,7 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The module's forward hooks (``_forward_hooks``): torch has no public list of them."""
+    """Return the module's forward hooks (``_forward_hooks``): torch has no public list of them."""
     return module._forward_hooks
 
 
@@ -321,7 +321,7 @@ without_functions: Any = torch._C._disabled_torch_function_impl
 
 
 def left_to_itself(model: nn.Module) -> Any:
-    """The names that ``DistributedDataParallel`` is told to leave alone; None without any."""
+    """Return the names that ``DistributedDataParallel`` must leave alone; None without any."""
     return getattr(model, "_ddp_params_and_buffers_to_ignore", None)
 
 
@@ -361,7 +361,7 @@ def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) ->
 
 
 def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
-    """``a @ b.T`` of float8 on a GPU, (n, m) in bfloat16, accumulated in float32.
+    """Multiply ``a @ b.T`` in float8 on a GPU, (n, m) in bfloat16, accumulated in float32.
 
     Args:
         a: (n, k) e4m3 or e5m2, contiguous.
@@ -407,7 +407,7 @@ def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., 
 
 @cache
 def left_out_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, left out of graphs by ``torch.compile``: one ends before it, another begins after it."""
+    """Leave the function out of graphs of ``torch.compile``: one ends before it, another begins after it."""
     left_out: Callable[..., Any] = torch.compiler.disable(function)
     return left_out
 

@@ -19,7 +19,7 @@ from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.errors import CheckpointError
-from vissl_zero.sharding.state import Part
+from vissl_zero.sharding.state.saved_state import Part
 
 NUM_RANKS = 3
 TENSORS = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vissl_zero.checkpoint.folder import Manifest
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.models.model import build_model
-from vissl_zero.sharding.state import Part
+from vissl_zero.sharding.state.saved_state import Part
 
 NUM_RANKS = 3
 

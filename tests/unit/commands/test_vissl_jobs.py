@@ -20,11 +20,11 @@ from vissl_zero.checkpoint import newest_checkpoint
 from vissl_zero.checkpoint.resume import restore
 from vissl_zero.cli import main
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
 
 WORDS = [
     "config.DATA.TRAIN.DATA_LIMIT=64",

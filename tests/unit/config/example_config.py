@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from vissl_zero.config.compose import load
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import problems
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import problems
 
 CPU_HOST = Host(num_gpus=0, why_no_gpu="no NVIDIA driver is loaded", num_cores=8)
 GPU_HOST = Host(num_gpus=2, why_no_gpu="", num_cores=8)

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero import cli
 from vissl_zero.config.compose import EVERYDAY, compose
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 DIGITS = "supervised/digits"
 QUICKSTART = "quickstart/swav_digits"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import itertools, os, sys
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
+from vissl_zero.resolve.resolve import resolve
 from vissl_zero.data.loader import build_loader
 from vissl_zero.errors import DataError
 

@@ -6,9 +6,10 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-# The defaults of the typed tree are all a run needs that a test does not say.
-from vissl_zero.config.resolved import OptimizerPlan, Precision, ResolvedRun, ShardingPlan
 from vissl_zero.config.run_config import RunConfig
+
+# The defaults of the typed tree are all a run needs that a test does not say.
+from vissl_zero.resolve.resolved import OptimizerPlan, Precision, ResolvedRun, ShardingPlan
 
 NUM_TRAIN, NUM_TEST = 65, 31  # one more than whole batches of 16 on 2 ranks, and of 15 on 3: a rank is left without
 

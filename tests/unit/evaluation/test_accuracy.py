@@ -11,11 +11,11 @@ from safetensors import safe_open
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images, eval_images
 from vissl_zero.engine.build import build_run
-from vissl_zero.engine.dry_run import dry_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook, accuracies
 from vissl_zero.methods.method import Method
+from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.weight_files import BestWeights
 
 

@@ -11,12 +11,12 @@ import torch
 from tests.unit.evaluation.example_run import make_config, make_plan
 from tests.unit.evaluation.test_knn_hook import trained
 from tests.unit.evaluation.test_patch_pictures import make_transformer_config
-from vissl_zero.config.resolved import OptimizerPlan
 from vissl_zero.data.source import Subset, build_eval_sources
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.evaluation.features import lidar, rankme, view_features
 from vissl_zero.evaluation.pictures import patch_pictures
+from vissl_zero.resolve.resolved import OptimizerPlan
 
 
 def test_rankme_is_the_papers_formula():

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 import vissl_zero
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.config.resolve import save_resolved
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError
 from vissl_zero.evaluation.features import extract_features
 from vissl_zero.reporting.weight_files import FinalWeights
+from vissl_zero.resolve.resolve import save_resolved
 
 FILE = "weights.safetensors"
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import Precision
 from vissl_zero.errors import ConfigError
 from vissl_zero.integration.initialize import choose_precision
 from vissl_zero.integration.settings import read_settings
+from vissl_zero.resolve.resolved import Precision
 
 TYPED = {"type": "ZeroRedundancyOptimizer_Level_3"}
 SCALED = Precision("float32", None, "float16", "float32", True)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from vissl_zero.config.derive.offload import offload_notes, offload_plans
-from vissl_zero.config.resolved import Float8Plan
 from vissl_zero.errors import ConfigError
 from vissl_zero.integration.settings import read_settings
+from vissl_zero.resolve.offload import offload_notes, offload_plans
+from vissl_zero.resolve.resolved import Float8Plan
 
 
 def test_the_three_forms_say_the_same(tmp_path):

@@ -13,11 +13,11 @@ import pytest
 from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.errors import LaunchError
 from vissl_zero.launch import slurm
 from vissl_zero.launch.slurm import code_folder, private_folder, script, snapshot
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
 
 RECIPE = "quickstart/swav_digits"
 

@@ -9,11 +9,11 @@ import torch
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.method import build_method
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
+from vissl_zero.resolve.resolve import resolve
 
 _TRUNK = "config.MODEL.TRUNK.VISION_TRANSFORMERS.USE_MASK_TOKEN"
 _TWO = "{name: ImgPilToMultiCrop, total_num_crops: 2, size_crops: [24, 16], num_crops: [1, 1]"

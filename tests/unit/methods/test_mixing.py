@@ -8,7 +8,6 @@ import torch
 from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.compose import load
-from vissl_zero.config.resolve import problems
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.mixing import Mixing, beta_from, mixing_of, smooth_targets
@@ -18,6 +17,7 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.mlp_heads import EvalMLP
 from vissl_zero.models.model import build_model
+from vissl_zero.resolve.resolve import problems
 
 B, C, SIDE = 6, 5, 16
 IMAGES = torch.arange(B, dtype=torch.float64)[:, None, None, None].expand(B, 3, SIDE, SIDE).clone()

@@ -305,7 +305,7 @@ def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float)
     batch = ImageBatch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
     taught = IBOTOutput(teacher, teacher, teacher, seen, None)
     _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [taught]), ibot)
-    # MSN's head gives the softmax of scores, at its own temperature; see config/vissl.py.
+    # MSN's head gives the softmax of scores, at its own temperature; see vissl/keys.py.
     targets = F.softmax(teacher / 0.025, dim=1).view(2, 3, 7)
     _is(dino_distillation_loss(student.view(3, 3, 7), targets, 0.1, is_swapped), msn)
 

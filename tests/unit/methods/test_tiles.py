@@ -8,7 +8,6 @@ import torch
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
-from vissl_zero.config.derive.components import method_of
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.pretext import (
@@ -23,6 +22,7 @@ from vissl_zero.methods.pretext import (
     tiles_of,
 )
 from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.resolve.components import method_of
 
 
 def test_tiles_are_cut_row_by_row_and_the_rest_is_left_out():

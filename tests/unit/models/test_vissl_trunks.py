@@ -7,9 +7,6 @@ import torch
 from PIL import Image
 
 from tests.unit.config.example_config import complaints, config
-from vissl_zero.config.derive.placement_plan import placement
-from vissl_zero.config.derive.sharding_plan import sharding_plan
-from vissl_zero.config.host import Host
 from vissl_zero.data.transforms import ImgPil2LabTensor
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Taps, build_model
@@ -18,6 +15,9 @@ from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.timm_trunk import BeitTrunk, build_xcit
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.registry import TRUNKS
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.sharding_plan import sharding_plan
 
 BEIT = {
     "IMAGE_SIZE": 16,

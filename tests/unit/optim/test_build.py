@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vissl_zero.config.resolved import LarcPlan, OptimizerPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.adaptation import Larc, Lars
 from vissl_zero.optim.param_groups import build_optimizer
 from vissl_zero.registry import OPTIMIZERS
+from vissl_zero.resolve.resolved import LarcPlan, OptimizerPlan
 
 
 def groups():

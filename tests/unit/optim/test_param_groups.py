@@ -7,9 +7,9 @@ import logging
 import pytest
 from torch import nn
 
-from vissl_zero.config.resolved import OptimizerPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.param_groups import freeze_untrainable, is_norm, param_groups
+from vissl_zero.resolve.resolved import OptimizerPlan
 
 
 class ScaleNorm(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from vissl_zero.config.resolved import OptimizerPlan, ResolvedRun, ShardingPlan
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.methods.method import build_method
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.resolve.resolved import OptimizerPlan, ResolvedRun, ShardingPlan
+from vissl_zero.sharding.memory import Bytes
 
 MIB = 2**20
 

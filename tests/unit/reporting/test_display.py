@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from tests.unit.reporting.example_run import make_record, make_run, play
-from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.reporting.display import Display, LiveDisplay, can_redraw
 from vissl_zero.reporting.hooks import Opening
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 
 
 class Terminal(io.StringIO):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.unit.reporting.example_run import make_plan
-from vissl_zero.config.resolved import ResolvedRun
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import RegistryError
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.hooks import ReportImage, build_hooks
-from vissl_zero.reporting.metrics_file import TensorBoard
+from vissl_zero.reporting.loggers.logging import Logging
 from vissl_zero.reporting.summary import Summary
+from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = True) -> ResolvedRun:
@@ -24,6 +24,7 @@ def plan_with(run: Run, extra: tuple[str, ...] = (), use_tensorboard: bool = Tru
         "TEST_ONLY": False,
         "HOOKS": {
             "EXTRA": list(extra),
+            "LOGGERS": ["tensorboard"],
             "TENSORBOARD_SETUP": {"USE_TENSORBOARD": use_tensorboard},
             "EMA_MODEL": {},
         },
@@ -65,9 +66,13 @@ def test_an_unknown_hook_is_named(run: Run) -> None:
 
 @pytest.mark.parametrize("use", [True, False])
 def test_tensorboard_can_be_switched_off(run: Run, use: bool) -> None:
-    assert any(isinstance(hook, TensorBoard) for hook in build_hooks(plan_with(run, use_tensorboard=use))) is use
+    hook = build_hooks(plan_with(run, use_tensorboard=use))[-1]
+    hook.on_start(run)
+    hook.close(run)
+    assert (run.folder / "tensorboard").exists() is use
 
 
 def test_something_is_seen_first_and_results_are_reported_last(run: Run) -> None:
     hooks = build_hooks(plan_with(run))
-    assert isinstance(hooks[1], Display) and isinstance(hooks[-2], Summary) and isinstance(hooks[-1], ReportImage)
+    assert isinstance(hooks[1], Display)
+    assert [type(hook) for hook in hooks[-3:]] == [Summary, ReportImage, Logging]

@@ -8,18 +8,12 @@ import pytest
 import torch
 
 from vissl_zero.config.compose import compose
-from vissl_zero.config.host import Host
-from vissl_zero.config.resolve import resolve
-from vissl_zero.config.resolved import ResolvedRun
-from vissl_zero.engine.dry_run import dry_run
-from vissl_zero.reporting.out_of_memory import (
-    explain,
-    is_out_of_memory,
-    other_numbers,
-    requested_bytes,
-    same_numbers,
-)
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.planner.dry_run import dry_run
+from vissl_zero.reporting.out_of_memory import explain, other_numbers, requested_bytes, same_numbers
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.sharding.memory import Bytes, is_out_of_memory
 
 MIB = 2**20
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB"

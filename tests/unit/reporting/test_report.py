@@ -12,7 +12,7 @@ from PIL import Image
 from tests.unit.reporting.example_run import MIB, make_record
 from vissl_zero.reporting.panels import CropSample, NeighbourRow, Page, ReportContent
 from vissl_zero.reporting.report import draw, write_report
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 
 def picture(side: int, seed: int = 0) -> np.ndarray:

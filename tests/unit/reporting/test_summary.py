@@ -13,7 +13,7 @@ from tests.unit.reporting.example_run import MIB, make_record, make_run, play
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import PeakMemory, largest, total
 from vissl_zero.reporting.summary import Summary, images_per_s
-from vissl_zero.sharding.strategy import Bytes
+from vissl_zero.sharding.memory import Bytes
 
 
 class Results(Hook):

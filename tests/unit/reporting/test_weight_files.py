@@ -14,7 +14,7 @@ from torch import Tensor
 import vissl_zero
 from tests.unit.reporting.example_run import make_run
 from vissl_zero.reporting.weight_files import FinalWeights, stream_weights
-from vissl_zero.sharding.strategy import WholeTensor
+from vissl_zero.sharding.state.shard import WholeTensor
 
 
 class WholeState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.config.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.allocator import allocator_advice, allocator_environment
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 
 DOUBLE = Precision("float64", None, "float64", "float64")
 HALF = Precision("float32", None, "bfloat16", "float32")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.float8_by_hand import as_sent_by_hand, multiply_by_hand, representable, rounded, rounded_in_blocks
-from vissl_zero.config.resolved import Float8Plan, ShardingPlan
 from vissl_zero.errors import ConfigError
-from vissl_zero.sharding import float8
-from vissl_zero.sharding.float8 import (
+from vissl_zero.resolve.resolved import Float8Plan, ShardingPlan
+from vissl_zero.sharding.engines.torch.unit_transfers import Packing, gather_packed
+from vissl_zero.sharding.model import float8
+from vissl_zero.sharding.model.float8 import (
     Blocks,
     Float8Linear,
     MxLinear,
@@ -26,7 +27,6 @@ from vissl_zero.sharding.float8 import (
     sent_weights,
 )
 from vissl_zero.sharding.strategy import Strategy
-from vissl_zero.sharding.torch_engine.unit_transfers import Packing, gather_packed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [(E4M3, 4, 3), (E5M2, 5, 2)]

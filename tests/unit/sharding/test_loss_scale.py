@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vissl_zero.sharding.precision import LossScale
+from vissl_zero.sharding.model.precision import LossScale
 
 
 def test_halves_on_inf_and_doubles_after_the_interval() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vissl_zero.sharding.shard import squared_norms
-from vissl_zero.sharding.stepper import dots
+from vissl_zero.sharding.state.shard import squared_norms
+from vissl_zero.sharding.update.stepper import dots
 
 
 @pytest.mark.parametrize(

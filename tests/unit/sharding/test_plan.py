@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model, Unit
-from vissl_zero.sharding.memory_model import gathered_bytes, param_facts
-from vissl_zero.sharding.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 
 HALF = Precision(compute="bfloat16")
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.config.resolved import Precision
 from vissl_zero.models.keyed_random import element_bits
-from vissl_zero.sharding.precision import run_in_precision, stochastically_rounded, widened
+from vissl_zero.resolve.resolved import Precision
+from vissl_zero.sharding.model.precision import run_in_precision, stochastically_rounded, widened
 
 
 class _Output(NamedTuple):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from vissl_zero.optim.adaptation import Larc
-from vissl_zero.sharding.precision import LossScale
-from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.stepper import Clipping, Stepper
+from vissl_zero.sharding.model.precision import LossScale
+from vissl_zero.sharding.state.shard import Shard
+from vissl_zero.sharding.update.stepper import Clipping, Stepper
 
 
 def _shards(**grads: list[float] | None) -> list[Shard]:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.config.resolved import Precision, ShardingPlan
 from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.sharding.strategy import Sharded
-from vissl_zero.sharding.torch_engine.torch_strategy import _refuse_hooked
-from vissl_zero.sharding.torch_engine.unit_guard import _Forward
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.torch.strategy import _refuse_hooked
+from vissl_zero.sharding.engines.torch.unit_guard import _Forward
+from vissl_zero.sharding.sharded_model import ShardedModel
 
 
-def _shard(**settings: Any) -> tuple[nn.Linear, Sharded]:
+def _shard(**settings: Any) -> tuple[nn.Linear, ShardedModel]:
     model = nn.Linear(3, 2)
     group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
     strategy = STRATEGIES.get("torch").build()

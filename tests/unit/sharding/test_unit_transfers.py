@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.torch_engine.unit_transfers import _Buffer, _ReduceScatter
+from vissl_zero.sharding.engines.torch.unit_transfers import _Buffer, _ReduceScatter
 
 
 class _Comm:

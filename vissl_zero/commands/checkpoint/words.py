@@ -25,12 +25,12 @@ from vissl_zero.checkpoint.folder import MANIFEST_NAME, Checkpoint, TensorInfo, 
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
 from vissl_zero.config.compose import compose
-from vissl_zero.config.resolve import resolve
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.config.saved import as_data
-from vissl_zero.config.vissl import without_vissl_keys
 from vissl_zero.errors import CheckpointError, ConfigError, printable
 from vissl_zero.reporting.quantity import bytes_text
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.saved import as_data
+from vissl_zero.vissl.keys import without_vissl_keys
 
 
 def verify(arguments: Sequence[str]) -> int:

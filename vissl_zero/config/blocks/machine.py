@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @dataclass

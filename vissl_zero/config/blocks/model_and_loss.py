@@ -22,7 +22,7 @@ from vissl_zero.config.components.trunks import (
     XcitConfig,
 )
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 DEFAULT = "CrossEntropyLoss"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @dataclass
@@ -156,7 +156,7 @@ class HeadOptimizerParams:
     use_different_wd: bool = False
     """The heads have the weight decay below."""
     weight_decay: float = number(1e-4, least=0)
-    """Of the heads, where ``use_different_wd``."""
+    """Weight decay of the heads; used if ``use_different_wd`` is true."""
     lr_factors: list[float] = number([], above=0, most=10**9)
     """Train a copy of the head per factor of the learning rate, side by side on a frozen trunk; the best counts."""
 

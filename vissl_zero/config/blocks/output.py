@@ -10,7 +10,7 @@ from typing import Any
 
 from vissl_zero.config.blocks.data import TEXTS, Texts
 from vissl_zero.config.constraints import choice, number
-from vissl_zero.config.vissl import with_vissl_keys
+from vissl_zero.vissl.keys import with_vissl_keys
 
 
 @with_vissl_keys("CHECKPOINT")
@@ -50,7 +50,7 @@ class TensorboardSetup:
     """``HOOKS.TENSORBOARD_SETUP``."""
 
     USE_TENSORBOARD: bool = True
-    """Write event files into <run folder>/tensorboard."""
+    """False takes tensorboard out of HOOKS.LOGGERS."""
 
 
 @with_vissl_keys("HOOKS.EMA_MODEL")
@@ -75,8 +75,10 @@ class Hooks:
 
     EXTRA: list[str] = field(default_factory=list)
     """Names of hooks of your own, called after the built-in ones that measure and before those that report."""
+    LOGGERS: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where figures go besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio, or a logger of your own."""
     TENSORBOARD_SETUP: TensorboardSetup = field(default_factory=TensorboardSetup)
-    """Event files for TensorBoard."""
+    """VISSL's switch of TensorBoard."""
     EMA_MODEL: EmaModel = field(default_factory=EmaModel)
     """A running average of the weights."""
 
@@ -213,7 +215,7 @@ class Svm:
     loss: str = choice("squared_hinge", "squared_hinge", "hinge")
     """scikit-learn's LinearSVC."""
     penalty: str = choice("l2", "l2", "l1")
-    """Of the weights; l1 needs squared_hinge and dual: false."""
+    """Penalty on the weights; ``l1`` requires ``squared_hinge`` and ``dual: false``."""
     dual: bool = True
     """Solve the dual problem; hinge needs it."""
     max_iter: int = number(2000, least=1)

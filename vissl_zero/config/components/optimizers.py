@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vissl_zero.config.constraints import number
-from vissl_zero.config.resolved import TRUST_COEFFICIENT, TRUST_EPS
+
+# What LARC and LARS do where a recipe does not say: the share of its own norm that a tensor may move per unit of
+# learning rate, and what is added to the denominator.
+TRUST_COEFFICIENT, TRUST_EPS = 0.001, 1e-8
 
 
 @dataclass

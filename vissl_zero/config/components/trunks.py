@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from vissl_zero.config.constraints import choice, constraint_problems, number
 from vissl_zero.errors import Problem
+
+# What makes a RegNet when no name does.
+REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
 
 
 @dataclass
@@ -18,6 +21,16 @@ class RegNetConfig:
     Either ``name`` or all of depth, w_0, w_a, w_m and group_width; never both.
     """
 
+    ANYNET: ClassVar[str] = "anynet"
+    # What a published name says by itself.
+    FIXED_BY_NAME: ClassVar[tuple[str, ...]] = (
+        "bottleneck_multiplier",
+        "block_type",
+        "activation_type",
+        "use_se",
+        "se_ratio",
+        *REGNET_PARAMETERS,
+    )
     name: str | None = None
     """Published network, such as ``regnet_y_400mf``; null: built from the parameters below; anynet: from depths,
     widths, group_widths, bottleneck_multipliers and strides."""
@@ -343,13 +356,8 @@ TRUNK_BLOCKS |= {"swin_transformer": "SWIN_TRANSFORMER", "convit": "CONVIT"}
 # Blocks that a trunk reads besides its own.
 FURTHER_BLOCKS = {"convit": "VISION_TRANSFORMERS"}
 _TIMM = "timm"
-# What makes a RegNet when no name does.
-REGNET_PARAMETERS: tuple[str, ...] = ("depth", "w_0", "w_a", "w_m", "group_width")
 # What makes one stage by stage.
 ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers", "strides")
-ANYNET = "anynet"
-# What a published name says by itself.
-FIXED_BY_NAME = ("bottleneck_multiplier", "block_type", "activation_type", "use_se", "se_ratio", *REGNET_PARAMETERS)
 
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:

@@ -13,9 +13,7 @@ from classy_vision.models.regnet import RegNet as ClassyRegNet
 from classy_vision.models.regnet import RegNetParams
 
 from vissl_zero.config.components.trunks import (
-    ANYNET,
     ANYNET_PARAMETERS,
-    FIXED_BY_NAME,
     REGNET_PARAMETERS,
     RegNetConfig,
     anynet_problems,
@@ -45,7 +43,7 @@ class RegNet(StagedTrunk):
 
     def __init__(self, **options: Any):
         config = RegNetConfig(**options)
-        build = _from_stages if config.name == ANYNET else _named if config.name else _from_parameters
+        build = _from_stages if config.name == config.ANYNET else _named if config.name else _from_parameters
         net = build(config)
         stages = [list(stage) for stage in net.trunk_output]
         norms = [layer for layer in stages[-1][-1].modules() if isinstance(layer, nn.BatchNorm2d)]
@@ -53,7 +51,7 @@ class RegNet(StagedTrunk):
 
 
 def regnet_names() -> list[str]:
-    """Published networks that ``REGNET.name`` can say."""
+    """List the published networks that ``REGNET.name`` accepts."""
     return sorted(name for name in MODEL_REGISTRY if name.startswith("regnet_"))
 
 
@@ -63,7 +61,7 @@ def _named(config: RegNetConfig) -> ClassyRegNet:
         fix = f"Known: {', '.join(regnet_names())}.{did_you_mean(config.name, regnet_names())}"
         raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "must name a published RegNet", fix)])
     default = RegNetConfig()
-    set_too = [key for key in FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]
+    set_too = [key for key in config.FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]
     if set_too:
         fix = f"Leave out {', '.join(set_too)}, or leave out name and give {', '.join(REGNET_PARAMETERS)}."
         raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "decides the architecture by itself", fix)])

@@ -198,7 +198,7 @@ def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) ->
 
 
 def _stages(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> tuple[list[list[nn.Module]], int]:
-    """The blocks of the four stages, and the channels of the last one."""
+    """Build the blocks of the four stages; return them and the channels of the last one."""
     block_class, depths = _BLOCKS[config.DEPTH]
     if config.ZERO_INIT_RESIDUAL:
         block_class = _ZeroBasicBlock if block_class is BasicBlock else _ZeroBottleneck

@@ -244,7 +244,7 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def _blocks(net: nn.Module) -> Iterator[str]:
-    """The members of the model's own lists: its blocks. A list has no forward pass: of one in a list, its members."""
+    """List the model's blocks: members of its lists; for a list in a list, which has no forward pass, its members."""
     for name, child in list(net.named_children()):
         if isinstance(child, nn.Sequential | nn.ModuleList):
             yield from (f"{name}.{member}" for member in _members(child))
@@ -380,7 +380,7 @@ class _OneFeature(TimmTrunk):
         super().__init__(build(), build)
 
     def tap(self, name: str) -> LayerTap | None:
-        """The feature, called lastCLS in VISSL's recipes: of a transformer the class token after the last norm."""
+        """Return the feature that VISSL's recipes call lastCLS: a transformer's class token after the last norm."""
         return LayerTap((), lambda _, features: features) if name == "lastCLS" else None
 
 

@@ -214,7 +214,7 @@ class _TransformerUnit(Unit):
     """A unit that starts as DINO and DeiT have it."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Truncated normal of deviation 0.02 for linear layers and learned vectors, biases 0.
+        """Draw linear layers and learned vectors from a truncated normal of deviation 0.02; set biases to 0.
 
         Norms and layer scale start as timm has them; the patches' convolution as torch has it.
         """

@@ -70,7 +70,7 @@ class RunFolder:
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a later run that this one is alive
 
     def file(self, name: str, sizes: Sequence[int], is_touched: bool) -> BlockFile:
-        """A new file of records in this folder; the arguments and errors are those of ``BlockFile``."""
+        """Create a new file of records in this folder; the arguments and errors are those of ``BlockFile``."""
         return BlockFile(self, name, sizes, is_touched)
 
     def remove(self) -> None:
@@ -89,7 +89,7 @@ class RunFolder:
 
 
 def new_run_name() -> str:
-    """A name that no other run has; the same on every rank. Collective."""
+    """Choose a name that no other run has, the same on every rank. Collective."""
     return collectives.broadcast_object(f"{PREFIX}{secrets.token_hex(8)}")
 
 
@@ -188,7 +188,7 @@ class PageBuffer:
         self._view = memoryview(memory)[first : first + num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first bytes, for the operating system."""
+        """View the first bytes, for the operating system."""
         return self._view[:num_bytes]
 
 
@@ -502,12 +502,12 @@ class PrefetchOrder:
         self._last: _Pair = (None, None)
 
     def came(self, unit: int) -> None:
-        """``unit`` is wanted now."""
+        """Note that ``unit`` is wanted now."""
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
 
     def restart(self) -> None:
-        """A step begins: the order of the last step is expected again."""
+        """Begin a step: the order of the last step is expected again."""
         # Without it, the end of one step would be taken for the context of the next one's beginning.
         self._last = (None, None)
 
@@ -562,7 +562,7 @@ class ReadAhead:
         self._fill()
 
     def take(self) -> tuple[int, PageBuffer]:
-        """The next expected record; ``give_back`` its buffer before the next call.
+        """Return the next expected record; ``give_back`` its buffer before the next call.
 
         Raises:
             OffloadError: it could not be read, or is not what was written.

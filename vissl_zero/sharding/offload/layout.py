@@ -161,7 +161,7 @@ class Layout:
         return self.params[self.chunks[record].segments[0].tensor].is_trained
 
     def view(self, segment: ChunkSegment, data: Tensor) -> Tensor:
-        """The elements of ``segment`` in its record, whose bytes ``data`` begins with."""
+        """View the elements of ``segment`` in its record, whose bytes ``data`` begins with."""
         param = self.params[segment.tensor]
         first = segment.offset * param.dtype.itemsize
         num_bytes = (segment.stop - segment.start) * param.dtype.itemsize

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vissl_zero.config.resolved import ShardingPlan
-from vissl_zero.sharding.missing_gradient import ON_DISK
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.offload.block_file import (
     NUM_BUFFERS,
     BlockFile,
@@ -29,7 +28,8 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.shard import Shard, divide_by_norms, squared_norms
+from vissl_zero.sharding.state.missing_gradient import ON_DISK
+from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
 from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 
@@ -99,7 +99,7 @@ class GradientStore:
         return any(param_factor is not None for _, param_factor in self._changes.get(index, ()))
 
     def set_zero(self, index: int) -> None:
-        """The gradient is zero, without storing it."""
+        """Note that the gradient is zero, without storing it."""
         self._zero.add(index)
 
     def change(self, index: int, factor: Tensor | float, param_factor: Tensor | None = None) -> None:

@@ -62,11 +62,11 @@ class UpdateKernel:
         optimizer.state = defaultdict(dict)
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
-        """Number format of the state ``key`` of a parameter in the format ``param``."""
+        """Return the number format of the state ``key`` of a parameter in the format ``param``."""
         return param
 
     def _probe(self) -> Mapping[str, Any]:
-        """The state one step makes for one element; the same for all, they have one class and its options."""
+        """Return the state that one step makes for one element; parameters of one class and its options share it."""
         proxies = [param for group in self.optimizer.param_groups for param in group["params"]]
         for proxy in proxies:
             proxy.grad = torch.zeros_like(proxy)
@@ -201,7 +201,7 @@ class StatePlace(ABC):
 
     @abstractmethod
     def scalars(self, tensor: int) -> dict[str, Any]:
-        """Copies of the state that is one number for all of a parameter."""
+        """Copy the state that is one number for all of a parameter."""
 
     @abstractmethod
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ class _FileMapping(MutableMapping[Any, dict[str, Any]]):
 
 
 def copied(value: Any) -> Any:
-    """A copy of a step counter, whether it is a tensor or a number."""
+    """Copy a step counter, whether it is a tensor or a number."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -129,7 +129,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._place.scalars(self._place.position_of(param))
 
     def format_of(self, key: str, param: nn.Parameter) -> torch.dtype:
-        """Number format of the state ``key`` of a parameter."""
+        """Return the number format of the state ``key`` of a parameter."""
         return self._kernel.format_of(key, param.dtype)
 
     def read_state(self, param: nn.Parameter) -> dict[str, Any]:
@@ -315,11 +315,11 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         return self._pipeline.memory
 
     def numbers(self, param: nn.Parameter) -> dict[str, Any]:
-        """What of a parameter's state is one number each. Reads nothing."""
+        """Return what is one number in a parameter's state. Reads nothing."""
         return {key: copied(value) for key, value in self._numbers[self._indices[param]].items()}
 
     def tensors(self, param: nn.Parameter) -> list[StoredTensor]:
-        """What of it is in the file. Reads nothing."""
+        """Return what of it is in the file. Reads nothing."""
         return self._stored[self._indices[param]]
 
     def __getitem__(self, param: Any) -> dict[str, Any]:

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from vissl_zero import collectives
-from vissl_zero.config.resolved import OffloadPlan, ShardingPlan
-from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.update_rule import trial_state
+from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.block_file import OffloadError, RunFolder, new_run_name, stale_runs
 from vissl_zero.sharding.offload.layout import StoredParam, kept_in_memory
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates, padded_bytes
-from vissl_zero.sharding.shard import Shard
-from vissl_zero.sharding.strategy import OptimizerFactory
+from vissl_zero.sharding.state.shard import Shard
 
 Groups = list[dict[str, Any]]
 Built = TypeVar("Built")
@@ -28,7 +27,7 @@ _KEY, _PARAM_KEY = "offload_optimizer_config.device", "offload_param_config.devi
 
 
 def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan) -> ParameterStore | None:
-    """The store of the parameters that do not stay in memory, or None if all of them do. Collective.
+    """Build the store of the parameters that do not stay in memory, or None if all of them do. Collective.
 
     Args:
         units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.
@@ -101,7 +100,7 @@ def offloaded(
 def whole_states(
     plan: OffloadPlan, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> WholeStates | None:
-    """A place on the disk for the state of full tensors, or None if it stays in memory. Collective.
+    """Open a place on the disk for the state of full tensors, or None if it stays in memory. Collective.
 
     Args:
         plan: of the optimizer.

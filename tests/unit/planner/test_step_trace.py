@@ -1,0 +1,57 @@
+"""Sums of operations answer, for any machine, what each operation alone would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vissl_zero.planner.step_trace import Kernel, Recorder, WorkCounter, kernel_of
+from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.torch_private import pretended_ranks
+
+
+def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
+    counter = WorkCounter()
+    counter.add(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
+    counter.add(Kernel.PRODUCT, 10, 1_000)
+    counter.add(Kernel.CONVOLUTION, 4_000, 10)
+    counter.add(Kernel.PLAIN, 0, 500)
+    rates = {Kernel.PRODUCT: 100.0, Kernel.CONVOLUTION: 50.0, Kernel.PLAIN: 100.0}
+    # Of the sums of products alone arithmetic would decide: 4,010 / 100 s, and not 40 + 10.
+    assert counter.so_far().seconds(rates.__getitem__, memory=100.0) == pytest.approx(40 + 10 + 80 + 5)
+
+
+def test_what_was_done_between_two_moments_can_be_repeated() -> None:
+    counter = WorkCounter()
+    counter.add(Kernel.PRODUCT, 100, 10)
+    before = counter.so_far()
+    counter.add(Kernel.CONVOLUTION, 300, 20)
+    counter.add(Kernel.PLAIN, 0, 7)
+    between = counter.so_far().plus(before, -1)
+    done = before.plus(between, 3)
+    assert done.num_operations == 1 + 3 * 2
+    assert sum(done.flops) == 100 + 3 * 300 and sum(done.moved_bytes) == 10 + 3 * 27
+
+
+def test_convolutions_are_told_from_products_and_from_what_computes_nothing() -> None:
+    assert kernel_of("aten::convolution_backward", 9) == Kernel.CONVOLUTION
+    assert kernel_of("aten::addmm", 9) == Kernel.PRODUCT
+    assert kernel_of("aten::convolution", 0) == kernel_of("aten::add", 0) == Kernel.PLAIN
+
+
+def test_synchronised_batch_norm_makes_no_gradient_that_its_mask_excludes() -> None:
+    """torch's kernel for fake tensors gives the input's gradient all the same; nothing may keep it."""
+    with FakeTensorMode(), pretended_ranks(2):
+        group = batch_norm_group(2, 60.0)
+        norm = nn.Sequential(nn.BatchNorm2d(32))
+        convert_batch_norms(norm, group)
+        images = torch.zeros(8, 32, 12, 12, dtype=torch.bfloat16, requires_grad=True)
+        with Recorder(Storages([images, *norm.parameters(), *norm.buffers()])) as recorder:
+            outputs = norm(images)
+            gradient = torch.zeros_like(outputs)
+            outputs.backward(gradient)
+    # Outputs, their gradient, and in twice the format a copy of the images and the gradient that is computed from it.
+    assert recorder.peak_bytes() < 6.5 * images.nbytes

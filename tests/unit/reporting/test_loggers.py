@@ -1,0 +1,247 @@
+"""Each logger is read back through its own library: every step once, whatever a kill has lost or left over."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import struct
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.unit.reporting.example_run import make_record, make_run, play
+from vissl_zero.engine.hook import Run, StepRecord
+from vissl_zero.errors import RegistryError
+from vissl_zero.registry import LOGGERS
+from vissl_zero.reporting.hooks import Logging
+from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
+from vissl_zero.reporting.metrics_file import MetricsFile
+
+
+def events() -> Logging:
+    return Logging(["tensorboard"])
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard would show: tag -> (step, value)."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_every_figure_of_every_step(run: Run, records: list[StepRecord]) -> None:
+    run.results["knn_top1_before"] = 0.5
+    play(run, events(), records)
+    written = scalars(run.folder)
+    assert [step for step, _ in written["train/loss"]] == list(range(1, 21))
+    assert [value for _, value in written["train/loss"]] == pytest.approx([record.loss for record in records])
+    assert written["memory/optimizer"][0] == (1, float(records[0].bytes.optimizer))
+    assert written["watch/effective_rank"][-1] == (20, 6.0)
+    assert written["evaluation/knn_top1_before"] == [(0, 0.5)]
+
+
+def test_skipped_and_not_finite_figures_are_left_out(run: Run) -> None:
+    skipped = make_record(1, loss=None, grad_norm=None, skipped=True)
+    play(run, events(), [skipped, make_record(2, grad_norm=math.inf)])
+    written = scalars(run.folder)
+    assert [step for step, _ in written["train/loss"]] == [2]
+    assert "train/grad_norm" not in written
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def from_csv(folder: Path) -> dict[int, float]:
+    rows = table(folder)
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {int(row["step"]): float(row["train/loss"]) for row in rows}
+
+
+def from_events(folder: Path) -> dict[int, float]:
+    found = scalars(folder)["train/loss"]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def from_mlflow(folder: Path) -> dict[int, float]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("vissl_zero").experiment_id])
+    found = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def from_wandb(folder: Path) -> dict[int, float]:
+    """What ``wandb sync`` would upload; the library reads its files in Go alone, so the records are found here."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = (folder / "wandb").glob(f"offline-run-*/run-{run_id(folder)}.wandb")
+    found = []
+    for data in log_records(path.read_bytes()):
+        record = Record.FromString(data)
+        row = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        if "train/loss" in row:
+            found.append((record.history.step.num, float(row["train/loss"])))
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def log_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
+    """The records of a LevelDB log after a header of 7 bytes; each chunk has its checksum, length and kind."""
+    assert data[:4] == b":W&B"
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+READERS: dict[str, Callable[[Path], dict[int, float]]] = {
+    "tensorboard": from_events,
+    "csv": from_csv,
+    "mlflow": from_mlflow,
+    "wandb": from_wandb,
+}
+IN_A_SECOND = ["tensorboard", "csv"]
+LIBRARIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlflow", "wandb")]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+
+
+def part(folder: Path, name: str, steps: range, state: dict[str, Any], is_killed: bool = False) -> dict[str, Any]:
+    """Play steps as the loop does, after a resume from ``state``; the state of the last checkpoint.
+
+    In a process of its own, which may end by kill -9.
+    """
+    saved = folder.parent / "state.json"
+    saved.write_text(json.dumps(state))
+    child = os.fork()
+    if not child:
+        try:
+            play_part(folder, name, steps, state, saved, is_killed)
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGKILL if is_killed else 0)
+    return dict(json.loads(saved.read_text()))
+
+
+def play_part(folder: Path, name: str, steps: range, state: dict[str, Any], saved: Path, is_killed: bool) -> None:
+    run = make_run(folder)
+    run.step = run.first_step = steps[0] - 1
+    metrics, hook = MetricsFile(), Logging([name])
+    if state:
+        hook.load_state_dict(state)
+    metrics.on_start(run)
+    hook.on_start(run)
+    for step in steps:
+        run.step = step
+        record = make_record(step)
+        metrics.on_record(run, record)
+        hook.on_record(run, record)
+        if step % 10 == 0:
+            run.results["top1"] = step / 100
+            hook.on_epoch_end(run)
+            saved.write_text(json.dumps(hook.state_dict()))
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hook.on_end(run)
+    hook.close(run)
+    metrics.close(run)
+
+
+@pytest.mark.parametrize("name", [*IN_A_SECOND, *LIBRARIES])
+def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str) -> None:
+    """Killed at 13, 17 and 25 with checkpoints of 10, 10 and 20; from the second on in another place."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    state = part(folder, name, range(1, 14), {}, is_killed=True)
+    folder = folder.rename(tmp_path / "elsewhere")
+    state = part(folder, name, range(11, 18), state, is_killed=True)
+    state = part(folder, name, range(11, 26), state, is_killed=True)
+    part(folder, name, range(21, 31), state)
+    assert READERS[name](folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+
+
+def test_what_the_library_lost_is_logged_again(tmp_path: Path) -> None:
+    state = part(tmp_path, "csv", range(1, 11), {})
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    (tmp_path / "metrics.csv").write_text("\n".join(rows[:5]) + "\n5,2.3")  # cut short
+    part(tmp_path, "csv", range(11, 13), state)
+    assert list(from_csv(tmp_path)) == list(range(1, 13))
+    assert [row["step"] for row in table(tmp_path) if row["evaluation/top1"]] == ["10"]
+
+
+def test_a_logger_added_at_a_resume_gets_the_steps_before(tmp_path: Path) -> None:
+    state = part(tmp_path, "tensorboard", range(1, 11), {})
+    part(tmp_path, "csv", range(11, 13), state)
+    assert list(from_csv(tmp_path)) == list(range(1, 13))
+
+
+def test_the_id_stays_and_two_runs_have_two(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert run_id(tmp_path / "a") == run_id(tmp_path / "a") != run_id(tmp_path / "b")
+
+
+@pytest.fixture
+def own_logger() -> Iterator[list[int]]:
+    """A user's logger that fails at its fourth row."""
+    seen: list[int] = []
+
+    @LOGGERS.register("fragile")
+    class Fragile(Logger):
+        """Fails."""
+
+        def open(self, run: LoggedRun) -> int:
+            return 0
+
+        def log(self, figures: Mapping[str, float], step: int) -> None:
+            if step == 4:
+                raise ConnectionError("the server is gone")
+            seen.append(step)
+
+    yield seen
+    LOGGERS._components.pop("fragile")
+
+
+def test_a_logger_that_fails_ends_alone(
+    tmp_path: Path, own_logger: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [make_record(step) for step in range(1, 8)]
+    play(make_run(tmp_path), Logging(["fragile", "csv"]), records)
+    assert own_logger == [1, 2, 3]
+    assert list(from_csv(tmp_path)) == list(range(1, 8))
+    assert "the logger fragile fails (the server is gone)" in capsys.readouterr().out
+
+
+def test_an_unknown_logger_is_named() -> None:
+    with pytest.raises(RegistryError, match=r"config.HOOKS.LOGGERS.*known logger.*'tensorbord'"):
+        Logging(["tensorbord"])
+
+
+def test_only_rank_0_writes(tmp_path: Path, records: list[StepRecord]) -> None:
+    play(make_run(tmp_path, rank=1), Logging(["tensorboard", "csv"]), records)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,385 @@
+"""Cross-key rules: every refusal names the key, what it must be, what it got and what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
+from vissl_zero.data import decode
+from vissl_zero.resolve.data_plan import EXTENSIONS
+from vissl_zero.resolve.host import Host
+
+REFUSALS = {
+    "level": ({"ZERO__LEVEL": 4}, "config.ZERO.LEVEL: must be auto, fit, 0, 1, 2 or 3 (got 4)"),
+    "level and type": (
+        {"ZERO__LEVEL": 2, "ZERO__type": "ZeroRedundancyOptimizer_Level_3"},
+        "config.ZERO.LEVEL: contradicts config.ZERO.type=ZeroRedundancyOptimizer_Level_3 (got 2)",
+    ),
+    "no such type": (
+        {"ZERO__LEVEL": "auto", "ZERO__type": "ZeroRedundancyOptimizer"},
+        "config.ZERO.type: must be ZeroRedundancyOptimizer_Level_1, _2 or _3",
+    ),
+    "nvme_path": (
+        {"ZERO__offload_optimizer_config__device": "nvme", "ZERO__offload_optimizer_config__nvme_path": __file__},
+        "config.ZERO.offload_optimizer_config.nvme_path: must name a folder that exists",
+    ),
+    "buffer": ({"MODEL__SHARDED_DDP_SETUP__reduce_buffer_size": -2}, "reduce_buffer_size: must be at least -1"),
+    "bucket": ({"MODEL__FSDP_CONFIG__bucket_cap_mb": -1.0}, "bucket_cap_mb: must be at least 0"),
+    "level fit is not there": ({"ZERO__LEVEL": "fit"}, "config.ZERO.LEVEL: must be decided from a forecast first"),
+    "both switches": (
+        {
+            "ZERO__LEVEL": "auto",
+            "MODEL__SHARDED_DDP_SETUP__USE_SDP": True,
+            "MODEL__FSDP_CONFIG__AUTO_SETUP_FSDP": True,
+        },
+        "config.MODEL.SHARDED_DDP_SETUP.USE_SDP: cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP",
+    ),
+    "fairscale on the CPU": ({"ZERO__ENGINE": "fairscale"}, "level 3) on CUDA only, and this run is on the CPU"),
+    "float8 on fairscale": (
+        {"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 2, "MODEL__FLOAT8__USE_FLOAT8": True},
+        "config.MODEL.FLOAT8.USE_FLOAT8: is not available on fairscale",
+    ),
+    "float8 layers": (
+        {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": "fc(1"},
+        "config.MODEL.FLOAT8.LAYERS: must be a regular expression (missing )",
+    ),
+    "no float8 layers": (
+        {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": ""},
+        "config.MODEL.FLOAT8.LAYERS: must be a regular expression, and not empty",
+    ),
+    "gathers in float8 without float8": (
+        {"MODEL__FLOAT8__GATHER": True},
+        "config.MODEL.FLOAT8.GATHER: needs layers that multiply in float8",
+    ),
+    "fairscale unsharded": ({"ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 0}, "fairscale has no level 0"),
+    "unknown engine": ({"ZERO__ENGINE": "torhc"}, "Did you mean 'torch'?"),
+    "accumulation": (
+        {"ZERO__gradient_accumulation_steps": 0},
+        "gradient_accumulation_steps: must be at least 1 (got 0)",
+    ),
+    "clip": ({"ZERO__clip_grad": 0.0}, "config.ZERO.clip_grad: must be above 0"),
+    "two clips": (
+        {"ZERO__clip_grad": 0.5, "MODEL__GRAD_CLIP__USE_GRAD_CLIP": True},
+        "config.MODEL.GRAD_CLIP.MAX_NORM: differs from config.ZERO.clip_grad=0.5",
+    ),
+    "norm type": (
+        {"MODEL__GRAD_CLIP__USE_GRAD_CLIP": True, "MODEL__GRAD_CLIP__NORM_TYPE": 1.0},
+        "config.MODEL.GRAD_CLIP.NORM_TYPE: must be 2",
+    ),
+    "shard groups": (
+        {"ZERO__SHARD_GROUP_SIZE": 3, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
+        "config.ZERO.SHARD_GROUP_SIZE: must be -1 (all processes), or 2 or more and divide the 4 processes (got 3)",
+    ),
+    "shard groups of one": ({"ZERO__SHARD_GROUP_SIZE": 1}, "or config.ZERO.LEVEL=0 to share nothing"),
+    "shard groups on fairscale": (
+        {
+            "ZERO__SHARD_GROUP_SIZE": 2,
+            "DISTRIBUTED__NUM_PROC_PER_NODE": 4,
+            "ZERO__LEVEL": 2,
+            "ZERO__ENGINE": "fairscale",
+        },
+        "config.ZERO.SHARD_GROUP_SIZE: must be -1 on fairscale",
+    ),
+    "same bits on fairscale": (
+        {"TRAINER__DETERMINISTIC": True, "ZERO__LEVEL": 2, "ZERO__ENGINE": "fairscale"},
+        "config.TRAINER.DETERMINISTIC: is not available on fairscale",
+    ),
+    "same bits of compiled units": (
+        {"TRAINER__DETERMINISTIC": True, "TRAINER__COMPILE": True},
+        "config.TRAINER.DETERMINISTIC: is not available with config.TRAINER.COMPILE",
+    ),
+    "same bits in shard groups": (
+        {"TRAINER__DETERMINISTIC": True, "ZERO__SHARD_GROUP_SIZE": 2, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
+        "config.TRAINER.DETERMINISTIC: is not available with shard groups",
+    ),
+    "average decay": (
+        {"HOOKS__EMA_MODEL__DECAY": 1.5},
+        "config.HOOKS.EMA_MODEL.DECAY: must be from 0 to 1 (got 1.5)",
+    ),
+    "average interval": (
+        {"HOOKS__EMA_MODEL__UPDATE_ITER": 0},
+        "config.HOOKS.EMA_MODEL.UPDATE_ITER: must be at least 1",
+    ),
+    "offload at level 0": (
+        {"ZERO__LEVEL": 0, "ZERO__offload_optimizer_config__device": "cpu"},
+        "config.ZERO.offload_optimizer_config.device: needs ZeRO level 1, 2 or 3",
+    ),
+    "parameters below level 3": (
+        {"ZERO__LEVEL": 2, "ZERO__offload_param_config__device": "cpu"},
+        "config.ZERO.offload_param_config.device: needs ZeRO level 3",
+    ),
+    "offload device": ({"ZERO__offload_optimizer_config__device": "nvm"}, "Did you mean 'nvme'?"),
+    "nvme without a path": (
+        {"ZERO__offload_optimizer_config__device": "nvme"},
+        "config.ZERO.offload_optimizer_config.nvme_path: must be given with nvme",
+    ),
+    "offload on fairscale": (
+        {"ZERO__LEVEL": 1, "ZERO__ENGINE": "fairscale", "ZERO__offload_optimizer_config__device": "cpu"},
+        "config.ZERO.ENGINE: must be torch or auto where state is offloaded",
+    ),
+    "sync bn group": ({"MODEL__SYNC_BN_CONFIG__GROUP_SIZE": -3}, "must divide the 2 processes"),
+    "float64 with AMP": (
+        {"TRAINER__DTYPE": "float64", "MODEL__AMP_PARAMS__USE_AMP": True},
+        "config.TRAINER.DTYPE: cannot go with half precision (AMP)",
+    ),
+    "float64 with half compute": (
+        {"TRAINER__DTYPE": "float64", "MODEL__FSDP_CONFIG__compute_dtype": "float16"},
+        "compute_dtype: cannot go with config.TRAINER.DTYPE=float64",
+    ),
+    "bfloat16 with AMP": (
+        {"TRAINER__DTYPE": "bfloat16", "MODEL__AMP_PARAMS__USE_AMP": True},
+        "DTYPE: cannot go with config.MODEL.AMP_PARAMS.USE_AMP=True",
+    ),
+    "bfloat16 on fairscale": (
+        {"TRAINER__DTYPE": "bfloat16", "ZERO__ENGINE": "fairscale", "ZERO__LEVEL": 1},
+        "DTYPE: cannot go with the fairscale engine",
+    ),
+    "dtype": ({"TRAINER__DTYPE": "float46"}, "Did you mean 'float64'"),
+    "AMP dtype": ({"MODEL__AMP_PARAMS__DTYPE": "half"}, "must be bfloat16 or float16"),
+    "AMP type": ({"MODEL__FSDP_CONFIG__AMP_TYPE": "O3"}, "config.MODEL.FSDP_CONFIG.AMP_TYPE: must be O1 or O2"),
+    "apex level": (
+        {"MODEL__AMP_PARAMS__USE_AMP": True, "MODEL__AMP_PARAMS__AMP_ARGS__opt_level": "O2"},
+        "opt_level: must be O1",
+    ),
+    "gpu": ({"MACHINE__DEVICE": "gpu"}, "config.MACHINE.DEVICE: cannot be used here: no NVIDIA driver is loaded"),
+    "device": ({"MACHINE__DEVICE": "tpu"}, "must be auto or cpu or gpu"),
+    "processes": ({"DISTRIBUTED__NUM_PROC_PER_NODE": 0}, "NUM_PROC_PER_NODE: must be at least 1"),
+    "nodes": ({"DISTRIBUTED__NUM_NODES": 2}, "config.DISTRIBUTED.NUM_NODES: must be 1, unless machines know where"),
+    "steps": ({"TRAINER__MAX_STEPS": 0}, "config.TRAINER.MAX_STEPS: must be at least 1"),
+    "more processes than images": (
+        {"DISTRIBUTED__NUM_PROC_PER_NODE": 1500},
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE: must be at most the number of images, 1437 (got 1500 processes)",
+    ),
+    "too few images for a step": ({"DATA__TRAIN__DATA_LIMIT": 20}, "the 20 there are make less than one step of 64"),
+    "no source": ({"DATA__TRAIN__DATA_SOURCES": []}, "config.DATA.TRAIN.DATA_SOURCES: must name a data source"),
+    "unknown source": ({"DATA__TRAIN__DATA_SOURCES": ["disk_floder"]}, "Did you mean 'disk_folder'"),
+    "no path": ({"DATA__TRAIN__DATA_SOURCES": ["disk_folder"]}, "config.DATA.TRAIN.DATA_PATHS: must name a folder"),
+    "unknown transform": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTenser"}]}, "Did you mean 'ToTensor'"),
+    "nested transform": (
+        {"DATA__TEST__TRANSFORMS": [{"name": "RandomApply", "transforms": [{"name": "ColourJitter"}]}]},
+        "Did you mean 'ColorJitter'",
+    ),
+    "transform without a name": ({"DATA__TRAIN__TRANSFORMS": ["ToTensor"]}, "must be a list of {name: ..., ...}"),
+    "broken images": ({"DATA__ON_BROKEN_IMAGE": "ignore"}, "config.DATA.ON_BROKEN_IMAGE: must be raise or skip"),
+    "labels": ({"DATA__TRAIN__LABEL_SOURCES": ["disk_filelist"]}, "LABEL_PATHS: must name the files of labels"),
+    "batch": ({"DATA__TRAIN__BATCHSIZE_PER_REPLICA": 0}, "BATCHSIZE_PER_REPLICA: must be at least 1"),
+    "limit": ({"DATA__TRAIN__DATA_LIMIT": 0}, "config.DATA.TRAIN.DATA_LIMIT: must be -1 or at least 1"),
+    "unknown loss": ({"LOSS__name": "swav_los"}, "config.LOSS.name: must be a known loss (got 'swav_los')"),
+    "a loss of VISSL's": (
+        {"LOSS__name": "bce_logits_multiple_output_single_target"},
+        "must be a known loss (got 'bce_logits_multiple",
+    ),
+    "mistyped block of a loss": (
+        {"LOSS__swav_los": {}},
+        "config.LOSS.swav_los: is not the name of a loss. Did you mean",
+    ),
+    "prototypes": (
+        {"MODEL__HEAD__PARAMS": [["swav_head", {"dims": [64, 32], "num_clusters": [0]}]]},
+        "config.MODEL.HEAD.PARAMS.swav_head.num_clusters: must have at least 1 prototype in each layer (got [0])",
+    ),
+    "queue": (
+        {"LOSS__swav_loss__queue__queue_length": 16},
+        "queue_length: must be 0 (no queue) or at least the batch over all processes, 64 images (got 16)",
+    ),
+    "swav without its head": ({"MODEL__HEAD__PARAMS": [["mlp", {"dims": [64, 10]}]]}, "must be one swav_head"),
+    "swav without crops": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTensor"}]}, "must make two or more crops"),
+    "assigned crops": ({"LOSS__swav_loss__crops_for_assign": [0, 4]}, "must list crops from 0 to 1 (got [0, 4])"),
+    "temperature": (
+        {"LOSS__swav_loss__temperature": 0.0},
+        "LOSS.swav_loss.temperature: must be at least 0.0001",
+    ),
+    "no head": ({"MODEL__HEAD__PARAMS": []}, "config.MODEL.HEAD.PARAMS: must list at least one head"),
+    "head form": ({"MODEL__HEAD__PARAMS": ["mlp"]}, 'config.MODEL.HEAD.PARAMS: must hold ["name", {key: value}]'),
+    "unknown head": ({"MODEL__HEAD__PARAMS": [["swav_haed", {}]]}, "Did you mean 'swav_head'"),
+    "head key": (
+        {"MODEL__HEAD__PARAMS": [["swav_head", {"dims": [64, 32], "num_clusters": [3], "use_bm": True}]]},
+        "config.MODEL.HEAD.PARAMS.swav_head.use_bm: is not a key. Did you mean 'use_bn'",
+    ),
+    "head without dims": ({"MODEL__HEAD__PARAMS": [["swav_head", {"num_clusters": [3]}]]}, "dims: must be given"),
+    "unknown trunk": ({"MODEL__TRUNK__NAME": "regnt"}, "Did you mean 'regnet'"),
+    "regnet by name and numbers": ({"MODEL__TRUNK__REGNET__name": "regnet_y_400mf"}, "not both"),
+    "regnet without blocks": (
+        {"MODEL__TRUNK__REGNET__depth": 0},
+        "config.MODEL.TRUNK.REGNET.depth: must be at least 1",
+    ),
+    "regnet without width": (
+        {"MODEL__TRUNK__REGNET__group_width": 0},
+        "REGNET.group_width: must be at least 1 (got 0)",
+    ),
+    "regnet's ratio": ({"MODEL__TRUNK__REGNET__w_m": 1.0}, "config.MODEL.TRUNK.REGNET.w_m: must be above 1 (got 1.0)"),
+    "frozen": ({"MODEL__TEMP_FROZEN_PARAMS_ITER_MAP": ["nope"]}, "must hold pairs of a parameter's name and a number"),
+    "seed": ({"SEED_VALUE": 2**63}, "config.SEED_VALUE: must be at most 9223372036854775807"),
+    "regnet in part": ({"MODEL__TRUNK__REGNET__w_0": None}, "Add w_0, or write name: regnet_y_400mf"),
+    "timm without a model": ({"MODEL__TRUNK__NAME": "timm"}, "must say the model: timm/<model>"),
+    "timm's name twice": (
+        {"MODEL__TRUNK__NAME": "timm/resnet18", "MODEL__TRUNK__PARAMS": {"name": "resnet18"}},
+        "must say the model: timm/<model>",
+    ),
+    "timm's keys": (
+        {"MODEL__TRUNK__NAME": "timm/resnet18", "MODEL__TRUNK__PARAMS": {"drop_path": 1}},
+        "config.MODEL.TRUNK.PARAMS.drop_path",
+    ),
+    "scale of VISSL's attention": (
+        {"MODEL__TRUNK__VISION_TRANSFORMERS__QK_SCALE": 0.1},
+        "config.MODEL.TRUNK.VISION_TRANSFORMERS.QK_SCALE",
+    ),
+    "resnet depth": ({"MODEL__TRUNK__NAME": "resnet", "MODEL__TRUNK__RESNETS__DEPTH": 51}, "must be 18 or 34 or 50"),
+    "keys for a user's own trunk": ({"MODEL__TRUNK__PARAMS": {"a": 1}}, "is for trunks of your own"),
+    "optimizer": ({"OPTIMIZER__name": "adma"}, "Did you mean 'adam'"),
+    "epochs": ({"OPTIMIZER__num_epochs": 0}, "config.OPTIMIZER.num_epochs: must be at least 1"),
+    "betas": ({"OPTIMIZER__betas": [0.9, 1.0]}, "config.OPTIMIZER.betas: must be two numbers from 0 to below 1"),
+    "optimizer's own keys": ({"OPTIMIZER__PARAMS": {"epz": 1}}, "PARAMS.epz: is not a key. Did you mean 'eps'?"),
+    "nesterov": (
+        {"OPTIMIZER__name": "sgd", "OPTIMIZER__nesterov": True, "OPTIMIZER__momentum": 0.0},
+        "needs a momentum above 0",
+    ),
+    "LARC on LARS": ({"OPTIMIZER__name": "lars", "OPTIMIZER__use_larc": True}, "cannot be put on top of lars"),
+    "schedule": ({"OPTIMIZER__param_schedulers__lr__name": "cosin"}, "param_schedulers.lr.name: must be a known"),
+    "interval": ({"OPTIMIZER__param_schedulers__lr__update_interval": "day"}, "must be step or epoch (got 'day')"),
+    "slurm": ({"SLURM__USE_SLURM": True, "SLURM__NAME": " "}, "config.SLURM.NAME: must have a letter"),
+    "checkpoint frequency": (
+        {"CHECKPOINT__KEEP_LAST": 0},
+        "config.CHECKPOINT.KEEP_LAST: must be -1 or at least 1 (got 0)",
+    ),
+    "resume from": (
+        {"CHECKPOINT__LATEST_CHECKPOINT_RESUME_FILE_NUM": 0},
+        "RESUME_FILE_NUM: must be at least 1",
+    ),
+    "time limit": ({"CHECKPOINT__TIME_LIMIT_MIN": 0.0}, "config.CHECKPOINT.TIME_LIMIT_MIN: must be above 0"),
+    "restarts": (
+        {"DISTRIBUTED__MAX_RESTARTS": 2, "CHECKPOINT__AUTO_RESUME": False},
+        "config.DISTRIBUTED.MAX_RESTARTS: needs AUTO_RESUME",
+    ),
+    "fewer processes on several machines": (
+        {"DISTRIBUTED__MIN_PROC_PER_NODE": 1, "DISTRIBUTED__NUM_NODES": 2, "DISTRIBUTED__RUN_ID": "10.0.0.1:29500"},
+        "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1 with more than one machine",
+    ),
+    "fewer processes": ({"DISTRIBUTED__MIN_PROC_PER_NODE": 9}, "config.DISTRIBUTED.MIN_PROC_PER_NODE: must be -1, or"),
+    "hook": ({"HOOKS__EXTRA": ["nope"]}, "config.HOOKS.EXTRA: must be a known hook"),
+    "a teacher that there is not": (
+        {"EVALUATED_MODEL": "teacher"},
+        "config.EVALUATED_MODEL: must be student: swav_loss has no teacher that follows the model (got teacher)",
+    ),
+    "VISSL's key": (
+        {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
+        "EXTRACT_TRUNK_FEATURES_ONLY: needs EVAL_MODE_ON (got True)",
+    ),
+    "frozen trunk outside evaluation": (
+        {"MODEL__FEATURE_EVAL_SETTINGS__FREEZE_TRUNK_ONLY": True},
+        "config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY: needs EVAL_MODE_ON",
+    ),
+    "weights that are not there": (
+        {"MODEL__WEIGHTS_INIT__PARAMS_FILE": "/none.torch"},
+        "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name a run folder, a checkpoint or a file of weights that exists",
+    ),
+}
+
+
+def test_quickstart_has_no_problem():
+    assert complaints(CPU_HOST) == []
+    assert complaints(GPU_HOST) == []
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_says_what_and_how(name):
+    values, text = REFUSALS[name]
+    found = complaints(**values)
+    assert any(text in complaint for complaint in found), found
+
+
+def test_a_data_source_may_insist_on_its_own_labels():
+    assert complaints(DATA__TRAIN__LABEL_SOURCES=["digits"]) == []
+    (complaint,) = complaints(DATA__TRAIN__LABEL_SOURCES=["digts"])
+    assert "Did you mean 'digits'" in complaint
+
+
+def test_all_problems_are_reported_together():
+    found = complaints(ZERO__LEVEL=9, LOSS__name="nope", MODEL__TRUNK__NAME="nope", OPTIMIZER__num_epochs=0)
+    assert len(found) == 4
+
+
+def test_a_number_decides_between_both_switches():
+    switches = {"MODEL__SHARDED_DDP_SETUP__USE_SDP": True, "MODEL__FSDP_CONFIG__AUTO_SETUP_FSDP": True}
+    assert complaints(ZERO__LEVEL=2, **switches) == []
+
+
+def test_equal_clips_are_fine():
+    assert complaints(ZERO__clip_grad=1.0, MODEL__GRAD_CLIP__USE_GRAD_CLIP=True) == []
+
+
+def test_gpus_are_counted():
+    found = complaints(GPU_HOST, MACHINE__DEVICE="gpu", DISTRIBUTED__NUM_PROC_PER_NODE=4)
+    assert found == [
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE: must be at most the number of GPUs, 2 (got 4). "
+        "Write config.DISTRIBUTED.NUM_PROC_PER_NODE=2, or config.MACHINE.DEVICE=cpu."
+    ]
+
+
+def test_torchrun_allows_several_machines():
+    assert complaints(Host(num_cores=8, torchrun=(4, 2)), DISTRIBUTED__NUM_NODES=2) == []
+
+
+def disk_folder(*paths):
+    return {"DATA__TRAIN__DATA_SOURCES": ["disk_folder"], "DATA__TRAIN__DATA_PATHS": list(map(str, paths))}
+
+
+def test_missing_path_names_the_closest(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (found,) = complaints(**disk_folder(tmp_path / "fotos" / "2024"))
+    assert f"must name a folder that exists (got '{tmp_path}/fotos/2024')" in found
+    assert "'fotos' in it does not. Did you mean 'photos'?" in found
+
+
+def test_empty_folder_and_file_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    (tmp_path / "a.jpg").touch()
+    empty, file = complaints(**disk_folder(tmp_path / "empty", tmp_path / "a.jpg"))
+    assert "must name a folder that holds images" in empty
+    assert f"must name a folder, not a file (got '{tmp_path}/a.jpg'). Name the folder that holds it" in file
+
+
+def test_images_are_counted_without_being_opened(tmp_path):
+    for index in range(3):
+        (tmp_path / f"{index}.JPG").touch()  # empty: opening one would fail
+    (found,) = complaints(**disk_folder(tmp_path), DISTRIBUTED__NUM_PROC_PER_NODE=4)
+    assert "must be at most the number of images, 3 (got 4 processes)" in found
+
+
+def test_extensions_are_those_that_are_read():
+    assert EXTENSIONS == decode.EXTENSIONS
+
+
+COMPOSITES = {
+    "lengths": ({"lengths": [0.5, 0.4]}, "lengths: must be positive and sum to 1"),
+    "numbers of parts": ({"lengths": [1.0]}, "must have a length and an interval_scaling per part"),
+    "part": (
+        {"schedulers": [{"name": "linaer"}, {"name": "constant", "value": 1.0}]},
+        "schedulers[0].name: must be a known",
+    ),
+    "part's key": (
+        {"schedulers": [{"name": "constant"}, {"name": "constant", "value": 1.0}]},
+        "[0].value: must be given",
+    ),
+    "scaling": ({"interval_scaling": ["fixed", "stretched"]}, "must be rescaled or fixed"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composite_schedules_are_checked(name):
+    change, text = COMPOSITES[name]
+    good = {
+        "schedulers": [{"name": "linear", "start_value": 0.0, "end_value": 1.0}, {"name": "constant", "value": 1.0}],
+        "lengths": [0.5, 0.5],
+        "interval_scaling": ["rescaled", "fixed"],
+    }
+    base = "OPTIMIZER__param_schedulers__lr__"
+    assert complaints(**{f"{base}name": "composite"}, **{base + key: value for key, value in good.items()}) == []
+    found = complaints(**{f"{base}name": "composite"}, **{base + key: value for key, value in (good | change).items()})
+    assert any(text in complaint for complaint in found), found
+
+
+def test_milestones_fit_the_run():
+    base = "OPTIMIZER__param_schedulers__lr__"
+    (found,) = complaints(**{f"{base}name": "multistep", "OPTIMIZER__num_epochs": 50})
+    assert "milestones: must lie before the end, config.OPTIMIZER.num_epochs=50 (got [30, 60])" in found

@@ -1,0 +1,140 @@
+"""``MODEL.TRUNK.NAME: auto`` takes the trunk from a saved run, as data."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.unit.commands.example_checkpoint import write_checkpoint
+from tests.unit.config.example_config import CPU_HOST
+from vissl_zero.config.compose import compose
+from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.resolve import resolve
+
+REGNET = {"depth": 3, "w_0": 16, "w_a": 16.0, "w_m": 2.0, "group_width": 8, "block_type": "RES_BASIC_BLOCK"}
+
+
+DATA = {
+    "TRAIN": {
+        "DATA_SOURCES": ["synthetic"],
+        "DATA_PATHS": [],
+        "DATA_LIMIT": 200,
+        "DEFAULT_GRAY_IMG_SIZE": 48,
+        "TRANSFORMS": [
+            {"name": "ImgPilToMultiCrop", "size_crops": [24, 40], "crop_scales": [[0.1, 0.2], [0.3, 1.0]]},
+            {"name": "ImgPilColorDistortion", "strength": 1.0},
+            {"name": "RandomHorizontalFlip"},
+            {"name": "ToTensor"},
+            {"name": "Normalize", "mean": [0.1, 0.2, 0.3], "std": [1, 1, 1]},
+        ],
+    },
+    "TEST": {"DATA_SOURCES": ["synthetic"], "TRANSFORMS": [{"name": "CenterCrop", "size": 40}, {"name": "ToTensor"}]},
+}
+
+
+def resolved(weights, *overrides):
+    words = ([f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={weights}"] if weights else []) + list(overrides)
+    composed = compose("benchmark/linear", words)
+    return resolve(composed.run, "runs/x", recipe="benchmark/linear", written=composed.written, host=CPU_HOST)
+
+
+def _run(folder, trunk, **more):
+    state = {"model/trunk.weight": torch.ones(3)}
+    write_checkpoint(folder, state, config={"MODEL": {"TRUNK": trunk}, "DATA": DATA, **more})
+    return folder
+
+
+def test_it_comes_from_a_run_folder_or_a_checkpoint_in_it(tmp_path, monkeypatch):
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
+    for weights in (run, run / "checkpoints" / "step_000000004"):
+        plan = resolved(weights)
+        trunk = plan.config["MODEL"]["TRUNK"]
+        assert trunk["NAME"] == "regnet" and REGNET.items() <= trunk["REGNET"].items()
+        assert plan.config["MODEL"]["NON_TRAINABLE_PARAMS"] == ["trunk"]
+    monkeypatch.chdir(tmp_path)
+    assert resolved("run").config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] == str(run)  # workers may start elsewhere
+    assert resolved("run", "config.MODEL.TRUNK.NAME=resnet").config["MODEL"]["TRUNK"]["NAME"] == "resnet"
+
+
+def test_nothing_in_it_is_run(tmp_path, monkeypatch):
+    (tmp_path / "canary_module.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trunk = {"NAME": "regnet", "REGNET": {**REGNET, "_target_": "os.system", "name": None}, "PARAMS": {"x": "${env:Y}"}}
+    run = _run(tmp_path / "run", trunk, IMPORTS=["canary_module"], SLURM={"SETUP": ["touch canary"]})
+    with pytest.raises(ConfigError, match=r"config.MODEL.TRUNK.PARAMS: is for trunks of your own"):
+        resolved(run)
+    del trunk["PARAMS"]
+    plan = resolved(_run(tmp_path / "other", trunk, IMPORTS=["canary_module"]))
+    assert "canary_module" not in sys.modules and plan.config["IMPORTS"] == []
+    assert "_target_" not in plan.config["MODEL"]["TRUNK"]["REGNET"]
+
+
+def test_a_trunk_of_ones_own_must_be_imported_by_the_user(tmp_path):
+    run = _run(tmp_path / "run", {"NAME": "theirs", "PARAMS": {"width": 3}}, IMPORTS=["their_module"])
+    with pytest.raises(ConfigError, match=r"must be a known trunk \(got 'theirs'\)"):
+        resolved(run)
+
+
+def test_without_a_run_it_says_what_to_write(tmp_path):
+    with pytest.raises(ConfigError, match=r"TRUNK.NAME: needs initial weights"):
+        resolved(None)
+    with pytest.raises(ConfigError, match=r"PARAMS_FILE: must name a run folder, .* that exists \(got '/none'\)"):
+        resolved("/none")
+    (tmp_path / "w.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="needs a run folder or a checkpoint of one"):
+        resolved(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("recipe", ["benchmark/linear", "benchmark/knn", "benchmark/extract_features"])
+def test_images_size_and_range_are_those_of_the_run(recipe, tmp_path):
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
+    composed = compose(recipe, [f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={run}"])
+    data = resolve(composed.run, "runs/x", host=CPU_HOST).config["DATA"]
+    for split in ("TRAIN", "TEST"):
+        assert data[split]["DATA_SOURCES"] == ["synthetic"], split
+    assert (data["TRAIN"]["DATA_LIMIT"], data["TRAIN"]["DEFAULT_GRAY_IMG_SIZE"]) == (200, 48)
+    views = data["TRAIN"]["TRANSFORMS"]
+    assert views[0] == {"name": "RandomResizedCrop", "size": 40, "scale": [0.3, 1.0]}
+    assert [view["name"] for view in views[1:]] == ["RandomHorizontalFlip", "ToTensor", "Normalize"]
+    assert views[-1]["mean"] == [0.1, 0.2, 0.3] and data["TEST"]["TRANSFORMS"] == DATA["TEST"]["TRANSFORMS"]
+
+
+def test_images_that_the_user_names_are_used_at_the_runs_size(tmp_path):
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
+    for split in ("train", "test"):
+        for name in ("a/1.png", "b/2.png"):
+            (tmp_path / split / name).parent.mkdir(parents=True)
+            (tmp_path / split / name).touch()
+    train, test = (f"config.DATA.{name.upper()}.DATA_PATHS=[{tmp_path / name}]" for name in ("train", "test"))
+    data = resolved(run, train, test).config["DATA"]
+    for split in ("TRAIN", "TEST"):
+        assert data[split]["DATA_SOURCES"] == ["disk_folder"] and data[split]["DATA_LIMIT"] == -1
+    assert data["TRAIN"]["TRANSFORMS"][0]["size"] == 40
+    assert data["TEST"]["TRANSFORMS"] == []  # resized and cropped as TRAIN's, whatever size the images have
+    # The run's own TEST has other classes, so it is not taken.
+    with pytest.raises(ConfigError, match=r"TEST.DATA_SOURCES: must name the images that the probe is measured on"):
+        resolved(run, train)
+
+
+def test_paths_from_the_environment_must_be_named(tmp_path):
+    masked = {**DATA["TRAIN"], "DATA_SOURCES": ["disk_folder"], "DATA_PATHS": ["${oc.env:HOME}"]}
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET}, DATA={**DATA, "TRAIN": masked})
+    with pytest.raises(ConfigError, match="took its paths from environment variables"):
+        resolved(run)
+
+
+def test_a_sweep_of_rates_makes_a_head_for_each(tmp_path):
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
+    factors = "config.OPTIMIZER.head_optimizer_params.lr_factors"
+    plan = resolved(run, f"{factors}=[1,2,3]")
+    assert len(plan.config["MODEL"]["HEAD"]["PARAMS"]) == 3 and plan.optimizer.head_lr_factors == (1.0, 2.0, 3.0)
+    for words, message in [
+        ([f"{factors}=[1,-2]"], "lr_factors"),
+        (["config.ZERO.clip_grad=1.0"], "cannot go with clipping"),
+        (["config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY=false"], "needs a frozen trunk"),
+        (["config.MODEL.HEAD.PARAMS=[[mlp,{dims:[-1,-1]}],[mlp,{dims:[-1,-1]}]]"], "one after another"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            resolved(run, *words)

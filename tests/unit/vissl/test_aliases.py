@@ -1,0 +1,66 @@
+"""VISSL's second names for what it shards mean the one class, trained by any level."""
+
+from __future__ import annotations
+
+import pytest
+
+from vissl_zero.config.compose import compose
+from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.resolve import resolve
+
+LARC = "config.OPTIMIZER.use_larc=true"
+HEAD = "dims:[64,64,16],num_clusters:[30]"
+
+
+def plan(tmp_path, *overrides):
+    composed = compose("quickstart/swav_digits", ["config.ZERO.LEVEL=auto", *overrides])
+    return resolve(composed.run, tmp_path, recipe=composed.recipe, written=composed.written), composed
+
+
+@pytest.mark.parametrize(
+    ("alias", "own"),
+    [
+        (["config.MODEL.TRUNK.NAME=regnet_fsdp"], ["config.MODEL.TRUNK.NAME=regnet"]),
+        (
+            [f"config.MODEL.HEAD.PARAMS=[[swav_head_fsdp,{{{HEAD}}}]]"],
+            [f"config.MODEL.HEAD.PARAMS=[[swav_head,{{{HEAD}}}]]"],
+        ),
+        (["config.OPTIMIZER.name=sgd_fsdp", LARC], ["config.OPTIMIZER.name=sgd", LARC]),
+        (
+            ["config.OPTIMIZER.name=zero", "config.OPTIMIZER.base_optimizer.name=sgd_fsdp"],
+            ["config.OPTIMIZER.name=zero", "config.OPTIMIZER.base_optimizer.name=sgd"],
+        ),
+        (["config.TRAINER.TASK_NAME=self_supervision_sdp_task"], ["config.ZERO.LEVEL=2"]),
+        (["config.TRAINER.TASK_NAME=self_supervision_fsdp_task"], ["config.ZERO.LEVEL=3"]),
+    ],
+)
+def test_an_alias_is_the_one_class(alias, own, tmp_path):
+    (aliased, composed), (plain, _) = plan(tmp_path, *alias), plan(tmp_path, *own)
+    assert (aliased.sharding, aliased.optimizer) == (plain.sharding, plain.optimizer)
+    for block in ("MODEL", "LOSS"):
+        assert aliased.config[block] == plain.config[block]
+    assert alias[0].split("=")[1].strip("[]").split(",")[0] in composed.user_yaml()  # written as the user wrote it
+
+
+def test_the_linear_head_has_one_too():
+    composed = compose("supervised/digits", ["config.MODEL.HEAD.PARAMS=[[mlp_fsdp,{dims:[64,10]}]]"])
+    assert composed.run.MODEL.HEAD.PARAMS == [["mlp", {"dims": [64, 10]}]]
+
+
+def test_a_number_wins_over_the_task_and_says_so(tmp_path):
+    task = "config.TRAINER.TASK_NAME=self_supervision_fsdp_task"
+    resolved, _ = plan(tmp_path, task, "config.ZERO.LEVEL=1")
+    assert resolved.sharding.level == 1
+    assert f"config.ZERO.LEVEL=1 wins over {task}, which stands for level 3." in resolved.notes
+
+
+def test_of_a_regnets_name_and_parameters_the_name_counts(tmp_path):
+    """As in VISSL, whose overlays name a network over a base that gives parameters."""
+    regnet, name = "config.MODEL.TRUNK.REGNET", "config.MODEL.TRUNK.REGNET.name=regnet_y_400mf"
+    resolved, composed = plan(tmp_path, name)  # the recipe has parameters
+    block = resolved.config["MODEL"]["TRUNK"]["REGNET"]
+    assert block["name"] == "regnet_y_400mf" and block["depth"] is block["w_0"] is block["group_width"] is None
+    (note,) = (note for note in composed.notes if "REGNET" in note)
+    assert f"{regnet}.depth, {regnet}.w_0" in note and "have no effect: the name regnet_y_400mf says them" in note
+    with pytest.raises(ConfigError, match=r"must have a name or parameters, not both .got name and depth"):
+        plan(tmp_path, name, f"{regnet}.depth=4")  # who writes both on one line means the number

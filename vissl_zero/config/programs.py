@@ -1,0 +1,59 @@
+"""Programs, by the names of VISSL's engines and of its files in ``tools/``. Imports nothing: the CLI reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vissl_zero.config.run_config import RunConfig
+
+TRAIN = "train"
+# Program -> the hook that does its work at the end of a run that trains nothing; none: kNN is measured anyway.
+PROGRAMS: dict[str, str | None] = {
+    "extract_features": "extract_features",
+    "extract_label_predictions": "extract_label_predictions",
+    "train_svm": "train_svm",
+    "train_svm_low_shot": "train_svm_low_shot",
+    "nearest_neighbor_test": None,
+    "cluster_features_and_label": "cluster_features_and_label",
+    "extract_cluster": "extract_cluster",
+    "low_shot_test": "low_shot_test",
+    "instance_retrieval_test": "instance_retrieval_test",
+}
+SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
+RETRIEVAL = "instance_retrieval_test"  # of images that IMG_RETRIEVAL names, where others are of DATA's
+LOW_SHOT = "low_shot_test"
+# Of the heads, where others are of features.
+PREDICTIONS, ASSIGNMENTS = "extract_label_predictions", "extract_cluster"
+
+
+def begin_program(run: RunConfig, name: str) -> None:
+    """Make of a recipe a run of a program, in place: nothing is trained, and trunk and heads are frozen.
+
+    Args:
+        run: as it was written; with heads of VISSL's names.
+        name: of ``PROGRAMS``.
+    """
+    run.PROGRAM, run.TEST_ONLY = name, True
+    run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
+    run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
+    settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    if name in (PREDICTIONS, ASSIGNMENTS):
+        run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # no loss counts
+        if settings.FREEZE_TRUNK_AND_HEAD:  # the same here, and it lets the heads see layers
+            settings.FREEZE_TRUNK_ONLY, settings.FREEZE_TRUNK_AND_HEAD = True, False
+        return
+    settings.EVAL_MODE_ON = True
+    if not settings.FREEZE_TRUNK_AND_HEAD:
+        settings.EXTRACT_TRUNK_FEATURES_ONLY = True
+    if name == RETRIEVAL:
+        settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP[:1]  # VISSL takes the first
+        # What builds the run's loader, which nothing reads.
+        options, side = run.IMG_RETRIEVAL, max(run.IMG_RETRIEVAL.RESIZE_IMG, 32)
+        run.DATA.TRAIN.DATA_SOURCES = ["disk_folder"]
+        run.DATA.TRAIN.DATA_PATHS = [str(Path(options.DATASET_PATH).expanduser() / options.EVAL_DATASET_NAME)]
+        run.DATA.TRAIN.TRANSFORMS = [
+            {"name": "Resize", "size": side}, {"name": "CenterCrop", "size": side}, {"name": "ToTensor"}
+        ]  # fmt: skip
+        run.DATA.TEST.DATA_SOURCES = []

@@ -1,0 +1,391 @@
+"""All sharding plans that train the same, each with its forecast; which of them fit, and the cheapest that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+from vissl_zero.errors import Problem
+from vissl_zero.planner.forecast import Forecast, Forecaster, Recomputable
+from vissl_zero.resolve.resolved import TIERS, ShardingPlan
+from vissl_zero.sharding.model.precision import dtype_of
+
+_GIB = 2**30
+_TRIES = 3  # recordings of a plan
+Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a rank may use, bytes.
+
+    Attributes:
+        memory: where it computes, beyond the process itself.
+        host: host memory beside that, where it computes on a GPU; None: not limited.
+        disk: None: not limited.
+        source: how ``memory`` is known, for people.
+        given: ``memory``, where the user has said what there is; None: it was looked up.
+    """
+
+    memory: int
+    host: int | None = None
+    disk: int | None = None
+    source: str = ""
+    given: int | None = None
+
+    def excess(self, forecast: Forecast) -> int | None:
+        """Bytes over the budget in memory, host memory and disk together; 0: it fits; None: not known."""
+        step = forecast.step
+        if step is None:
+            return None
+        over = max(0, step.resident_bytes - self.memory)
+        if self.host is not None:
+            over += max(0, step.host_bytes - self.host)
+        if self.disk is not None:
+            over += max(0, step.disk_bytes - self.disk)
+        return over
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run.
+
+    Attributes:
+        sharding: level, recomputation, tiers.
+        micro_batches: per step.
+        batch_per_rank: images of one of them.
+        forecast: what it would hold.
+        world_size: ranks.
+        relative_time: of a step, against level 0 without recomputation; None: not known.
+        excess: bytes too much for the budget; None: not known.
+        is_chosen: the cheapest that fits.
+    """
+
+    sharding: ShardingPlan
+    micro_batches: int
+    batch_per_rank: int
+    forecast: Forecast
+    world_size: int
+    relative_time: float | None
+    excess: int | None
+    is_chosen: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is within the budget; None: not known."""
+        return None if self.excess is None else self.excess == 0
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any unit is run again in backward."""
+        return self.sharding.is_recomputed
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
+        return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
+
+    def settings(self) -> dict[str, Any]:
+        """Key path under ``config`` -> value: what a user would write to get this candidate."""
+        optimizer, params = self.sharding.offload_optimizer, self.sharding.offload_params
+        return {
+            "ZERO.LEVEL": self.sharding.level,
+            "ZERO.SHARD_GROUP_SIZE": self.sharding.shard_group_size if self.is_grouped else -1,
+            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "MODEL.ACTIVATION_CHECKPOINTING.BLOCKS": list(self.sharding.checkpoint_blocks),
+            "ZERO.offload_optimizer_config.device": optimizer.device,
+            "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
+            "ZERO.offload_param_config.device": params.device,
+            "ZERO.offload_param_config.nvme_path": params.nvme_path if params.is_on_disk else None,
+            "ZERO.offload_param_config.max_in_cpu": params.max_in_cpu if params.is_on_disk else None,
+            "DATA.TRAIN.BATCHSIZE_PER_REPLICA": self.batch_per_rank,
+            "ZERO.gradient_accumulation_steps": self.micro_batches,
+        }
+
+    def overrides(self) -> list[str]:
+        """``settings`` as words of the command line."""
+        return [f"config.{path}={_word(value)}" for path, value in self.settings().items()]
+
+    def __str__(self) -> str:
+        words = [f"level {self.sharding.level}"]
+        if self.is_grouped:
+            words.append(f"groups of {self.sharding.shard_group_size}")
+        if self.sharding.checkpoint_blocks:
+            number = len(self.sharding.checkpoint_blocks)
+            words.append(f"{number} block{'s' * (number > 1)} recomputed")
+        elif self.is_recomputed:
+            words.append("recomputed")
+        if self.sharding.offload_optimizer.device != "none":
+            words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
+        params = self.sharding.offload_params
+        if params.device != "none":
+            kept = f" ({params.max_in_cpu:,} elements in memory)" if params.max_in_cpu else ""
+            words.append(f"parameters on {params.device}{kept}")
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches of {self.batch_per_rank}")
+        return ", ".join(words)
+
+
+def _word(value: Any) -> str:
+    """As on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
+def sharding_plans(
+    base: ShardingPlan, world_size: int, num_nodes: int, device_type: str, can_recompute: bool
+) -> Iterator[ShardingPlan]:
+    """Every plan that computes the same as ``base`` and that the rules allow.
+
+    Args:
+        base: number formats, clipping, engine; where it names a folder on a disk, state may rest there.
+        world_size, num_nodes: ranks and machines.
+        device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
+        can_recompute: the model has units.
+    """
+    folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
+    formats = base.precision
+    is_useful = {"device": True, "host": device_type == "cuda", "disk": bool(folder)}
+    devices = [device for device, place in TIERS.items() if is_useful[place]]
+    optimizer_tiers, param_tiers = (
+        [replace(block, device=device, nvme_path=folder if TIERS[device] == "disk" else None) for device in devices]
+        for block in (base.offload_optimizer, base.offload_params)
+    )
+    recomputations = [base.keeping_activations()] if can_recompute or base.is_recomputed else []
+    recomputed = base if base.is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
+    for recomputation in [*recomputations, recomputed]:
+        # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
+        for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
+            for optimizer in optimizer_tiers if level else optimizer_tiers[:1]:
+                for params in param_tiers if level == 3 else param_tiers[:1]:
+                    is_offloaded = {optimizer.device, params.device} != {"none"}
+                    if world_size == 1 and level and not is_offloaded:
+                        continue  # a single rank: nothing to shard over
+                    if params.device != "none" and optimizer.device == "none":
+                        continue  # the state is larger, and read once a step
+                    sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
+                    for size in sizes:
+                        yield replace(
+                            recomputation,
+                            level=level,
+                            shard_group_size=size,
+                            offload_optimizer=optimizer,
+                            offload_params=params,
+                        )
+
+
+def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:
+    """Ranks that may share a copy of the state: all or, with several machines, those of one machine."""
+    if 1 < base.shard_group_size < world_size:
+        return [base.shard_group_size]  # it was asked for
+    local = world_size // num_nodes
+    # Groups sum gradients in another order: not the same bits.
+    can_be_grouped = base.engine == "torch" and not base.deterministic and 1 < local < world_size
+    return [world_size, local] if can_be_grouped else [world_size]
+
+
+def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candidate]:
+    """Candidates, cheapest first, the first that fits chosen.
+
+    Args:
+        found: plan, micro-batches, images of one, forecast.
+        budget: of a rank.
+        world_size: ranks.
+    """
+    plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
+    known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
+    unit = min(plain or known or [1.0])
+    candidates = [
+        Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
+        for plan, number, batch, forecast in found
+    ]
+    candidates.sort(key=_cost)
+    chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
+    if chosen is not None:
+        candidates[chosen] = replace(candidates[chosen], is_chosen=True)
+    return candidates
+
+
+def chosen_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The one of ``rank_candidates`` that is chosen; None: nothing fits."""
+    return next((candidate for candidate in candidates if candidate.is_chosen), None)
+
+
+def because(candidates: Sequence[Candidate], budget: Budget) -> str:
+    """Why the chosen one of ``rank_candidates`` was chosen, as one clause."""
+    index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
+    step = candidates[index].forecast.step
+    assert step is not None
+    text = f"the cheapest that fits, {_gib(step.resident_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
+    if not index:
+        return f"{text}."
+    last = candidates[index - 1]
+    if last.forecast.step is None:
+        return f"{text}; the memory of {last} is unknown."
+    return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.resident_bytes)} GiB."
+
+
+def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
+    known = [candidate for candidate in candidates if candidate.forecast.step is not None]
+    return min(known, key=lambda c: (c.excess or 0, c.forecast.step.resident_bytes), default=None)  # type: ignore[union-attr]
+
+
+def nothing_fits(
+    candidates: Sequence[Candidate], budget: Budget, *, level: str, memory: str, disk: str, others: str, block: str = ""
+) -> Problem:
+    """The problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
+
+    Args:
+        level, memory: the names of the two keys, as a user writes them.
+        disk: how a disk is named, where none was tried.
+        others: what else would help.
+        block: the prefix of the two keys in messages.
+    """
+    least = smallest(candidates)
+    if least is None or least.forecast.step is None:
+        reason = next((candidate.forecast.unknown for candidate in candidates), "")
+        must = f"needs a forecast, and there is none ({reason})"
+        return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
+    need = least.forecast.step.resident_bytes
+    must = f"is too little for every plan that trains the same model; the smallest takes {_gib(need)} GiB ({least})"
+    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
+    # To a thousandth and a bit.
+    fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{'' if has_disk else disk}, add ranks{others}."
+    return Problem(f"{block}{memory}", _gib(budget.memory), must, fix)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g}"
+
+
+def forecast_all(
+    forecaster: Forecaster,
+    base: ShardingPlan,
+    world_size: int,
+    num_nodes: int,
+    device_type: str,
+    micro_batches: int,
+    batch: int,
+    can_recompute: bool = True,
+) -> Found:
+    """Forecasts of all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
+
+    Args:
+        forecaster: of the model.
+        base, world_size, num_nodes, device_type: as for ``sharding_plans``.
+        micro_batches, batch: per step, and images of one.
+        can_recompute: units may be run again in backward, where the model has any.
+    """
+    plans = sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute)
+    return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
+
+
+def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
+    """Plans that recompute only as many blocks as the budget asks for.
+
+    Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
+    blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
+    ``_TRIES`` recordings, and none where a plan without recomputation is the cheapest that fits.
+
+    Args:
+        found: all at one number of micro-batches, made by ``forecaster``.
+        budget: of a rank.
+    """
+    fitting = [forecast.seconds for *_, forecast in found if budget.excess(forecast) == 0 and forecast.seconds]
+    parts = [
+        _Part(plan, micro_batches, batch, forecast.seconds, budget.excess(forecast) or 0)
+        for plan, micro_batches, batch, forecast in found
+        if not plan.is_recomputed and budget.excess(forecast) and forecast.seconds
+    ]
+    blocks = forecaster.recomputable(parts[0].plan) if parts else []
+    more: Found = []
+    for _ in range(_TRIES):
+        parts = [part for part in map(_Part.with_enough, parts, repeat(blocks)) if part.number < len(blocks)]
+        part = min(parts, key=lambda part: part.seconds, default=None)
+        if part is None or not fitting or part.seconds >= min(fitting):
+            break
+        names = tuple(block.name for block in blocks[: part.number])
+        outcome = forecaster.forecast(replace(part.plan, checkpoint_blocks=names), part.micro_batches)
+        named = replace(part.plan, checkpoint_blocks=outcome.wrap_plan.checkpointed)  # in the model's order
+        more.append((named, part.micro_batches, part.batch, outcome))
+        excess = budget.excess(outcome)
+        if not excess:
+            break
+        parts[parts.index(part)] = replace(part, excess=part.freed + excess)
+    return more
+
+
+def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> Found:
+    """A plan with as many parameters kept in memory as there is room for; none if its parameters are not on a disk.
+
+    Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` forecasts, and no recording.
+
+    Args:
+        chosen: of ``rank_candidates``.
+        budget: of a rank.
+        forecaster: that made its forecast.
+    """
+    plan, forecast = chosen.sharding, chosen.forecast
+    if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
+        return []
+    room = budget.memory - forecast.step.resident_bytes
+    if forecaster.device_type != "cpu":  # they are in host memory then
+        room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
+    # The parameter, its gradient, and the teacher's parameter.
+    num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize
+    for _ in range(_TRIES):
+        if room < num_bytes:
+            break
+        kept = replace(plan, offload_params=replace(plan.offload_params, max_in_cpu=room // num_bytes))
+        outcome = forecaster.forecast(kept, chosen.micro_batches)
+        excess = budget.excess(outcome)
+        if not excess:
+            return [(kept, chosen.micro_batches, chosen.batch_per_rank, outcome)]
+        room -= excess
+    return []
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A plan that does not fit, with the first ``number`` blocks recomputed.
+
+    Attributes:
+        plan, micro_batches, batch: without recomputation.
+        seconds: estimated, of a step.
+        excess: bytes that have to be freed.
+        number, freed: blocks recomputed, and the bytes that these save.
+    """
+
+    plan: ShardingPlan
+    micro_batches: int
+    batch: int
+    seconds: float
+    excess: int
+    number: int = 0
+    freed: int = 0
+
+    def with_enough(self, blocks: Sequence[Recomputable]) -> _Part:
+        """The same with as many blocks more as it takes; with all of them where all are too few."""
+        number, freed, seconds = self.number, self.freed, self.seconds
+        while number < len(blocks) and freed < self.excess:
+            freed += blocks[number].saved_bytes
+            seconds += blocks[number].seconds * self.micro_batches
+            number += 1
+        return replace(self, number=number, freed=freed, seconds=seconds)
+
+
+def _relative(forecast: Forecast, unit: float) -> float | None:
+    return None if forecast.seconds is None else forecast.seconds / unit
+
+
+def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
+    """By time; of equal ones the plainer first."""
+    sharding = candidate.sharding
+    # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
+    time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
+    num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
+    return time, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches

@@ -1,0 +1,359 @@
+"""A run built with fake tensors (shapes, no memory): what it will hold, where, and how long it is.
+
+It can describe another machine. Images that are not here are assumed, and the assumptions are printed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.data.loader import Loader, build_loader, require_evaluation
+from vissl_zero.engine.build import add_probe, other_model
+from vissl_zero.engine.hook import Hook
+from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.mixing import mixing_of
+from vissl_zero.methods.supervised import require_classes
+from vissl_zero.models.bare import whole_start_bytes, why_whole
+from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.model import build_model
+from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
+from vissl_zero.planner.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
+from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
+from vissl_zero.planner.machine_profile import MachineProfile, read_profile
+from vissl_zero.planner.step_time import measured_machine
+from vissl_zero.registry import HOOKS, load_plugins, require_interface
+from vissl_zero.resolve.host import torchrun_ranks
+from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
+from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
+from vissl_zero.sharding.state.teacher import require_wide
+
+_NUM_READ = 8  # images, for the shapes of their crops
+_ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What ``dry_run`` found.
+
+    Attributes:
+        plan: the resolved run.
+        forecast: units and memory.
+        num_params, num_trained: elements of the model, and those the optimizer updates.
+        num_images, steps_per_epoch, num_steps: length of the run.
+        class_names: of the images; empty without labels, and where images are assumed.
+        crops: number, height and width in pixels of an image's crops at each resolution.
+        assumed: sentences on what was assumed of the images; empty where they are here.
+        lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
+        built_whole: why every rank builds the model whole before it is sharded; empty if it does not.
+        start_bytes: memory of a rank that this takes.
+    """
+
+    plan: ResolvedRun
+    forecast: Forecast
+    num_params: int
+    num_trained: int
+    num_images: int
+    class_names: tuple[str, ...]
+    crops: tuple[tuple[int, int, int], ...]
+    steps_per_epoch: int
+    num_steps: int
+    assumed: tuple[str, ...]
+    lr_first: float
+    lr_peak: float
+    lr_last: float
+    built_whole: str = ""
+    start_bytes: int = 0
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Most bytes of a rank at any moment of a step, by where they are: device, host memory, disk.
+
+        On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
+        """
+        held, sharding = self.forecast.memory, self.plan.sharding
+        tiers = {"device": held.activations + held.buffers + self.forecast.teacher_buffers, "host": 0, "disk": 0}
+        params = sharding.offload_params.place(self.plan.device)
+        tiers[params] += held.params + self.forecast.teacher_params
+        tiers["device"] += held.params_step_peak - held.params  # units that are gathered
+        tiers["disk" if params == "disk" else "device"] += held.grads
+        tiers[sharding.offload_optimizer.place(self.plan.device)] += held.optimizer
+        return {name: num_bytes for name, num_bytes in tiers.items() if num_bytes}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run built with fake tensors, which can be forecast at any level.
+
+    Attributes:
+        plan: the resolved run.
+        forecaster: to be called in ``mode``.
+        mode: of the fake tensors.
+        model, method, groups, loader: of the run.
+        crops, assumed: see ``DryRun``.
+    """
+
+    plan: ResolvedRun
+    forecaster: Forecaster
+    mode: FakeTensorMode
+    model: nn.Module
+    method: Method
+    groups: list[ParamGroup]
+    loader: Loader
+    crops: tuple[tuple[int, int, int], ...]
+    assumed: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Of the schedule."""
+        return self.loader.steps_per_epoch * self.plan.num_epochs
+
+    def can_split(self) -> bool:
+        """Whether smaller micro-batches give the same gradients: nothing couples samples, or accumulation is exact."""
+        is_undone = self.plan.exact_accumulation or not self.method.couples_samples
+        return is_undone and not self.forecaster.has_batch_norm
+
+    def forecast(self) -> Forecast:
+        """Of the run as it is."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
+
+    def forecasts(self) -> Found:
+        """Forecasts of every way to run this at its micro-batch."""
+        plan = self.plan
+        with self.mode, _default_dtype(dtype_of(plan.sharding.precision.wide)):
+            return forecast_all(
+                self.forecaster,
+                plan.sharding,
+                plan.world_size,
+                plan.num_nodes,
+                plan.device,
+                plan.accumulation_steps,
+                plan.batch_per_rank,
+            )
+
+    def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
+        """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return recomputed_in_part(found, budget, self.forecaster)
+
+    def forecasts_with_room(self, chosen: Candidate, budget: Budget) -> Found:
+        """Forecasts of ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return kept_in_part(chosen, budget, self.forecaster)
+
+
+def set_stage(
+    plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None, *, is_timed: bool = False
+) -> Stage:
+    """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
+
+    Args:
+        plan: of the run.
+        is_timed: forecasts run micro-batches with real tensors for some seconds, if this machine's CPU is to train.
+        check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
+    Raises:
+        ConfigError, DataError: what the run would be refused for.
+    """
+    load_plugins(plan.config["IMPORTS"])
+    for name in plan.config["HOOKS"]["EXTRA"]:
+        require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
+    data, assumed = _data(plan)
+    loader = _loader(plan, data)
+    batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
+    if plan.config["NEAREST_NEIGHBOR"]["USE_KNN"] or batch.targets is not None:
+        require_evaluation(data, plan.seed)
+    num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
+    precision = plan.sharding.precision
+    dtype = dtype_of(precision.wide)
+    # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
+    with torch.device("meta"), _default_dtype(dtype):
+        model = build_model(plan.config["MODEL"], num_classes)
+        method = build_method(plan.config["LOSS"], len(loader.source))
+        method.mixing = mixing_of(plan.config["DATA"]["TRAIN"])
+        add_probe(plan, method, model, num_classes, None)
+        teacher = None
+        if method.has_teacher:
+            origin = other_model(plan, num_classes) or build_model(plan.config["MODEL"], num_classes)
+            teacher = method.make_teacher(origin)
+        cast_to_master(model, precision)
+        if teacher is not None:
+            cast_to_master(teacher, precision)
+    if method.has_teacher and method.teacher_follows:
+        require_wide(precision, "a teacher that follows the student")
+    if plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"]:
+        require_wide(precision, "a running average of the weights")
+    if check is not None and not assumed:  # else the number of classes is assumed too
+        check(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _default_dtype(dtype):
+        for module in filter(None, (model, method, teacher)):
+            fake_(module)
+        freeze_untrainable(model, plan.config["MODEL"]["NON_TRAINABLE_PARAMS"])
+        groups = param_groups(model, plan.optimizer)
+        names = [name for name, _ in model.named_parameters()]
+        Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
+        method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
+        fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
+        # Made when they are first used.
+        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype_of(precision.master)))
+
+        def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
+            method.on_step(0, 0)
+            set_random_key(plan.seed, 0, images.sample_ids)
+            seen, taught = method.see(images), None
+            if teacher is not None:
+                with torch.no_grad():
+                    taught = method.run_teacher(teacher, seen)
+            settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
+            if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
+                # The heads are not used, and there may be no labels for a loss.
+                outputs = [getattr(output, "embeddings", output) for output in model(images.images)]
+                return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
+            outputs = method.run_student(model, seen)
+            if method.ignored_label is not None and not assumed:
+                require_classes(outputs, num_classes)
+            return method.loss(outputs, seen, taught), (outputs, taught)
+
+        subject = Subject(
+            model=model,
+            groups=groups,
+            build_optimizer=functools.partial(build_optimizer, plan.optimizer),
+            world_size=plan.world_size,
+            num_nodes=plan.num_nodes,
+            device_type=plan.device,
+            run_forward=lambda: run_with(model, teacher, method, fakes),
+            inputs=fakes.images,
+            is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
+            is_uniform=True,
+            teacher=teacher,
+            loss=method,
+            machine=described_machine(plan),
+            num_threads=plan.threads_per_rank,
+            run_real=(lambda a, b, c: run_with(a, b, c, reals())) if is_timed and _is_here(plan) else None,
+        )
+        forecaster = Forecaster(subject, plan.sharding)
+    sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
+    crops = tuple((number, *size) for number, size in zip(batch.num_crops, sizes, strict=True))
+    return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
+
+
+def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:
+    """What a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
+    stage = set_stage(plan, check)
+    found = stage.forecast()
+    num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
+    schedules = Schedules(plan, stage.groups, per_epoch)
+    rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
+    end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
+    end = 0 if plan.config["TEST_ONLY"] else end
+    params = list(stage.model.parameters())
+    return DryRun(
+        plan=plan,
+        forecast=found,
+        num_params=sum(param.numel() for param in params),
+        num_trained=sum(param.numel() for param in params if param.requires_grad),
+        num_images=len(stage.loader.source),
+        class_names=() if stage.assumed else stage.loader.source.class_names,
+        crops=stage.crops,
+        assumed=stage.assumed,
+        steps_per_epoch=per_epoch,
+        num_steps=end,
+        lr_first=rates[0],
+        lr_peak=max(rates),
+        lr_last=schedules.lr(max(end - 1, 0)),
+        **_start(stage, found.wrap_plan.num_ranks),
+    )
+
+
+def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
+    """``built_whole`` and ``start_bytes`` of a ``DryRun``."""
+    plan = stage.plan
+    # What keeps parameters holds the whole model all the time.
+    if not shards_parameters(plan.sharding, num_ranks, plan.world_size, plan.device):
+        return {}
+    reason = why_whole(stage.model)
+    return {"built_whole": reason, "start_bytes": whole_start_bytes(stage.model)} if reason else {}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Fake modules are made in their dtype: ``.to`` cannot replace their parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def described_machine(plan: ResolvedRun) -> MachineProfile | None:
+    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else the measurements of this machine, if there are any.
+
+    With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
+    """
+    profile = plan.config["ZERO"]["MACHINE_PROFILE"]
+    if profile:
+        return read_profile(profile)
+    return measured_machine(plan.device) if plan.num_nodes == 1 else None
+
+
+def _is_here(plan: ResolvedRun) -> bool:
+    """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
+    is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
+    return plan.device == "cpu" and is_alone and not plan.config["ZERO"]["MACHINE_PROFILE"]
+
+
+def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
+    data: dict[str, Any] = copy.deepcopy(dict(plan.config["DATA"]))
+    train, test = data["TRAIN"], data["TEST"]
+    named = [path for split in (train, test) for path in split["DATA_PATHS"]]
+    if not named or any(Path(path).exists() for path in named):  # what is missing beside others is a mistake
+        return data, ()
+    num_images = train["DATA_LIMIT"] if train["DATA_LIMIT"] > 0 else _ASSUMED_IMAGES
+    made_up = {"DATA_SOURCES": ["synthetic"], "DATA_PATHS": [], "LABEL_SOURCES": [], "LABEL_PATHS": []}
+    train |= {**made_up, "SOURCE_PARAMS": {}, "DATA_LIMIT": num_images, "DEFAULT_GRAY_IMG_SIZE": _ASSUMED_SIDE}
+    test |= {"DATA_SOURCES": [], "DATA_PATHS": []}
+    return data, (
+        f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT sets "
+        f"another number): {', '.join(map(str, named))} is not on this machine.",
+    )
+
+
+def _loader(plan: ResolvedRun, data: dict[str, Any]) -> Loader:
+    data["NUM_DATALOADER_WORKERS"] = 0  # one micro-batch: no processes for that
+    return build_loader(
+        data,
+        "TRAIN",
+        seed=plan.seed,
+        batch_per_rank=plan.batch_per_rank,
+        rank=0,
+        world_size=plan.world_size,
+        accumulation_steps=plan.accumulation_steps,
+        is_exact=plan.exact_accumulation,
+    )
+
+
+def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
+    """A micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
+    shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
+    return ImageBatch(
+        images=[torch.zeros(shape, dtype=dtype) for shape in shapes],
+        num_crops=batch.num_crops,
+        targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
+        sample_ids=torch.arange(num_local),
+        num_global=num_global,
+    )

@@ -1,0 +1,558 @@
+"""What a run will hold on a rank before anything runs: the model with fake tensors, which have shapes and no memory.
+
+Everything in this file happens inside torch's ``FakeTensorMode``. Parameters, gradients and optimizer state are counted
+from the shards that the first rank will hold (no rank holds more); activations by one recorded micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.models.model import Unit
+from vissl_zero.optim.adaptation import OptimizerFactory
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.update_rule import UpdateRule
+from vissl_zero.planner.equal_units import recorded
+from vissl_zero.planner.machine_profile import MachineProfile
+from vissl_zero.planner.memory_model import ModelFacts, StepMemory, UpdateFacts, step_memory
+from vissl_zero.planner.step_time import (
+    Rehearsal,
+    Rehearsed,
+    cause_of,
+    machine_for,
+    real_copies,
+    real_tensor,
+    step_seconds,
+    work_seconds,
+)
+from vissl_zero.planner.step_trace import Recorder, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.sharding.memory import Bytes, Storages
+from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
+from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
+from vissl_zero.sharding.model.precision import rounded, run_in_precision
+from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
+from vissl_zero.sharding.state.saved_state import saved_buffers
+from vissl_zero.sharding.state.shard import Shard, whole_shard
+from vissl_zero.sharding.strategy import update_rule_of
+from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
+from vissl_zero.sharding.update.stepper import Clipping, Stepper
+from vissl_zero.sharding.update.whole_tensors import deal
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is known of one plan.
+
+    Attributes:
+        wrap_plan: the units.
+        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
+            ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
+            counted wherever they are; of the teacher, what is in memory.
+        step: memory over a step; None where it is not known.
+        unknown: why the activations are not known, or empty.
+        seconds: estimated, of one step; to be compared with that of other plans. None where it is not known.
+        teacher_params: bytes of the teacher's parameters between units, in the place of the model's.
+        teacher_buffers: bytes of its buffers, which are always on the device.
+    """
+
+    wrap_plan: WrapPlan
+    memory: Bytes
+    step: StepMemory | None
+    unknown: str = ""
+    seconds: float | None = None
+    teacher_params: int = 0
+    teacher_buffers: int = 0
+
+
+class Recomputable(NamedTuple):
+    """A block that may be run again in the backward pass.
+
+    Attributes:
+        name: of the unit.
+        saved_bytes: of activations that are then not kept.
+        seconds: that its forward pass takes once more, estimated, for one micro-batch.
+    """
+
+    name: str
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass
+class Subject:
+    """A model to be forecast, built with fake tensors in the master dtype, and what is trained with it.
+
+    Attributes:
+        model: changed in place.
+        groups: parameter groups.
+        build_optimizer: as for ``Strategy.shard``.
+        world_size, num_nodes: ranks and machines of the run.
+        device_type: "cpu" or "cuda".
+        run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
+        inputs: images of that micro-batch.
+        is_averaged: a running average of the weights is kept (``Sharded.average``).
+        is_uniform: parameter groups differ in their rates and their weight decay alone.
+        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
+        loss: buffers of it are counted.
+        machine: whose rates estimate the time; None: what is assumed of the device.
+        num_threads: of torch in a rank, on the CPU.
+        run_real: as ``run_forward``, with the model, the teacher and the loss that it is given, which have values; its
+            time is measured in a process that is forked. None: time is estimated alone.
+    """
+
+    model: nn.Module
+    groups: Sequence[ParamGroup]
+    build_optimizer: OptimizerFactory
+    world_size: int
+    device_type: str
+    run_forward: Callable[[], tuple[Tensor, Any]]
+    inputs: Sequence[Tensor] = ()
+    is_averaged: bool = False
+    is_uniform: bool = False
+    teacher: nn.Module | None = None
+    loss: nn.Module | None = None
+    num_nodes: int = 1
+    machine: MachineProfile | None = None
+    num_threads: int = 1
+    run_real: Callable[[Any, Any, Any], tuple[Tensor, Any]] | None = None
+
+
+class Forecaster:
+    """Answers for one model what any sharding plan would hold. Call it in ``FakeTensorMode``; it needs no processes.
+
+    Recordings are kept: a second plan that computes in the same way costs milliseconds.
+
+    Args:
+        subject: what is trained.
+        plan: whose number formats all plans asked about share.
+    """
+
+    def __init__(self, subject: Subject, plan: ShardingPlan):
+        self._subject, self._plan = subject, plan
+        self._traces: dict[tuple[str, ...], StepTrace | str] = {}
+        self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
+        self._model_facts: dict[int, ModelFacts] = {}
+        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
+        self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
+        self._rehearsal = Rehearsal(subject.num_threads)
+        self._micro_batches: dict[tuple[str, ...], float] = {}
+        self._update_seconds: dict[tuple[int, UpdateRule], float] = {}
+        require_float8(subject.model, plan.float8, torch.device("cpu"))
+        for module in filter(None, (subject.model, subject.teacher)):
+            quantize_layers(module, plan.float8)
+            # All become ours, also where nothing is recomputed: only those can be given a group of ranks later.
+            convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
+            run_in_precision(module, plan.precision, torch.device("cpu"))
+        subject.model.train()
+
+    def forecast(self, plan: ShardingPlan, micro_batches: int = 1) -> Forecast:
+        """What ``plan`` holds.
+
+        Raises:
+            ConfigError: what asks for the impossible of this model.
+        """
+        subject = self._subject
+        rule = self._rule(plan)
+        num_ranks = plan.ranks_per_copy(subject.world_size)
+        wrap_plan = self._wrap_plan(plan, num_ranks)
+        facts = self._facts(plan, num_ranks, rule)
+        trace = self.trace(plan)
+        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
+        if not is_whole:
+            wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
+        step, seconds = None, None
+        unknown = trace if isinstance(trace, str) else ""
+        if isinstance(trace, StepTrace) and plan.engine != "torch":
+            unknown = f"the {plan.engine} engine's own buffers are not modelled"
+        elif isinstance(trace, StepTrace):
+            # The sums are made with real tensors.
+            with unset_fake_temporarily():
+                step = step_memory(
+                    trace,
+                    facts,
+                    plan,
+                    subject.world_size,
+                    subject.device_type,
+                    num_nodes=subject.num_nodes,
+                    micro_batches=micro_batches,
+                )
+        if isinstance(trace, StepTrace):
+            seconds = step_seconds(
+                trace,
+                facts,
+                plan,
+                subject.world_size,
+                subject.num_nodes,
+                micro_batches,
+                subject.machine or machine_for(subject.device_type),
+                subject.device_type,
+                step,
+                subject.num_threads,
+                self._rehearsed(plan, trace, facts, num_ranks, rule),
+            )
+        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, taught)
+        return Forecast(wrap_plan, memory, step, unknown, seconds, taught, facts.teacher_buffer_bytes)
+
+    @property
+    def device_type(self) -> str:
+        """Where the model computes."""
+        return self._subject.device_type
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether the model is made of units that can be run again in backward."""
+        return any(isinstance(module, Unit) for module in self._subject.model.modules())
+
+    def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
+        """Blocks that running again saves memory, those first that save most bytes per second."""
+        kept = self.trace(plan.keeping_activations())
+        every = replace(plan.keeping_activations(), checkpoint_every=1)
+        again = self.trace(every)
+        if isinstance(kept, str) or isinstance(again, str):
+            return []
+        machine = self._subject.machine or machine_for(self._subject.device_type)
+        before, after = kept.forward_bytes(), again.forward_bytes()
+        blocks = [
+            Recomputable(name, before[name] - after[name], work_seconds(kept.forward_work[name], plan, machine))
+            for name in self._wrap_plan(every).checkpointed
+            if name in before and name in after
+        ]
+        useful = [block for block in blocks if block.saved_bytes > 0]
+        return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
+
+    @property
+    def estimated(self) -> list[str]:
+        """What was to be run with real tensors and failed, so that its time is estimated."""
+        return self._rehearsal.failures
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether samples of a micro-batch share statistics."""
+        return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
+
+    def trace(self, plan: ShardingPlan) -> StepTrace | str:
+        """A recorded micro-batch as ``plan`` computes it, or why there is none."""
+        checkpointed = self._wrap_plan(plan).checkpointed
+        if checkpointed not in self._traces:
+            self._traces[checkpointed] = self._record(plan, checkpointed)
+        return self._traces[checkpointed]
+
+    def _rehearsed(
+        self, plan: ShardingPlan, trace: StepTrace, facts: ModelFacts, num_ranks: int, rule: UpdateRule
+    ) -> Rehearsed:
+        """What of a step was run with real tensors: nothing if the time of another machine is asked for."""
+        subject = self._subject
+        run_real = subject.run_real
+        if run_real is None:
+            return Rehearsed()
+        machine = subject.machine or machine_for(subject.device_type)
+        held = sum(param.num_bytes for param in (*facts.params.values(), *facts.teacher.values()))
+        checkpointed = self._wrap_plan(plan).checkpointed
+        with unset_fake_temporarily():
+            if checkpointed not in self._micro_batches:
+                # Parameters and gradients; activations.
+                num_bytes = 2 * held + trace.input_bytes + max(accumulate(trace.deltas), default=0)
+                expected = work_seconds(trace.work, plan, machine, subject.num_threads)
+                self._micro_batches[checkpointed] = self._rehearsal.seconds(
+                    "micro-batch",
+                    (trace.deltas, trace.work),
+                    expected,
+                    num_bytes,
+                    lambda: self._micro_batch(run_real, plan, checkpointed),
+                )
+            if (num_ranks, rule) not in self._update_seconds:
+                update = facts.updates[num_ranks]
+                num_bytes = 3 * held + update.state_bytes + update.temporary_bytes
+                shapes = [tuple(param.shape) for param in facts.params.values()]
+                self._update_seconds[num_ranks, rule] = self._rehearsal.seconds(
+                    "update",
+                    (shapes, num_ranks, rule, Clipping.of(plan), str(subject.build_optimizer), update),
+                    num_bytes / machine.memory,
+                    num_bytes,
+                    lambda: self._update(plan, num_ranks, rule),
+                )
+        return Rehearsed(self._micro_batches[checkpointed], self._update_seconds[num_ranks, rule])
+
+    def _micro_batch(
+        self, run_real: Callable[[Any, Any, Any], tuple[Tensor, Any]], plan: ShardingPlan, checkpointed: Sequence[str]
+    ) -> Callable[[], None]:
+        """Forward and backward with real tensors, among pretended ranks that have the same images."""
+        subject = self._subject
+        model, teacher, loss = real_copies((subject.model, subject.teacher, subject.loss))
+        _recompute(model, checkpointed)
+
+        def run() -> None:
+            with self._pretended(plan, filter(None, (model, teacher))):
+                value, held = run_real(model, teacher, loss)
+                value.backward()
+                del value, held
+            for param in model.parameters():
+                param.grad = None
+
+        return run
+
+    def _update(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> Callable[[], object]:
+        (model,) = real_copies((self._subject.model,))
+        stepper, shards, _ = _stepper(self._subject, plan, _trained(self._subject, model, num_ranks, rule))
+        random = torch.Generator().manual_seed(0)
+        for shard in shards.values():
+            shard.local.grad = real_tensor(shard.local.detach(), random)
+        stepper.step(())
+        return lambda: stepper.step(())
+
+    @contextmanager
+    def _pretended(self, plan: ShardingPlan, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, batch norms of ``modules`` share statistics with ranks that are not there."""
+        changed = [*modules]
+        with pretended_ranks(self._subject.world_size):
+            group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
+            for module in changed:
+                share_among(module, group)
+            try:
+                yield
+            finally:
+                for module in changed:
+                    share_among(module, None)
+
+    def _rule(self, plan: ShardingPlan) -> UpdateRule:
+        """The reach of the optimizer's update, found by one trial for all plans that may be refused for it."""
+        is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
+        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
+        if key not in self._rules:
+            subject = self._subject
+            with unset_fake_temporarily():
+                self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+        return self._rules[key]
+
+    def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
+        subject = self._subject
+        if plan.precision.compute != plan.precision.master:
+            return f"parameters computed in {plan.precision.compute} are not recorded"
+        _recompute(subject.model, checkpointed)
+        units = self._wrap_plan(replace(plan, level=3))
+        others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
+        modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
+        try:
+            with self._pretended(plan, modules):
+                return recorded(subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others)
+        except VisslZeroError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
+            return f"a test step on tensors without values failed; the run may fail too: {cause_of(error)}"
+
+    def _wrap_plan(self, plan: ShardingPlan, num_ranks: int = 1) -> WrapPlan:
+        """As ``plan_wrap`` decides it, once for all plans that differ in other settings."""
+        key = plan.level, plan.wrap_threshold, plan.checkpoint_every, plan.checkpoint_blocks, plan.stage_checkpoints
+        if key not in self._wrap_plans:
+            self._wrap_plans[key] = plan_wrap(self._subject.model, plan, 1)
+        return replace(self._wrap_plans[key], num_ranks=num_ranks)
+
+    def _facts(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
+        if plan.wrap_threshold not in self._model_facts:
+            self._model_facts[plan.wrap_threshold] = self._without_update(plan)
+        if (num_ranks, rule) not in self._updates:
+            self._updates[num_ranks, rule] = _update(self._subject, plan, num_ranks, rule)
+        return replace(self._model_facts[plan.wrap_threshold], updates={num_ranks: self._updates[num_ranks, rule]})
+
+    def _without_update(self, plan: ShardingPlan) -> ModelFacts:
+        subject = self._subject
+        # Units are those of level 3, whose names the marks carry too, so that one recording serves all levels.
+        units = self._wrap_plan(replace(plan, level=3))
+        trained = [name for group in subject.groups for name in group.params]
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
+        if subject.loss is not None:
+            buffers += sum(buffer.nbytes for buffer in subject.loss.buffers())
+        teacher = subject.teacher
+        return ModelFacts(
+            params=param_facts(subject.model, units, trained),
+            buffer_bytes=buffers,
+            average_buffer_bytes=sum(b.nbytes for _, b in saved_buffers(subject.model)) if subject.is_averaged else 0,
+            is_averaged=subject.is_averaged,
+            teacher={} if teacher is None else param_facts(teacher, units, ()),
+            teacher_buffer_bytes=0 if teacher is None else sum(buffer.nbytes for buffer in teacher.buffers()),
+        )
+
+    def _rest(
+        self,
+        plan: ShardingPlan,
+        wrap_plan: WrapPlan,
+        facts: ModelFacts,
+        num_ranks: int,
+        trace: StepTrace | str,
+        teacher_params: int,
+    ) -> Bytes:
+        """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
+        subject = self._subject
+        sharded = sum(param.padded(num_ranks) for param in facts.params.values())
+        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
+        held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
+        trained = [facts.params[name] for group in subject.groups for name in group.params]
+        if plan.offload_params.is_on_disk:
+            teacher_params = sum(param.itemsize for param in facts.teacher.values() if not param.shape)
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
+        return Bytes(
+            params=held,
+            grads=sum(param.padded(num_ranks) for param in trained),
+            optimizer=facts.updates[num_ranks].state_bytes,
+            activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
+            buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
+            teacher=teacher_params + facts.teacher_buffer_bytes,
+            params_step_peak=held + wrap_plan.whole_bytes,
+        )
+
+
+def fake_(module: nn.Module) -> None:
+    """Put fake CPU tensors in the place of tensors on the meta device, tied ones once. In ``FakeTensorMode``."""
+    made: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_param = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for table in (own_parameters(part), own_buffers(part)):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    table[name] = faked(tensor)  # type: ignore[assignment]
+
+
+_NORM_BYTES = 64  # that a parameter may take in tables of norms
+
+
+def _shard(param: Tensor, num_ranks: int) -> Tensor:
+    """The first rank's rows, which ``ParamFacts.padded`` counts. A slice: ``chunk`` makes a tensor for every rank."""
+    return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
+
+
+def _recompute(model: nn.Module, checkpointed: Sequence[str]) -> None:
+    """Run these units again in backward, and no others."""
+    for module in model.modules():
+        if isinstance(module, Unit):
+            module.checkpoint = False
+    for name in checkpointed:
+        unit = model.get_submodule(name)
+        assert isinstance(unit, Unit), name
+        unit.checkpoint = True
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter as the optimizer of the first rank gets it.
+
+    Attributes:
+        group: its parameter group.
+        name: full.
+        part: its rows, or all of it where the update looks at full tensors.
+        kind: equal for parameters that the optimizer treats in the same way.
+    """
+
+    group: ParamGroup
+    name: str
+    part: Tensor
+    kind: tuple[Any, ...]
+
+
+def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRule) -> list[_Trained]:
+    """What the first rank updates of ``model``, the subject's or a copy of it."""
+    params = dict(model.named_parameters())
+    trained = [(group, name) for group in subject.groups for name in group.params]
+    owners = deal([params[name].numel() for _, name in trained], num_ranks)
+    is_whole = rule is UpdateRule.PER_TENSOR
+    parts = [params[name] if is_whole else _shard(params[name], num_ranks) for _, name in trained]
+    treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}
+    return [
+        _Trained(group, name, part, (treatment[group.name], part.shape, part.dtype))
+        for (group, name), part, owner in zip(trained, parts, owners, strict=True)
+        if not is_whole or owner == 0
+    ]
+
+
+def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
+    """What the optimizer's step takes on the first rank, which is dealt the largest tensor.
+
+    Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
+    the second takes more than that (an update of all tensors at once), all are.
+    """
+    rows = _trained(subject, subject.model, num_ranks, rule)
+    kinds: dict[Any, list[_Trained]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    few, twice = ([row for equal in kinds.values() for row in equal[:number]] for number in (1, 2))
+    state, num_keys, temporary = _stepped(subject, plan, few)
+    if len(rows) > len(few):
+        _, _, with_second = _stepped(subject, plan, twice)
+        per_row = (with_second - temporary) / (len(twice) - len(few))
+        if per_row > _NORM_BYTES:
+            state, num_keys, temporary = _stepped(subject, plan, rows)
+        else:
+            temporary += int(per_row * (len(rows) - len(few)))
+    wholes = [row.part.nbytes for row in rows if rule is UpdateRule.PER_TENSOR]
+    state_bytes = sum(state[row.kind] for row in rows)
+    return UpdateFacts(state_bytes, num_keys, temporary, sum(wholes), max(wholes, default=0))
+
+
+def _stepper(
+    subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]
+) -> tuple[Stepper, dict[int, Shard], torch.optim.Optimizer]:
+    """What updates copies of ``rows``, and these by the id of their row."""
+    shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
+    tables = [
+        {
+            "name": group.name,
+            "params": [shards[id(row)].local for row in rows if row.group is group],
+            "lr": 0.0,
+            "weight_decay": group.weight_decay,
+        }
+        for group in subject.groups
+        if any(row.group is group for row in rows)
+    ]
+    own = [*shards.values()]
+    # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
+    with Recorder(Storages()):
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
+    return Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+
+
+def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
+    """State bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+
+    Measured on the optimizer itself, stepped twice: the first step creates its state.
+    """
+    stepper, shards, optimizer = _stepper(subject, plan, rows)
+    own = [*shards.values()]
+    for shard in own:
+        shard.local.grad = torch.zeros_like(shard.local)
+    with Recorder(Storages()):
+        stepper.step(())
+    states = {
+        row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
+        for row in rows
+    }
+    constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
+    constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    with Recorder(constants) as recorder:
+        stepper.step(())
+    sizes = {
+        kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()
+    }
+    return (
+        sizes,
+        len({key for pairs in states.values() for key, value in pairs if isinstance(value, Tensor)}),
+        recorder.peak_bytes(),
+    )

@@ -1,0 +1,128 @@
+"""Profiles of machines that plans are timed for: the rates of one rank. Imports no torch.
+
+A profile ships with the package under a name, or comes from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vissl_zero.atomic import read_regular
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+
+_KEY = "config.ZERO.MACHINE_PROFILE"
+_MAX_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Rates that a rank sees.
+
+    Attributes:
+        name: for people.
+        flops: of matrix products in float32, a second.
+        half_flops: the same in float16 or bfloat16.
+        memory: bytes a second where it computes.
+        near_link, far_link: bytes a second a rank sends to others on its machine, and to other machines.
+        host: bytes a second between device and host memory.
+        disk: bytes a second of a rank's share of a local disk.
+        operation_s: seconds that one operation costs beside what it computes.
+        convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
+        fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
+        block_s: seconds that a large block of fresh memory costs beside its bytes.
+        reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.
+        message_s: seconds of a collective of a few numbers.
+        transfer_s: seconds that level 3 takes to gather or reduce a unit beside sending it, on a CPU.
+        memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
+        source: where the figures are from.
+    """
+
+    name: str
+    flops: float
+    half_flops: float
+    memory: float
+    near_link: float
+    far_link: float
+    host: float
+    disk: float
+    operation_s: float
+    convolution_share: float = 1.0
+    fresh: float | None = None
+    block_s: float = 0.0
+    reduce_link: float | None = None
+    message_s: float = 0.0
+    transfer_s: float = 0.0
+    memory_gb: float | None = None
+    source: str = ""
+
+
+_OPTIONAL = ("memory_gb", "convolution_share", "fresh", "block_s", "reduce_link", "message_s", "transfer_s")
+
+
+def profile_names() -> list[str]:
+    """Profiles that ship."""
+    return sorted(path.name.removesuffix(".yaml") for path in _folder().iterdir() if path.name.endswith(".yaml"))
+
+
+def read_profile(profile: str) -> MachineProfile:
+    """A machine by the name of a profile that ships, or by the path of a YAML file with its fields.
+
+    Raises:
+        ConfigError: there is no such profile, or it is wrong; all that is wrong at once.
+    """
+    text = _text(profile)
+    try:
+        given = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
+    if not isinstance(given, Mapping):
+        raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
+    if found := list(_problems(profile, given)):
+        raise ConfigError(found)
+    texts = {"name", "source"}
+    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in given.items()}
+    return MachineProfile(**values)
+
+
+def _text(profile: str) -> str:
+    if profile in profile_names():
+        return (_folder() / f"{profile}.yaml").read_text(encoding="utf-8")
+    path = Path(profile).expanduser()
+    try:
+        return read_regular(path, _MAX_BYTES, follow_links=True).decode()
+    except (OSError, ValueError) as error:  # a zero byte in the path, bytes that are no text
+        known = f"Known: {', '.join(profile_names())}.{did_you_mean(profile, profile_names())}"
+        raise _wrong(profile, "must be a profile that ships, or a YAML file that can be read", known) from error
+
+
+def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
+    known = {item.name for item in fields(MachineProfile)}
+    for key in given:
+        if key not in known:
+            near = did_you_mean(str(key), sorted(known))
+            yield Problem(f"{_KEY}: {profile}", repr(key), "is not a field of a machine", f"Leave it out.{near}")
+    for item in fields(MachineProfile):
+        value: Any = given.get(item.name)
+        if item.name in ("name", "source"):
+            if item.name == "name" and not value:
+                yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
+        elif item.name in given or item.name not in _OPTIONAL:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                got = "" if value is None else repr(value)
+                fix = "Write 1.0e+9 for 1e9, which YAML reads as text." if isinstance(value, str) else "Correct it."
+                yield Problem(f"{_KEY}: {profile}: {item.name}", got, "must be a number above 0", fix)
+
+
+def _folder() -> Any:
+    return files("vissl_zero.planner") / "machines"
+
+
+def _wrong(profile: str, must: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(_KEY, repr(profile), must, fix)])

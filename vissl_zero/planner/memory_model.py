@@ -1,0 +1,666 @@
+"""The one forecast of memory: what a rank holds at every moment of a step, by kind, at any level and tier.
+
+A recorded micro-batch (``step_trace.py``) says when activations and gradients come and go. Laid over it is what a level
+does at these moments: which units are gathered, when gradients leave, what communication and offload keep. The dry run,
+``plan``, ``fit`` and the out-of-memory advice all ask here. Nothing in this file runs a model or needs a process group.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vissl_zero.planner.heap import heap_of
+from vissl_zero.planner.resident import BlockReplay, process_bytes
+from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
+from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
+from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.offload.block_file import pages
+from vissl_zero.sharding.offload.layout import CHUNK_ELEMENTS
+from vissl_zero.sharding.offload.streamed_optimizer import RECORD_BYTES
+from vissl_zero.sharding.param_facts import ParamFacts, share_of, stored_params, whole_units
+from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS
+
+KINDS = (
+    "params",
+    "grads",
+    "optimizer",
+    "activations",
+    "inputs",
+    "buffers",
+    "teacher",
+    "communication",
+    "offload_buffers",
+)
+_NUM_STREAMED = 8  # records of the optimizer's state in memory at once (docs/offload.md)
+_NUM_READ_AHEAD, _NUM_SPILLED = 16, 8  # records of parameters and of gradients in memory
+_HUGE_PAGE = 2**21
+_POINTS = 400  # of a drawn timeline
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the optimizer step of one rank takes.
+
+    Attributes:
+        state_bytes: optimizer state between steps.
+        num_state_keys: state tensors per parameter.
+        temporary_bytes: most that is alive at once besides, while it runs.
+        whole_bytes, largest_bytes: of an optimizer that looks at full tensors, those of this rank and the largest;
+            else 0.
+    """
+
+    state_bytes: int
+    num_state_keys: int
+    temporary_bytes: int
+    whole_bytes: int = 0
+    largest_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What does not depend on the level.
+
+    Attributes:
+        params: of the model, by full name, in its order.
+        buffer_bytes: running statistics and other buffers, and buffers of the loss.
+        average_bytes: a running average of the weights keeps, of the whole model; 0 without one.
+        teacher: parameters of the teacher, by full name; empty without one.
+        teacher_buffer_bytes: its buffers.
+        updates: by the number of ranks that share a copy of the state.
+    """
+
+    params: Mapping[str, ParamFacts]
+    buffer_bytes: int
+    average_buffer_bytes: int = 0
+    is_averaged: bool = False
+    teacher: Mapping[str, ParamFacts] = field(default_factory=dict)
+    teacher_buffer_bytes: int = 0
+    updates: Mapping[int, UpdateFacts] = field(default_factory=dict)
+
+
+class _Pool(NamedTuple):
+    """Buffers that lie together (``offload/block_file.py``).
+
+    Attributes:
+        num_bytes: of one.
+        number: of them.
+        used: that are ever written to: the others take no memory. None: all.
+    """
+
+    num_bytes: int
+    number: int
+    used: int | None = None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Whole huge pages, and one to begin at."""
+        return _huge_pages(self.number * self.num_bytes) + _HUGE_PAGE
+
+    @property
+    def resident_bytes(self) -> int:
+        """What of it the process holds."""
+        return _huge_pages((self.number if self.used is None else self.used) * self.num_bytes)
+
+
+def _huge_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """A forecast step of the rank that holds most.
+
+    Attributes:
+        peak_bytes: most of all tensors at any moment, where it computes.
+        resident_bytes: most that the process holds for them on a CPU, beyond itself before the model is built: with
+            what lies free between blocks, and what kernels and libraries add. On a GPU ``peak_bytes``.
+        cleared_bytes: that the system hands out anew in a step, and clears before; 0 on a GPU, where torch keeps them.
+        num_mapped: blocks of these that are mapped singly.
+        by_kind: bytes at that moment; see ``KINDS``.
+        phase: "teacher", "forward", "backward" or "update": in which the peak falls.
+        unit: the module entered last before it; empty for the model itself.
+        host_bytes: in host memory beside that, where it computes on a GPU; 0 on the CPU.
+        disk_bytes: on a disk.
+        timeline: per kind, bytes at up to ``_POINTS`` moments, each the one with most of its stretch.
+        phases: of these moments.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    cleared_bytes: int
+    num_mapped: int
+    by_kind: dict[str, int]
+    phase: str
+    unit: str
+    host_bytes: int
+    disk_bytes: int
+    timeline: dict[str, list[int]]
+    phases: list[str]
+
+
+def step_memory(
+    trace: StepTrace,
+    facts: ModelFacts,
+    plan: ShardingPlan,
+    world_size: int,
+    device_type: str,
+    *,
+    num_nodes: int = 1,
+    micro_batches: int = 1,
+) -> StepMemory:
+    """Forecast the last micro-batch of a step and its update: earlier ones hold no more.
+
+    Args:
+        trace: of a micro-batch as ``plan`` runs it (recomputation, number formats).
+        facts: of the model.
+        plan: level, tiers, shard group.
+        world_size: ranks.
+        device_type: "cpu" or "cuda".
+        num_nodes: machines.
+        micro_batches: per step.
+    """
+    step = _Step(trace, facts, plan, world_size, device_type, num_nodes, micro_batches)
+    step.run()
+    return step.result()
+
+
+class _Step:
+    """Lays a level over a recording. Bytes are kept as changes at places of one merged timeline."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        facts: ModelFacts,
+        plan: ShardingPlan,
+        world_size: int,
+        device_type: str,
+        num_nodes: int,
+        micro_batches: int,
+    ):
+        self.trace, self.facts, self.plan = trace, facts, plan
+        self.num_ranks = num_ranks = plan.ranks_per_copy(world_size)
+        self.world_size, self.device_type = world_size, device_type
+        self.num_nodes, self.micro_batches = num_nodes, micro_batches
+        self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
+        self.has_shards = shards_parameters(plan, num_ranks, world_size, device_type)
+        self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
+        self.stored = stored_params(facts.params, plan, num_ranks)
+        self.stored_teacher = stored_params(facts.teacher, plan, num_ranks)
+        self.units: dict[str, list[str]] = {}
+        for name, param in facts.params.items():
+            if param.shape:  # scalars are not cut
+                self.units.setdefault(param.unit, []).append(name)
+        self.whole = whole_units(facts.params, num_ranks)
+        self.compute_share = share_of(plan.precision.compute, plan)
+        self.reduce_share = share_of(plan.precision.reduce, plan)
+        self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+        self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
+        self.gathered: set[str] = set()
+        self.taught: set[str] = set()
+        self.pending: dict[str, int] = {}
+        self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
+        self.place = 0
+        self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
+
+    # -- what is there throughout ------------------------------------------------------------------------------
+
+    def constants(self) -> Iterator[tuple[str, int]]:
+        """Bytes that every moment of a step has."""
+        plan, facts = self.plan, self.facts
+        update = facts.updates[self.num_ranks]
+        state = update.state_bytes
+        yield "params", self.on_device(facts.params, self.stored)
+        yield "teacher", self.on_device(facts.teacher, self.stored_teacher) + facts.teacher_buffer_bytes
+        yield "buffers", facts.buffer_bytes + facts.average_buffer_bytes
+        if facts.is_averaged:
+            yield "buffers", sum(self.part(param) for param in facts.params.values())
+        yield "inputs", self.trace.input_bytes * self.micro_batches
+        if plan.offload_optimizer.place(self.device_type) == "device":
+            yield "optimizer", state
+        if self.is_whole:
+            yield "grads", sum(param.padded(self.num_ranks) for param in self.trained.values())
+        yield from self.communication()
+        yield "offload_buffers", sum(pool.mapped_bytes for pool in self.offload_pools())
+
+    def part(self, param: ParamFacts) -> int:
+        """Bytes of a parameter that a rank of a shard group holds."""
+        return param.padded(self.num_ranks) if self.plan.level else param.num_bytes
+
+    def held(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of parameters a rank holds between units."""
+        return sum(self.part(p) if self.has_shards else p.num_bytes for p in params.values())
+
+    def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
+        """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
+        if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
+            return self.held(params) - self.held(stored)
+        return sum(param.itemsize for param in params.values() if not param.shape)
+
+    def communication(self) -> Iterator[tuple[str, int]]:
+        """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
+        if self.device_type != "cpu" or self.num_ranks == 1:
+            return
+        slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
+        # In shared memory a rank maps the slots of all ranks; over a network it has its own, and those of all that
+        # arrives.
+        per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
+        yield "communication", per_exchange
+        if self.is_whole:  # of zeros and of ones, for gradients that are not there
+            itemsize = dtype_of(self.plan.precision.master).itemsize
+            yield "communication", 2 * (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
+        if self.has_shards:
+            # The teacher is a sharded model of its own, with a communicator of its own.
+            if self.facts.teacher:
+                yield "communication", per_exchange
+            largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+            # A set: there is one buffer for each number format, used for gathering and for reducing.
+            shares = {self.compute_share, self.reduce_share}
+            yield "communication", int(sum(largest * share for share in shares)) + self.packed()
+            if self.facts.teacher and not self.plan.offload_params.is_on_disk:
+                yield "communication", int(largest * self.compute_share) + self.packed()
+
+    def packed(self) -> int:
+        """Bytes of the largest messages of a unit, of all ranks, that have weights in float8."""
+        if self.plan.level < 3:
+            return 0
+        units = [[self.facts.params[name] for name in names] for names in self.units.values()]
+        sizes = (
+            sum(param.sent(self.num_ranks, self.compute_share) for param in unit)
+            for unit in units
+            if any(param.is_float8 for param in unit)
+        )
+        return int(max(sizes, default=0)) * self.num_ranks
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        return self.device_type == "cpu" and self.num_ranks > 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """The update passes through buffers (``offload/tier.py``): without any state only where parameters do."""
+        has_state = self.facts.updates[self.num_ranks].num_state_keys > 0
+        return self.plan.offload_params.is_on_disk or (self.plan.offload_optimizer.is_on_disk and has_state)
+
+    @property
+    def takes_temporaries(self) -> bool:
+        """The base optimizer updates everything at once, where it computes."""
+        return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
+
+    def offload_pools(self) -> Iterator[_Pool]:
+        """What passes through memory on its way from and to a disk."""
+        value = 0
+        if self.plan.offload_params.is_on_disk:
+            # The teacher is a sharded model of its own, with buffers of its own.
+            for params in (*([self.stored_teacher] if self.facts.teacher else []), self.stored):
+                value = pages(self.value_record(params))
+                yield _Pool(value, _NUM_READ_AHEAD)
+                # No more of these are written at once than a unit has records.
+                most = -(-self.largest_stored(params) // self.chunk_bytes)
+                yield _Pool(value, _NUM_SPILLED, min(_NUM_SPILLED, most))
+        state = pages(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
+        is_whole = self.facts.updates[self.num_ranks].whole_bytes > 0  # it moves values and gradients itself
+        if self.is_streamed:
+            yield _Pool(state + 2 * value * (not is_whole), _NUM_STREAMED)
+
+    def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
+        """Most bytes of a unit among parameters on a disk, trained and frozen apart: no record has both."""
+        groups: dict[tuple[str, bool], int] = {}
+        for param in params.values():
+            group = param.unit, param.is_trained
+            groups[group] = groups.get(group, 0) + self.part(param)
+        return max(groups.values(), default=0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Most bytes of a record of parameters on a disk."""
+        return CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+
+    def value_record(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of the largest record of parameters on a disk."""
+        return min(self.chunk_bytes, self.largest_stored(params))
+
+    def state_record(self) -> int:
+        """Bytes of the largest record of optimizer state on a disk."""
+        update = self.facts.updates[self.num_ranks]
+        keys = update.num_state_keys
+        if update.whole_bytes:
+            return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
+        if self.plan.offload_params.is_on_disk:  # beside each record of parameters
+            return keys * self.value_record(self.stored)
+        return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
+
+    def whole_unit(self, unit: str) -> int:
+        """Bytes of a unit that is gathered, in the master format."""
+        return self.whole[unit]
+
+    # -- what changes --------------------------------------------------------------------------------------------
+
+    def change(self, kind: str, *blocks: int) -> None:
+        """At the present place: blocks that come, by their bytes, or a negative number of bytes that go."""
+        if num_bytes := sum(blocks):
+            self.changes[kind].append((self.place, num_bytes))
+            self.blocks.append((self.place, kind, [size for size in blocks if size]))
+
+    def gather(self, unit: str, gathered: set[str], kind: str) -> None:
+        """A unit's parameters become whole."""
+        if self.has_shards and unit in self.units and unit not in gathered:
+            gathered.add(unit)
+            params = (self.facts.params[name] for name in self.units[unit])
+            self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
+            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
+                read = sum(self.part(self.stored[name]) for name in self.units[unit] if name in self.stored)
+                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
+                self.spikes.append((self.place, read + int(buffer), kind))
+            elif self.device_type == "cuda":  # the buffer it is gathered into
+                self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
+
+    def free(self, unit: str, gathered: set[str], kind: str) -> None:
+        """A unit's full parameters go."""
+        if unit in gathered:
+            gathered.remove(unit)
+            self.change(kind, -int(self.whole_unit(unit) * self.compute_share))
+
+    def begin(self) -> None:
+        """Gradients of earlier micro-batches are there."""
+        if self.micro_batches == 1:
+            return
+        if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
+            self.change("grads", *(param.num_bytes for param in self.trained.values()))
+        elif self.has_shards:
+            self.change("grads", *(self.part(param) for name, param in self.trained.items() if name not in self.stored))
+
+    def run(self) -> None:
+        """Walk over all marks."""
+        self.begin()
+        queue = _Queue([list(bucket) for bucket in self.buckets()])
+        for index, mark in enumerate(self.trace.marks):
+            # Each mark takes a place of its own among the deltas; result() moves the deltas to make room.
+            self.place = mark.place + index
+            self.take(mark, queue)
+        self.place = len(self.trace.deltas) + len(self.trace.marks)
+        if self.widened:  # all buckets are there until the last has been cast back
+            self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
+            self.place += 1
+            self.change("grads", -self.widened)
+        if self.has_shards:
+            # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
+            for unit in [*self.pending]:
+                self.place += 1
+                self.reduce(unit)
+            for unit in [*self.gathered]:
+                self.free(unit, self.gathered, "params")
+        self.place += 1
+
+    def take(self, mark: Mark, queue: _Queue) -> None:
+        """What one mark changes."""
+        moment, name = mark.moment, mark.name
+        if moment == Moment.FORWARD_IN:
+            self.gather(name, self.gathered, "params")
+        elif moment == Moment.FORWARD_OUT and self.plan.level == 3:
+            self.free(name, self.gathered, "params")
+        elif moment == Moment.BACKWARD_IN:
+            self.gather(name, self.gathered, "params")
+        elif moment == Moment.BACKWARD_OUT and self.has_shards:
+            self.reduce(name)
+            if self.plan.level == 3:
+                self.free(name, self.gathered, "params")
+        elif moment == Moment.TEACHER_IN:
+            self.gather(name, self.taught, "teacher")
+        elif moment == Moment.TEACHER_OUT and self.plan.level == 3:
+            self.free(name, self.taught, "teacher")
+        elif moment == Moment.GRADIENT:
+            self.gradient(name, mark.num_bytes, queue)
+
+    def gradient(self, name: str, num_bytes: int, queue: _Queue) -> None:
+        """A gradient is finished: it stays, is sent, or waits for its unit."""
+        param = self.facts.params[name]
+        has_earlier = self.micro_batches > 1
+        if self.has_shards:
+            self.change("grads", num_bytes)
+            unit = param.unit if param.shape else ""
+            self.pending[unit] = self.pending.get(unit, 0) + num_bytes
+            return
+        if has_earlier and self.plan.level < 2:  # added to what is there
+            self.spikes.append((self.place, num_bytes, "grads"))
+        else:
+            self.change("grads", num_bytes)
+        for bucket in queue.ready(name):
+            total = sum(self.facts.params[done].num_bytes for done in bucket)
+            if self.is_whole:
+                self.change("grads", -total)
+            else:
+                sent = int(total * self.reduce_share)
+                self.spikes.append((self.place, sent, "communication"))
+                self.blocks.append((self.place, "grads", [sent, -total]))  # the bucket stays in their place
+                self.changes["grads"].append((self.place, sent - total))
+                self.widened += sent - total
+
+    def buckets(self) -> Iterator[Sequence[str]]:
+        """Names of gradients that leave together, in the order in which they may."""
+        if self.has_shards or self.world_size == 1:
+            return
+        names = [*self.trained][::-1]
+        if self.is_whole:
+            yield from self.messages(names)
+            return
+        bucket: list[str] = []
+        num_bytes = 0
+        for name in names:
+            param = self.trained[name]
+            if bucket and num_bytes + param.num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(name)
+            num_bytes += param.num_bytes
+        if bucket:
+            yield bucket
+
+    def messages(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Parameters whose gradients have left with each message, as ``plan_messages`` packs them."""
+        itemsize = dtype_of(self.plan.precision.master).itemsize
+        capacity = SLOT_BYTES // itemsize // self.num_ranks
+        ended: list[str] = []
+        room = capacity
+        for name in names:
+            rest = self.trained[name].padded(self.num_ranks) // itemsize
+            while rest:
+                if rest > room - 1 and room < capacity:  # a cut parameter begins a message
+                    yield ended
+                    ended, room = [], capacity
+                sent = min(rest, room - 1)  # a flag goes with each piece
+                room -= sent + 1
+                rest -= sent
+            ended.append(name)
+        yield ended
+
+    def reduce(self, unit: str) -> None:
+        """A unit's gradients become this rank's part of their mean."""
+        whole = self.pending.pop(unit, 0)
+        if not whole:
+            return
+        params = {name: self.facts.params[name] for name in self.units.get(unit, ()) if name in self.trained}
+        moved = self.shards({name: param for name, param in params.items() if name in self.stored})
+        self.change("grads", -whole)
+        # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
+        self.spikes.append((self.place, whole, "grads"))
+        if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
+            self.spikes.append((self.place, int(self.shards(params) * self.reduce_share), "grads"))
+        if moved:
+            buffer = 0 if self.keeps_buffer else whole  # it is reduced from
+            self.spikes.append((self.place, moved + buffer, "grads"))
+        if self.micro_batches == 1:
+            # With more micro-batches, begin() has counted the shards: further gradients are added to these.
+            self.change("grads", *(self.part(param) for name, param in params.items() if name not in self.stored))
+
+    # -- sums ----------------------------------------------------------------------------------------------------
+
+    def result(self) -> StepMemory:
+        """Add up; find the peak."""
+        trace, length = self.trace, self.place + 1
+        series = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
+        places = torch.tensor([mark.place for mark in trace.marks], dtype=torch.int64)
+        own = torch.arange(len(trace.deltas))
+        merged = own + torch.searchsorted(places, own, right=True)
+        series["activations"][merged] = torch.tensor(trace.deltas, dtype=torch.int64)
+        for kind, changes in self.changes.items():
+            if changes:
+                at, sizes = (torch.tensor(column) for column in zip(*changes, strict=True))
+                series[kind].index_add_(0, at.clamp(max=length - 1), sizes)
+            if changes or kind == "activations":
+                series[kind].cumsum_(0)
+        for kind, num_bytes in self.constants():
+            if num_bytes:
+                series[kind] += num_bytes
+        for place, num_bytes, kind in self.spikes:
+            series[kind][min(place, length - 1)] += num_bytes
+        update = self.facts.updates[self.num_ranks]
+        # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
+        if self.takes_temporaries:
+            series["optimizer"][-1] += update.temporary_bytes
+        series["optimizer"][-1] += self.whole_tensors()
+        total = torch.zeros(length, dtype=torch.int64)
+        for values in series.values():
+            total += values
+        peak = int(total.argmax())
+        drawn = _drawn(total)
+        (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
+        host, disk = self.elsewhere()
+        resident, cleared, mapped = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0, 0)
+        return StepMemory(
+            peak_bytes=int(total[peak]),
+            resident_bytes=resident,
+            cleared_bytes=cleared,
+            num_mapped=mapped,
+            by_kind={kind: int(values[peak]) for kind, values in series.items()},
+            phase=phase,
+            unit=unit,
+            host_bytes=host,
+            disk_bytes=disk,
+            timeline={kind: values[drawn].tolist() for kind, values in series.items()},
+            phases=[name for name, _ in phases],
+        )
+
+    def resident(self) -> tuple[int, int, int]:
+        """What a CPU rank holds at most; bytes that are cleared in a step, and large blocks of them.
+
+        Blocks are replayed on the allocator's heap.
+        """
+        facts, update = self.facts, self.facts.updates[self.num_ranks]
+        constants: dict[str, int] = {}
+        for kind, num_bytes in self.constants():
+            constants[kind] = constants.get(kind, 0) + num_bytes
+        replay = BlockReplay(heap_of(self.plan))
+        for kind, params, stored in (
+            ("params", facts.params, self.stored),
+            ("teacher", facts.teacher, self.stored_teacher),
+        ):
+            constants[kind] -= self.on_device(params, stored)
+            held = [param for name, param in params.items() if name not in stored]
+            replay.keep(self.part(param) if self.has_shards else param.num_bytes for param in held)
+        if self.is_whole:
+            replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
+            constants.pop("grads", 0)
+        constants["offload_buffers"] = sum(pool.resident_bytes for pool in self.offload_pools())
+        images, state = constants.pop("inputs", 0), constants.pop("optimizer", 0)
+        parts = [self.part(param) for param in self.trained.values()]
+        share = state / max(1, sum(parts) * update.num_state_keys)
+        states = [int(size * share) for size in parts for _ in range(update.num_state_keys)] if state else []
+        temporary = update.temporary_bytes if self.takes_temporaries else 0
+        replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
+        gradients = [param.num_bytes for param in self.trained.values()]
+        others = sum(constants.values()) + process_bytes(
+            self.plan, self.world_size, self.micro_batches, gradients, is_whole=self.is_whole
+        )
+        return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
+
+    def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
+        """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""
+        begins, entered = [0], [("forward", "")]
+        for index, mark in enumerate(self.trace.marks):
+            phase, unit = entered[-1]
+            if mark.moment == Moment.TEACHER_IN:
+                phase, unit = "teacher", mark.name
+            elif mark.moment == Moment.FORWARD_IN and phase != "backward":
+                # One that comes in the backward pass is a recomputation, and belongs to that.
+                phase, unit = "forward", mark.name
+            elif mark.moment == Moment.LOSS:
+                phase, unit = "backward", ""
+            elif mark.moment in (Moment.BACKWARD_IN, Moment.FORWARD_IN):
+                unit = mark.name
+            begins.append(mark.place + index)
+            entered.append((phase, unit))
+        found = [entered[bisect_right(begins, place) - 1] for place in places]
+        return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
+
+    def whole_tensors(self) -> int:
+        """Bytes of full tensors during an update, and of the messages in which they travel."""
+        update = self.facts.updates[self.num_ranks]
+        if not (self.plan.level and update.whole_bytes):
+            return 0
+        # Gradients, and values unless all ranks hold them: both as they came in, and as tensors.
+        copies = 3 if self.is_whole else 4
+        if not (self.plan.offload_optimizer.is_on_disk or self.plan.offload_params.is_on_disk):
+            return copies * update.whole_bytes
+        of_round = ROUND_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
+        at_once = min(max(update.largest_bytes, of_round), update.whole_bytes)
+        if self.plan.offload_optimizer.is_on_disk:  # the state too comes for the update alone
+            copies += -(-update.state_bytes // update.whole_bytes)
+        return copies * at_once
+
+    def shards(self, params: Mapping[str, ParamFacts]) -> int:
+        """Bytes of the parts of a shard group's first rank."""
+        return sum(param.padded(self.num_ranks) for param in params.values())
+
+    def elsewhere(self) -> tuple[int, int]:
+        """Bytes in host memory beside the device, and on a disk."""
+        plan, host, disk = self.plan, 0, 0
+        everything = sum(self.shards(params) for params in (self.facts.params, self.trained, self.facts.teacher))
+        stored_grads = {name: param for name, param in self.stored.items() if param.is_trained}
+        stored = sum(self.shards(params) for params in (self.stored, stored_grads, self.stored_teacher))
+        state = self.facts.updates[self.num_ranks].state_bytes
+        optimizer, params = (tier.place(self.device_type) for tier in (plan.offload_optimizer, plan.offload_params))
+        if optimizer == "disk":
+            disk += state
+        elif optimizer == "host":
+            host += state
+        if params == "disk":
+            disk += stored
+            host += everything - stored if self.device_type == "cuda" else 0
+        elif params == "host":
+            host += everything
+        elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
+            host += everything - self.shards(self.facts.teacher)
+        return host, disk
+
+
+class _Queue:
+    """Gradients in the order in which they may leave: one waits for those before it."""
+
+    def __init__(self, buckets: Sequence[Sequence[str]]):
+        self._buckets = list(buckets)
+        self._ready: set[str] = set()
+        self._next = 0
+
+    def ready(self, name: str) -> Iterator[Sequence[str]]:
+        """The buckets that may leave now that ``name`` is finished."""
+        self._ready.add(name)
+        while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
+            yield self._buckets[self._next]
+            self._next += 1
+
+
+def _drawn(total: Tensor) -> list[int]:
+    """At most ``_POINTS`` places of a timeline: the fullest of each stretch, and the last."""
+    stretch = max(1, -(-len(total) // _POINTS))
+    starts = range(0, len(total), stretch)
+    chosen = [start + int(total[start : start + stretch].argmax()) for start in starts]
+    return chosen if chosen[-1] == len(total) - 1 else [*chosen, len(total) - 1]

@@ -1,0 +1,312 @@
+"""Ways to run a recipe in a given amount of memory: all of them with their forecasts, or the cheapest that fits.
+
+``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
+as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
+
+``plan --history`` compares forecast and measured memory of all plans that were run under a folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vissl_zero.config.compose import Composed
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, Outcome, measured_peaks, outcomes
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.planner.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
+from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
+from vissl_zero.planner.fit_plans import FitOption, FitPlans, most_bytes, shortfall, with_option
+from vissl_zero.planner.machine_profile import MachineProfile
+from vissl_zero.planner.step_time import cache_file, calibrate, machine_for, one_thread
+from vissl_zero.resolve.host import RESERVE, free_memory
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import load_resolved
+
+FIT = "fit"
+DONE, NOT_DONE = "done", "not done"
+_GIB = 2**30
+_ASSUMED_GPU = 80 * _GIB
+_SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe and all ways to run it.
+
+    Attributes:
+        plan: the run as it would be at level 0.
+        candidates: cheapest first.
+        budget: of a rank.
+        assumed: sentences on what was assumed of the images and the time.
+        num_images: of the run.
+        machine: whose rates time the candidates.
+    """
+
+    plan: ResolvedRun
+    candidates: list[Candidate]
+    budget: Budget
+    assumed: tuple[str, ...]
+    num_images: int
+    machine: MachineProfile
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The cheapest that fits."""
+        return chosen_of(self.candidates)
+
+
+def fitted(composed: Composed) -> Composed:
+    """Decide ``ZERO.LEVEL: fit``; returns the configuration to resolve.
+
+    A configuration that names a level is returned unchanged.
+
+    Raises:
+        ConfigError, DataError: what the run would be refused for; or nothing fits, with the smallest memory that would.
+    """
+    if str(composed.run.ZERO.LEVEL) != FIT:
+        return composed
+    plans = fit_plans(composed)
+    return with_option(composed, plans.first(), plans.why)
+
+
+def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: int | None = None) -> FitPlans:
+    """All plans that ``fit`` may run.
+
+    Args:
+        composed: a configuration whose ZERO.LEVEL is fit.
+        run_dir: where it would write.
+        free_bytes: of this machine; None: what is free in this process.
+    Raises: as ``fitted``.
+    """
+    planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
+    if planned.chosen is None:
+        raise ConfigError([_nothing_fits(planned)])
+    budget = planned.budget
+    options = [
+        FitOption(str(candidate), candidate.forecast.step.resident_bytes, candidate.settings())
+        for candidate in planned.candidates
+        if candidate.forecast.step is not None and replace(budget, memory=sys.maxsize).excess(candidate.forecast) == 0
+    ]
+    why = f"config.ZERO.LEVEL=fit took {planned.chosen}: {because(planned.candidates, budget)}"
+    return FitPlans(options, budget.memory, budget.given, why)
+
+
+@one_thread()
+def plan_run(
+    cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
+) -> Planned:
+    """Forecast every way to run a recipe that trains the same.
+
+    Args:
+        cfg: as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
+        recipe: what ``config=`` named.
+        run_dir: where it would write.
+        free_bytes: of this machine; None: what is free in this process.
+    Raises:
+        ConfigError, DataError: what the run would be refused for.
+    """
+    plain = _without_choice(cfg)
+    plan = resolve(plain, run_dir, recipe=recipe)
+    tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
+    folder = next((tier.nvme_path for tier in tiers if tier.nvme_path), None)
+    base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
+    plan = replace(plan, sharding=base)
+    stage = set_stage(plan, is_timed=True)
+    stages = [stage]
+    if stage.can_split():
+        for times in _SPLITS:
+            if plan.batch_per_rank % times == 0:
+                batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
+                part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
+                stages.append(set_stage(part, is_timed=True))
+    budget = budget_of(cfg, plan, free_bytes)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
+    machine = described_machine(plan) or machine_for(plan.device)
+    estimated = dict.fromkeys(sentence for stage in stages for sentence in stage.forecaster.estimated)
+    assumed = (*stage.assumed, *estimated)
+    return Planned(plan, candidates, budget, assumed, len(stage.loader.source), machine)
+
+
+def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
+    """Of all stages; beside the plan that would be chosen, those that recompute or offload no more than needed."""
+    by_number = {stage.plan.accumulation_steps: stage for stage in stages}
+    found = [row for stage in stages for row in stage.forecasts()]
+
+    def chosen() -> Candidate | None:
+        return chosen_of(rank_candidates(found, budget, stages[0].plan.world_size))
+
+    if (first := chosen()) is not None and first.is_recomputed:
+        own = [row for row in found if row[1] == first.micro_batches]
+        found += by_number[first.micro_batches].forecasts_in_part(own, budget)
+    if (second := chosen()) is not None:
+        found += by_number[second.micro_batches].forecasts_with_room(second, budget)
+    return found
+
+
+def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
+    """What a rank may use: as the configuration says, else what the machine has; less where the run has had too little.
+
+    Plans of this run folder that ran out of memory say what the forecasts of later ones must stay below: below theirs,
+    and by as much as they took beyond theirs below the budget.
+    """
+    budget, rows = _plain_budget(cfg, plan, free_bytes), outcomes(Path(plan.run_dir))
+    most = most_bytes(rows)
+    if most is None:
+        return budget
+    memory = max(0, min(most, budget.memory - shortfall(rows)))
+    return replace(budget, memory=memory, source=f"{budget.source}, where a larger plan ran out of memory")
+
+
+def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> Budget:
+    zero = cfg.ZERO
+    host = None if zero.HOST_MEMORY_GB is None else int(zero.HOST_MEMORY_GB * _GIB)
+    disk = None if zero.DISK_GB is None else int(zero.DISK_GB * _GIB)
+    if zero.MEMORY_GB is not None:
+        memory = int(zero.MEMORY_GB * _GIB)
+        return Budget(memory, host, disk, "config.ZERO.MEMORY_GB", given=memory)
+    given = cfg.MACHINE.MEMORY_GIB
+    is_given = bool(given)
+    machine = described_machine(plan)
+    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not given:
+        memory, what, is_given = int(machine.memory_gb * _GIB), machine.name, True
+    elif plan.device == "cuda":
+        import torch
+
+        found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
+        what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
+        memory = int(given * _GIB) if given else found
+    else:
+        free = free_memory() if free_bytes is None else free_bytes
+        memory = (int(given * _GIB) if given else free) // plan.procs_per_node
+        what = "this machine" if plan.procs_per_node == 1 else f"this machine over {plan.procs_per_node} processes"
+    memory = max(0, memory - RESERVE)
+    source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
+    return Budget(memory, host, disk, source, given=memory if is_given else None)
+
+
+def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
+    """Measure this machine's CPU, and the disk of ``folder``, and remember it; what was found, and the file of it.
+
+    Raises:
+        OSError: the folder or that file cannot be written.
+    """
+    return calibrate(folder), cache_file()
+
+
+def _without_choice(cfg: RunConfig) -> RunConfig:
+    """The configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
+    plain = copy.deepcopy(cfg)
+    for block in (plain.ZERO.offload_optimizer_config, plain.ZERO.offload_param_config):
+        block.device, block.nvme_path = "none", None
+    if str(plain.ZERO.LEVEL) == FIT:
+        plain.ZERO.LEVEL = 0
+    return plain
+
+
+def _nothing_fits(planned: Planned) -> Problem:
+    halves = ", or let AMP compute in bfloat16, or halve config.DATA.TRAIN.BATCHSIZE_PER_REPLICA (both change numbers)"
+    return nothing_fits(
+        planned.candidates,
+        planned.budget,
+        level="config.ZERO.LEVEL",
+        memory="config.ZERO.MEMORY_GB",
+        disk=" or name a disk (nvme_path)",
+        others="" if planned.plan.sharding.precision.autocast else halves,
+    )
+
+
+@dataclass(frozen=True)
+class Past:
+    """A plan that was run.
+
+    Attributes:
+        folder: of the run.
+        plan: for people.
+        steps: optimizer steps that were run with it, those that were repeated afterwards included.
+        forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
+        measured_bytes: of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated at most (GPU);
+            None: not known.
+        held_bytes: that rank 0 held beside the plan; None: not known.
+        outcome: "done", "out of memory" or "not done".
+    """
+
+    folder: Path
+    plan: str
+    steps: int
+    forecast_bytes: int | None
+    measured_bytes: int | None
+    held_bytes: int | None
+    outcome: str
+
+    @property
+    def error(self) -> float | None:
+        """Forecast over measured, less 1."""
+        if self.forecast_bytes is None or not self.measured_bytes:
+            return None
+        return self.forecast_bytes / self.measured_bytes - 1
+
+
+def history(folder: Path) -> Iterator[Past]:
+    """All plans of all runs under ``folder``.
+
+    Where ``fit`` did not choose, the forecast is made now, in a second or two.
+    """
+    for path in sorted(folder.rglob("config.resolved.yaml")):
+        if rows := outcomes(path.parent):
+            yield from _fitted_past(path.parent, rows)
+        else:
+            yield _plain_past(path)
+
+
+def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
+    """A row for each plan that ``fit`` chose, in order; one that was started again in between has one for both."""
+    peaks = dict(measured_peaks(folder))
+    found: list[Past] = []
+    for index, row in enumerate(rows):
+        if not found or (found[-1].plan, found[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
+            found.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
+        if row.outcome == RUNNING:
+            found[-1] = _with_process(found[-1], row, rows[index + 1 :], peaks)
+        elif row.outcome == OUT_OF_MEMORY:
+            found[-1] = replace(found[-1], outcome=OUT_OF_MEMORY)
+    if found[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
+        found[-1] = replace(found[-1], outcome=DONE)
+    return found
+
+
+def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:
+    """Add what one process of rank 0 did. If it ran out of memory, its last steps are in the log alone."""
+    first, held = begun.step or 0, begun.held_bytes or 0
+    if later and later[0].outcome == OUT_OF_MEMORY:
+        last, most = later[0].step or first, later[0].peak_bytes
+    else:
+        end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
+        own = {step: peak for step, peak in peaks.items() if first < step <= end}
+        last, most = max(own, default=first), max(own.values(), default=None)
+    known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]
+    return replace(past, steps=past.steps + last - first, measured_bytes=max(known, default=None), held_bytes=held)
+
+
+def _plain_past(path: Path) -> Past:
+    plan, forecast = _forecast(path)
+    peaks = dict(measured_peaks(path.parent))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        held = int(json.loads((path.parent / "summary.json").read_text())["memory_before_bytes"])
+        return Past(path.parent, plan, len(peaks), forecast, max(peaks.values()) - held, held, DONE)
+    return Past(path.parent, plan, len(peaks), forecast, None, None, NOT_DONE)
+
+
+def _forecast(path: Path) -> tuple[str, int | None]:
+    try:
+        forecast = dry_run(load_resolved(path)).forecast
+    except VisslZeroError:
+        return "?", None
+    return f"level {forecast.wrap_plan.level}", None if forecast.step is None else forecast.step.resident_bytes

@@ -1,0 +1,168 @@
+"""Resident memory of a CPU rank: a recorded step, replayed block by block on the allocator's heap."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+from vissl_zero.planner.heap import Heap
+from vissl_zero.planner.step_trace import Moment, StepTrace
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
+
+_MIB = 2**20
+# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks (docs/plan.md).
+_PROCESS_BYTES = 8 * _MIB  # the model's modules, threads
+_SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
+_SUM_BYTES = 15 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
+_STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # by level, of threads that read and write optimizer state
+_STORE_BYTES = 7 * _MIB  # of threads that read and write parameters
+_NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
+
+
+def process_bytes(
+    plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
+) -> int:
+    """What a CPU rank holds beside its tensors and the holes between them.
+
+    Args:
+        plan: level and tiers.
+        world_size: ranks.
+        micro_batches: per step.
+        gradients: bytes of each.
+        is_whole: all ranks keep full parameters between steps, and send a gradient as soon as it is finished.
+    """
+    found = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
+    if plan.level == 0 and world_size > 1:
+        found += min(_SUM_BYTES, sum(gradients))
+    if is_whole:  # while another rank is behind, a gradient waits
+        found += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
+    if plan.offload_params.is_on_disk:
+        found += _STORE_BYTES
+    elif plan.offload_optimizer.is_on_disk:
+        found += _STREAM_BYTES.get(plan.level, 0)
+    return found
+
+
+class BlockReplay:
+    """Puts the blocks of a step on a heap, in the order of the step.
+
+    Args:
+        heap: empty.
+
+    Attributes:
+        cleared_bytes: fresh memory from the system, which must be cleared, per step.
+        num_mapped: blocks of it that are mapped singly, per step.
+    """
+
+    def __init__(self, heap: Heap):
+        self._heap = heap
+        self._live: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # kind -> number and bytes, oldest first
+        self._activations: dict[int, list[int]] = defaultdict(list)  # bytes -> numbers
+        self._handed: tuple[int, int] | None = None
+        self.cleared_bytes = self.num_mapped = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was resident so far."""
+        return self._heap.peak_bytes
+
+    def keep(self, sizes: Iterable[int]) -> None:
+        """Blocks that stay for good."""
+        for size in sizes:
+            self._heap.allocate(size)
+
+    def run(
+        self,
+        trace: StepTrace,
+        changes: Sequence[tuple[int, str, list[int]]],
+        spikes: Sequence[tuple[int, int, str]],
+        images: int,
+        states: Sequence[int],
+        temporaries: Sequence[int],
+    ) -> None:
+        """Some steps.
+
+        Args:
+            trace: of a micro-batch.
+            changes: place among its deltas and marks, kind, and bytes of blocks that come, or of all that go, negative.
+            spikes: place, bytes, kind of what comes and goes at once.
+            images: bytes of those of a step.
+            states: optimizer state that the first update makes.
+            temporaries: of an update.
+        """
+        at: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
+        for place, kind, sizes in changes:
+            at[place].append((kind, sizes))
+        for place, size, kind in spikes:
+            if kind not in ("grads", "communication"):  # what stays a moment longer, and buckets, which stay
+                at[place].append((kind, [size, -size]))
+        marks = [mark.place + index for index, mark in enumerate(trace.marks)]
+        handed = {  # activations that become a finished gradient
+            mark.place - 1
+            for mark in trace.marks
+            if mark.moment == Moment.GRADIENT and mark.place and trace.deltas[mark.place - 1] == -mark.num_bytes
+        }
+        last = len(trace.deltas) + len(trace.marks)
+        for step in range(_NUM_STEPS):
+            cleared, mapped = self._heap.cleared_bytes, self._heap.num_mapped
+            loaded = self._heap.allocate(images) if images else None
+            index, next_mark = 0, 0
+            for place in range(last):
+                if next_mark < len(marks) and marks[next_mark] == place:
+                    next_mark += 1
+                    self._change(at.get(place, ()))
+                else:
+                    self._delta(trace.deltas[index], index in handed)
+                    index += 1
+            for place in sorted(place for place in at if place >= last):
+                self._change(at[place])
+            if step == 0:
+                self.keep(states)
+            for number in [self._heap.allocate(size) for size in temporaries if size]:
+                self._heap.free(number)
+            self._end(loaded)
+            self.cleared_bytes = self._heap.cleared_bytes - cleared
+            self.num_mapped = self._heap.num_mapped - mapped
+
+    def _delta(self, num_bytes: int, is_handed: bool) -> None:
+        if num_bytes > 0:
+            self._activations[num_bytes].append(self._heap.allocate(num_bytes))
+        elif self._activations[-num_bytes]:
+            number = self._activations[-num_bytes].pop()  # of equal ones, the newest goes first
+            if is_handed:
+                self._handed = number, -num_bytes
+            else:
+                self._heap.free(number)
+
+    def _change(self, changes: Iterable[tuple[str, list[int]]]) -> None:
+        for kind, sizes in changes:
+            for size in sizes:
+                if size < 0:
+                    self._go(kind, -size)
+                elif self._handed is not None and kind == "grads" and self._handed[1] == size:
+                    self._live[kind].append(self._handed)
+                    self._handed = None
+                else:
+                    self._live[kind].append((self._heap.allocate(size), size))
+        if self._handed is not None:  # sent at once, or added to what is there
+            self._heap.free(self._handed[0])
+            self._handed = None
+
+    def _go(self, kind: str, num_bytes: int) -> None:
+        live = self._live[kind]
+        while num_bytes > 0 and live:
+            number, size = live.popleft()
+            self._heap.free(number)
+            num_bytes -= size
+
+    def _end(self, loaded: int | None) -> None:
+        """Of a step: gradients and what the loop held go."""
+        for live in self._live.values():
+            while live:
+                self._heap.free(live.popleft()[0])
+        for numbers in self._activations.values():
+            while numbers:
+                self._heap.free(numbers.pop())
+        if loaded is not None:
+            self._heap.free(loaded)

@@ -1,0 +1,416 @@
+"""What one micro-batch allocates, frees, computes and moves, operation by operation, on one rank.
+
+Recorded once, with fake tensors. The recording knows no ZeRO level. It says when each byte of activations comes and
+goes, when a unit is entered and left in either direction, and when a parameter's gradient is finished;
+``memory_model.py`` lays over it what a level gathers, frees and sends at these moments. Recomputation and autocast
+change the operations, so each has a recording.
+
+What is computed and moved is summed in such a way that any machine's rates can be applied to it later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from vissl_zero.sharding.memory import Storages, tensors_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
+from vissl_zero.sharding.torch_private import (
+    ATTENTION_ON_CPU,
+    object_address,
+    operation_name,
+    overloads_of,
+    writes_in_place,
+)
+
+_BINS = 14  # of arithmetic per byte, by powers of two; the last has all above
+
+
+class Kernel(IntEnum):
+    """Kinds of operations that a machine runs at rates of their own."""
+
+    PLAIN = 0  # no arithmetic to speak of: memory decides
+    PRODUCT = 1  # of matrices
+    CONVOLUTION = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sums over operations, by kind and by arithmetic per byte.
+
+    Whether arithmetic or memory decides is a question to each operation: a sum over all answers it for none. Operations
+    with nearly as much arithmetic per byte may be summed.
+
+    Attributes:
+        flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
+        num_operations: that were run.
+        num_messages: of them, collectives.
+    """
+
+    flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
+    moved_bytes: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
+    num_operations: int = 0
+    num_messages: int = 0
+
+    def plus(self, other: Work, times: int = 1) -> Work:
+        """This and ``times`` the other; -1 takes it away."""
+        return Work(
+            tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
+            tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
+            self.num_operations + times * other.num_operations,
+            self.num_messages + times * other.num_messages,
+        )
+
+    def seconds(self, rate: Callable[[Kernel], float], memory: float) -> float:
+        """On a machine: every operation takes the longer of its arithmetic and its memory traffic.
+
+        Args:
+            rate: floating-point operations a second, by kind.
+            memory: bytes a second.
+        """
+        rates = [rate(kernel) for kernel in Kernel for _ in range(_BINS)]
+        sums = zip(self.flops, self.moved_bytes, rates, strict=True)
+        return sum(max(flops / each, num_bytes / memory) for flops, num_bytes, each in sums)
+
+
+class WorkCounter:
+    """Adds up operations as they run."""
+
+    def __init__(self) -> None:
+        self._flops = [0] * (_BINS * len(Kernel))
+        self._moved_bytes = [0] * (_BINS * len(Kernel))
+        self._num_operations = self._num_messages = 0
+
+    def add(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
+        """One operation; ``is_message``: a collective."""
+        per_byte = flops // max(num_bytes, 1)
+        index = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
+        self._flops[index] += flops
+        self._moved_bytes[index] += num_bytes
+        self._num_operations += 1
+        self._num_messages += is_message
+
+    def so_far(self) -> Work:
+        """The sums."""
+        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
+
+
+def kernel_of(operation: str, flops: int) -> Kernel:
+    """Of an operation by torch's name for it, ``aten::mm``."""
+    if not flops:
+        return Kernel.PLAIN
+    return Kernel.CONVOLUTION if "convolution" in operation else Kernel.PRODUCT
+
+
+# Torch counts attention of its GPU kernels alone.
+_COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
+
+
+# Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
+_OVER_WHOLE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+
+class Moment(IntEnum):
+    """What happens at a mark."""
+
+    TEACHER_IN = 0
+    TEACHER_OUT = 1
+    FORWARD_IN = 2
+    FORWARD_OUT = 3
+    BACKWARD_IN = 4
+    BACKWARD_OUT = 5
+    GRADIENT = 6
+    LOSS = 7
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something a ZeRO level may act on.
+
+    Attributes:
+        place: number of entries of ``StepTrace.deltas`` that come before it.
+        moment: what happens.
+        name: of the unit (its first module), or of the parameter whose gradient is finished.
+        num_bytes: of that gradient's storage.
+    """
+
+    place: int
+    moment: Moment
+    name: str = ""
+    num_bytes: int = 0
+
+
+@dataclass
+class StepTrace:
+    """One micro-batch: teacher, forward, loss, backward.
+
+    Attributes:
+        deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
+            gradient leaves this account for that of gradients.
+        marks: in order.
+        input_bytes: of the images, alive throughout.
+        work: of all operations, those of a recomputation included.
+        kept_bytes: alive when the loss is known.
+        forward_work: of the forward pass alone, by unit.
+    """
+
+    deltas: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    input_bytes: int = 0
+    work: Work = field(default_factory=Work)
+    kept_bytes: int = 0
+    forward_work: dict[str, Work] = field(default_factory=dict)
+
+    def forward_bytes(self) -> dict[str, int]:
+        """What the forward pass of each unit leaves for the backward pass, its output included."""
+        found: dict[str, int] = {}
+        for entered, left in self.forward_passes():
+            kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
+            found[self.marks[entered].name] = found.get(self.marks[entered].name, 0) + kept
+        return found
+
+    def forward_passes(self) -> Iterator[tuple[int, int]]:
+        """Indices of the two marks around each forward pass of a unit."""
+        begun: dict[str, int] = {}
+        for index, mark in enumerate(self.marks):
+            if mark.moment == Moment.FORWARD_IN:
+                begun[mark.name] = index
+            elif mark.moment == Moment.FORWARD_OUT:
+                yield begun[mark.name], index
+            elif mark.moment == Moment.LOSS:  # what comes later is run again
+                return
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, notes each storage when it is made and when it goes.
+
+    Args:
+        constants: storages that belong to other accounts.
+
+    Attributes:
+        trace: what was noted.
+        births: for each of its deltas, the index of the one that made the storage.
+        works: for each of its marks, what was done before it.
+    """
+
+    def __init__(self, constants: Storages):
+        super().__init__()
+        self.trace = StepTrace()
+        self.births: list[int] = []
+        self.works: list[Work] = []
+        self._work = WorkCounter()
+        self._constants = constants
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a question, no operation
+            return func(*args, **kwargs)
+        name = operation_name(func)
+        if name.startswith("aten::_fused_"):
+            return (
+                None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
+            )
+        if func is torch.ops.aten.batch_norm_update_stats.default:  # torch has no shapes for it, and would run it
+            result: Any = tuple(args[0].new_empty(2, args[0].shape[1]).unbind())
+        else:
+            result = func(*args, **kwargs)
+        if func in _OVER_WHOLE and not result.dim():
+            result = args[0].new_empty(args[0].numel(), dtype=result.dtype)[0]
+        made = 0
+        for tensor in tensors_of(result):
+            made += self._note(tensor)
+        # A view moves nothing.
+        is_moving = made or writes_in_place(func)
+        overloads = overloads_of(func)
+        counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
+        flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
+        moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
+        self._work.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
+        return result
+
+    def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
+        """Note a moment."""
+        self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
+        self.works.append(self._work.so_far())
+
+    def finish(self) -> None:
+        """Nothing more is recorded: sum up."""
+        self.trace.work = self._work.so_far()
+        work = self.trace.forward_work
+        for entered, left in self.trace.forward_passes():
+            own = self.works[left].plus(self.works[entered], -1)
+            name = self.trace.marks[entered].name
+            work[name] = work[name].plus(own) if name in work else own
+
+    def release(self, tensor: Tensor) -> int:
+        """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
+        key = object_address(tensor.untyped_storage())
+        if key not in self._alive:  # it shares a storage with something else
+            return tensor.nbytes
+        _, num_bytes, birth = self._alive.pop(key)
+        self._change(-num_bytes, birth)
+        return num_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes in this account at any moment so far."""
+        return max(accumulate(self.trace.deltas), default=0)
+
+    def alive_bytes(self) -> int:
+        """Bytes in this account now."""
+        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
+
+    def _note(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = object_address(storage)
+        if key in self._alive or storage in self._constants:
+            return 0
+        num_bytes = storage.nbytes()
+        if not num_bytes:
+            return 0
+
+        birth = len(self.births)
+
+        def gone(_: Any) -> None:
+            if self._alive.pop(key, None) is not None:
+                self._change(-num_bytes, birth)
+
+        self._alive[key] = weakref.ref(storage, gone), num_bytes, birth
+        self._change(num_bytes, birth)
+        return num_bytes
+
+    def _change(self, num_bytes: int, birth: int) -> None:
+        self.trace.deltas.append(num_bytes)
+        self.births.append(birth)
+
+
+def record_step(
+    model: nn.Module,
+    wrap_plan: WrapPlan,
+    run_forward: Callable[[], tuple[Tensor, Any]],
+    inputs: Sequence[Tensor],
+    teacher: nn.Module | None = None,
+    others: Sequence[Tensor] = (),
+    unmarked: Collection[nn.Module] = (),
+) -> Recorder:
+    """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
+
+    See ``equal_units.recorded``, which spares most of a deep model.
+
+    Args:
+        model: prepared (number formats, batch norm, recomputation), of fake tensors.
+        wrap_plan: its units at level 3, whose names the marks carry.
+        run_forward: runs teacher, model and loss; the loss, and what the loop holds beside it until the update.
+        inputs: what every micro-batch holds before it begins.
+        teacher: whose units are marked too.
+        others: tensors of other accounts (buffers of the loss).
+        unmarked: units that are left out.
+    """
+    constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
+    if teacher is not None:
+        constants.add([*teacher.parameters(), *teacher.buffers()])
+    recorder = Recorder(constants)
+    recorder.trace.input_bytes = Storages(inputs).num_bytes
+    names = {id(param): name for name, param in model.named_parameters()}
+    with ExitStack() as stack:
+        for param in model.parameters():
+            if param.requires_grad:
+                stack.enter_context(_removed(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, names))))
+        stack.enter_context(_marked_units(model, wrap_plan, recorder, False, unmarked))
+        if teacher is not None:
+            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, True, unmarked))
+        with recorder:
+            loss, held = run_forward()
+            recorder.mark(Moment.LOSS)
+            recorder.trace.kept_bytes = recorder.alive_bytes()
+            loss.backward()
+            del loss, held
+    recorder.finish()
+    for param in model.parameters():
+        param.grad = None
+    _leave_before_entering(recorder.trace.marks)
+    return recorder
+
+
+def _leave_before_entering(marks: list[Mark]) -> None:
+    """One tensor is the input of a unit and the output of the one before it: the later unit is done with it first."""
+    for index in range(1, len(marks)):
+        first, second = marks[index - 1], marks[index]
+        is_same = first.place == second.place and first.moment == Moment.BACKWARD_IN
+        if is_same and second.moment == Moment.BACKWARD_OUT and first.name != second.name:
+            marks[index - 1], marks[index] = second, first
+
+
+def _gradient_hook(recorder: Recorder, names: dict[int, str]) -> Callable[[Tensor], None]:
+    def note(param: Tensor) -> None:
+        assert param.grad is not None
+        recorder.mark(Moment.GRADIENT, names[id(param)], recorder.release(param.grad))
+
+    return note
+
+
+@contextmanager
+def _removed(*handles: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _marked_units(
+    model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool, unmarked: Collection[nn.Module]
+) -> Iterator[None]:
+    """Note where units are entered and left."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for unit in wrap_plan.units:
+            for name in unit.modules:
+                if name in modules and modules[name] not in unmarked:  # a teacher may have less
+                    stack.enter_context(_marked(modules[name], unit.modules[0], recorder, is_teacher))
+        yield
+
+
+def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> Any:
+    def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
+        sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
+        if sources:
+            torch.autograd.graph.register_multi_grad_hook(
+                sources, lambda _: recorder.mark(Moment.BACKWARD_OUT, name), mode="all"
+            )
+
+    def left(_: nn.Module, args: Any, output: Any) -> None:
+        recorder.mark(Moment.TEACHER_OUT if is_teacher else Moment.FORWARD_OUT, name)
+        results = [] if is_teacher else _differentiable(output)
+        if results:
+            torch.autograd.graph.register_multi_grad_hook(
+                results, lambda _: recorder.mark(Moment.BACKWARD_IN, name), mode="any"
+            )
+
+    # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
+    return _removed(
+        module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True), module.register_forward_hook(left)
+    )
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]

@@ -1,0 +1,1 @@
+"""Places that figures go to besides ``metrics.jsonl``, one file each (``HOOKS.LOGGERS``)."""

@@ -1,0 +1,63 @@
+"""A run of Weights & Biases: offline in the run folder, or online."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.registry import LOGGERS
+from vissl_zero.reporting.loggers.logger import LoggedRun, Logger
+
+FOLDER_NAME = "wandb"
+
+
+@LOGGERS.register("wandb")
+class WandbRun(Logger):
+    """A run of Weights & Biases; offline unless WANDB_MODE=online.
+
+    Project: ``WANDB_PROJECT``, else vissl_zero. The run's id is that of the run folder. ``wandb sync <run
+    folder>/wandb/offline-run-*`` uploads. An offline run cannot be cut, so a resume replaces its files by new ones and
+    logs every step since the first into them (0.1 ms each). An online run continues after the last step that the server
+    has.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def open(self, run: LoggedRun) -> int:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE", "offline")
+        if mode == "offline":
+            for path in (run.folder / FOLDER_NAME).glob(f"offline-run-*-{run.run_id}"):
+                shutil.rmtree(path)
+        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "vissl_zero"),
+            id=run.run_id,
+            name=run.folder.name,
+            resume="allow",
+            reinit="finish_previous",
+            mode=mode,  # type: ignore[arg-type]
+            dir=str(run.folder),
+            config=dict(run.config) | {"recipe": run.recipe},
+            settings=settings,
+        )
+        return int(self._run.step) - 1 if self._run.resumed and self._run.step else 0
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def attach(self, files: Sequence[Path]) -> None:
+        import wandb
+
+        for path in files:
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+            if path.suffix == ".png":
+                self._run.summary[path.stem] = wandb.Image(str(path))
+
+    def close(self, is_over: bool) -> None:
+        self._run.finish(exit_code=0 if is_over else 1)

@@ -1,0 +1,266 @@
+"""The resolved MODEL and LOSS blocks: every key of the chosen trunk, heads and loss, typed and filled in.
+
+``auto`` takes the trunk, the images and their size from the run whose weights this one begins with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.atomic import is_folder, is_there, read_regular
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.config.blocks.model_and_loss import RegNetBlock, Trunk, VisionTransformerBlock
+from vissl_zero.config.components import builtin_keys, component_keys, typed_options
+from vissl_zero.config.components.trunks import (
+    FURTHER_BLOCKS,
+    TRUNK_BLOCKS,
+    ResNetConfig,
+    trunk_component,
+    trunk_params,
+)
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS
+from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
+
+
+def trunk_options(cfg: RunConfig) -> dict[str, Any]:
+    """All keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
+    trunk = cfg.MODEL.TRUNK
+    if trunk.NAME in TRUNK_BLOCKS:
+        given = asdict(getattr(trunk, FURTHER_BLOCKS[trunk.NAME])) if trunk.NAME in FURTHER_BLOCKS else {}
+        given |= asdict(getattr(trunk, TRUNK_BLOCKS[trunk.NAME]))
+        return _only_fields(given, builtin_keys("trunk")[trunk.NAME])
+    keys = component_keys(TRUNKS, trunk_component(trunk.NAME))
+    return typed_options(keys, trunk_params(trunk.NAME, trunk.PARAMS), "config.MODEL.TRUNK.PARAMS")
+
+
+def takes_other_model(cfg: RunConfig) -> bool:
+    """Whether the loss learns from the model under DISTILLATION."""
+    method = method_of(cfg.LOSS["name"])
+    return method is not None and bool(method.takes_other_model(cfg))
+
+
+def as_teacher(cfg: RunConfig) -> RunConfig:
+    """A configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
+    given = cfg.DISTILLATION.TEACHER_MODEL
+    model = type(cfg.MODEL)(TRUNK=given.TRUNK, HEAD=given.HEAD, INPUT_TYPE=given.INPUT_TYPE)
+    model.WEIGHTS_INIT = given.WEIGHTS_INIT
+    return replace(cfg, MODEL=model)
+
+
+def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Name and all keys of each head. Raises ConfigError for wrong keys."""
+    heads = []
+    for name, options in cfg.MODEL.HEAD.PARAMS:
+        heads.append(
+            (name, typed_options(component_keys(HEADS, name), options or {}, f"config.MODEL.HEAD.PARAMS.{name}"))
+        )
+    return heads
+
+
+def loss_options(cfg: RunConfig) -> dict[str, Any]:
+    """All keys of the chosen loss; those that other blocks decide filled in. Raises ConfigError for wrong keys."""
+    name = cfg.LOSS["name"]
+    block: Any = cfg.LOSS.get(name) or {}
+    schema = component_keys(LOSSES, name)
+    given = _only_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
+    options = typed_options(schema, given, f"config.LOSS.{name}")
+    inferred = _inferred(cfg).items()
+    return options | {key: value for key, (value, _) in inferred if value is not None}
+
+
+def inferred_notes(cfg: RunConfig) -> list[str]:
+    """Notes where the loss's keys say something else than the blocks they are taken from."""
+    name, notes = cfg.LOSS["name"], []
+    for key, (value, origin) in _inferred(cfg).items():
+        said = getattr(cfg.LOSS[name], key)
+        if said is not None and value is not None and said != value:
+            notes.append(f"config.LOSS.{name}.{key}: {value} is used, taken from the {origin}, not {said}.")
+    return notes
+
+
+def method_of(loss: Any) -> Any:
+    """The ``MethodSpec`` that a built-in loss belongs to; None for a loss of your own."""
+    specs = (METHODS.get(name).build() for name in METHODS)
+    return next((spec for spec in specs if loss in spec.losses), None)
+
+
+def _inferred(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+    method = method_of(cfg.LOSS["name"])
+    return method.inferred(cfg) if method else {}
+
+
+def _only_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
+    """What of a block belongs to the component: blocks also hold VISSL's other keys."""
+    assert schema is not None
+    kept: dict[str, Any] = {}
+    for item in fields(schema):
+        value = given[item.name]
+        default = item.default_factory() if callable(item.default_factory) else None
+        is_block = is_dataclass(default) and isinstance(value, Mapping)
+        kept[item.name] = _only_fields(value, type(default)) if is_block else value
+    return kept
+
+
+AUTO = "auto"
+_KEY = "config.MODEL.TRUNK.NAME"
+_MAX_MANIFEST_BYTES = 2**28
+_STEP = re.compile(r"step_\d{9,}")
+# What says which images a split has; how many of them make a batch is the benchmark's own affair.
+_IMAGES = ("DATA_SOURCES", "DATA_PATHS", "SOURCE_PARAMS", "LABEL_SOURCES", "LABEL_PATHS", "DEFAULT_GRAY_IMG_SIZE")
+# Transforms that give an image its size and its range. The others distort it, which a benchmark does not want.
+_KEPT = ("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize")
+
+
+def with_run_of_weights(cfg: RunConfig) -> RunConfig:
+    """``cfg``, or a copy with trunk and data filled in where they say auto.
+
+    What the saved configuration says is taken as data: nothing in it is imported or resolved.
+
+    Raises:
+        ConfigError: there are no weights, or the run they are of is not known.
+    """
+    wanted = _wanted(cfg)
+    if not wanted:
+        return cfg
+    path, key = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE, next(iter(wanted))
+    if not path:
+        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
+        raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
+    if problem := missing_weights(path):
+        raise ConfigError([problem])
+    saved = _saved_config(Path(path).expanduser())
+    if saved is None:
+        raise ConfigError(
+            [
+                Problem(name, AUTO, f"needs a run folder or a checkpoint of one, which {path} is not", fix)
+                for name, fix in wanted.items()
+            ]
+        )
+    data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
+    model = replace(cfg.MODEL, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"])) if _KEY in wanted else cfg.MODEL
+    return replace(cfg, MODEL=model, DATA=data)
+
+
+def _wanted(cfg: RunConfig) -> dict[str, str]:
+    """Keys that say auto -> what to write instead."""
+    found = {}
+    if cfg.MODEL.TRUNK.NAME == AUTO:
+        found[_KEY] = "Write the trunk, regnet or resnet, and its keys."
+    for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
+        fix = "Add +config/benchmark/data=folder (224 pixels), and the DATA_PATHS of your images."
+        if _says_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
+            found[f"config.DATA.{name}.DATA_SOURCES"] = fix
+        if _says_auto(split.TRANSFORMS):
+            found[f"config.DATA.{name}.TRANSFORMS"] = fix
+    return found
+
+
+def _says_auto(entries: Sequence[Any]) -> bool:
+    return list(entries) in ([AUTO], [{"name": AUTO}])
+
+
+def _with_data(own: Data, saved: Mapping[str, Any], path: str) -> Data:
+    """The images and transforms of the run where ``own`` says auto.
+
+    Paths that the user names are a disk_folder. TEST is then not the run's: its classes would be others.
+    """
+    if any("${" in str(saved[name].get(key, "")) for name in ("TRAIN", "TEST") for key in _IMAGES):
+        own_paths = own.TRAIN.DATA_PATHS and own.TEST.DATA_PATHS
+        if not own_paths:
+            must = f"must be named: the run at {path} took its paths from environment variables"
+            fix = "Write config.DATA.TRAIN.DATA_PATHS=[...] config.DATA.TEST.DATA_PATHS=[...]."
+            raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(own.TRAIN.DATA_PATHS), must, fix)])
+    train = _with_images(own.TRAIN, saved["TRAIN"])
+    is_other = (_says_auto(own.TRAIN.DATA_SOURCES) and own.TRAIN.DATA_PATHS) or not _says_auto(own.TRAIN.DATA_SOURCES)
+    test = _with_images(own.TEST, {} if is_other else saved["TEST"])
+    if _says_auto(own.TRAIN.TRANSFORMS):
+        train = replace(train, TRANSFORMS=plain_views(saved["TRAIN"]["TRANSFORMS"]))
+    if _says_auto(own.TEST.TRANSFORMS):
+        # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
+        is_runs = bool(test.DATA_SOURCES) and not is_other and not own.TEST.DATA_PATHS
+        test = replace(test, TRANSFORMS=list(saved["TEST"]["TRANSFORMS"]) if is_runs else [])
+    return replace(own, TRAIN=train, TEST=test)
+
+
+def _with_images(own: Split, saved: Mapping[str, Any]) -> Split:
+    if not _says_auto(own.DATA_SOURCES):
+        return own
+    if own.DATA_PATHS:
+        return replace(own, DATA_SOURCES=["disk_folder"])
+    filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
+    limit = own.DATA_LIMIT if own.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
+    return replace(own, **filled, DATA_LIMIT=limit)
+
+
+def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """TRAIN's transforms with one crop of its largest size and without distortion of colour or sharpness."""
+    views: list[dict[str, Any]] = []
+    for entry in transforms:
+        if entry["name"] == "ImgPilToMultiCrop":
+            size = max(entry["size_crops"])
+            scales = entry.get("crop_scales") or []
+            scale = scales[list(entry["size_crops"]).index(size)] if scales else [0.08, 1.0]
+            views.append({"name": "RandomResizedCrop", "size": size, "scale": list(scale)})
+        elif entry["name"] == "ImgPilToPatchesAndImage":
+            scale = entry.get("crop_scale_image", [0.08, 1.0])
+            views.append({"name": "RandomResizedCrop", "size": entry.get("crop_size_image", 224), "scale": list(scale)})
+        elif entry["name"] in _KEPT:
+            views.append(dict(entry))
+    return views
+
+
+def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
+    own, filled = cfg.MODEL.TRUNK, dict[str, Any](NAME=str(saved.get("NAME", "")))
+    if isinstance(given := saved.get("REGNET"), Mapping):
+        filled["REGNET"] = replace(own.REGNET, **_known(given, RegNetBlock))
+    if isinstance(given := saved.get("RESNETS"), Mapping):
+        filled["RESNETS"] = replace(own.RESNETS, **_known(given, ResNetConfig))
+    if isinstance(given := saved.get("VISION_TRANSFORMERS"), Mapping):
+        filled["VISION_TRANSFORMERS"] = replace(own.VISION_TRANSFORMERS, **_known(given, VisionTransformerBlock))
+    if isinstance(given := saved.get("PARAMS"), Mapping):
+        is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
+        filled["PARAMS"] = {key: value for key, value in given.items() if not (is_timm and key == "name")}
+    return replace(own, **filled)
+
+
+def missing_weights(path: str) -> Problem | None:
+    """A problem if PARAMS_FILE names what does not exist."""
+    if not path or is_there(Path(path).expanduser()):
+        return None
+    must = "must name a run folder, a checkpoint or a file of weights that exists"
+    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
+
+
+def _known(
+    given: Mapping[Any, Any], block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock]
+) -> dict[str, Any]:
+    names = {field.name for field in fields(block)}
+    return {str(key): value for key, value in given.items() if key in names}
+
+
+def _saved_config(path: Path) -> Mapping[str, Any] | None:
+    """Configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
+    folder = path if is_folder(path) else path.parent
+    for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):
+        for name, read in (("manifest.json", _manifest), (RESOLVED_FILE, read_saved)):
+            if name == "manifest.json" and not _STEP.fullmatch(place.name):
+                continue
+            try:
+                config = with_references(read(place / name)["config"])
+                known = [config["MODEL"]["TRUNK"], config["DATA"]["TRAIN"], config["DATA"]["TEST"]]
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if all(isinstance(block, Mapping) for block in known):
+                return dict(config)
+    return None
+
+
+def _manifest(path: Path) -> Any:
+    return json.loads(read_regular(path, _MAX_MANIFEST_BYTES))["body"]["config"]

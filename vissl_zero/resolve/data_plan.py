@@ -1,0 +1,429 @@
+"""Which images: sources, labels and transforms, what they must be, and what DATA_PATHS and DATA.IMG_SIZE imply."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vissl_zero.atomic import is_file, is_folder, is_there
+from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
+from vissl_zero.config.catalogue import missing
+from vissl_zero.config.components import typed_options
+from vissl_zero.config.components.trunks import patch_side
+from vissl_zero.config.constraints import one_of
+from vissl_zero.config.programs import RETRIEVAL
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.placement_plan import micro_batch, ranks
+from vissl_zero.vissl.programs import SEGMENTATION
+
+_MULTI_CROP, _PATCHES_AND_IMAGE = ("size_crops",), ("crop_size_image", "crop_size_patches")
+_SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop", "TenCrop")
+
+
+def with_image_size(cfg: RunConfig) -> RunConfig:
+    """``cfg``, or a copy whose transforms make crops of DATA.IMG_SIZE: all of their sizes times one factor.
+
+    A vision transformer's smaller crops become whole patches: 224 and 96 pixels at IMG_SIZE=64 are 64 and 32.
+    """
+    size, train, test = cfg.DATA.IMG_SIZE, cfg.DATA.TRAIN, cfg.DATA.TEST
+    largest = largest_crop(train.TRANSFORMS)
+    if size is None or not largest or not 1 <= size <= 65536:
+        return cfg
+    factor, side = size / largest, patch_side(cfg.MODEL.TRUNK)
+    side = side if size % side == 0 else 1  # else a rule refuses the size
+    data = replace(
+        cfg.DATA,
+        TRAIN=replace(train, TRANSFORMS=_scaled(train.TRANSFORMS, factor, side)),
+        TEST=replace(test, TRANSFORMS=_scaled(test.TRANSFORMS, factor, side)),
+    )
+    return replace(cfg, DATA=data)
+
+
+def largest_crop(transforms: Sequence[Any]) -> int | None:
+    """Longest side in pixels that the last sized transform makes; None where nothing sets a size."""
+    return max(crop_sides(transforms), default=None)
+
+
+def crop_sides(transforms: Sequence[Any]) -> list[int]:
+    """Sides in pixels that the last sized transform makes; none where nothing sets a size."""
+    entry, keys = _last_sized(transforms)
+    values = [side for key in keys for value in _as_list(entry[key]) for side in _as_list(value)]
+    return [side for side in values if isinstance(side, int) and side > 0]
+
+
+def _last_sized(transforms: Sequence[Any]) -> tuple[Any, Sequence[str]]:
+    """The transform that sets the size of what the trunk sees, and the keys that do."""
+    sized = ((entry, [key for key in _size_keys(entry) if entry.get(key)]) for entry in reversed(transforms))
+    return next(((entry, keys) for entry, keys in sized if keys), ({}, ()))
+
+
+def _size_keys(entry: Any) -> Sequence[str]:
+    if not isinstance(entry, Mapping):
+        return ()
+    if entry.get("name") in _SIZED:
+        return ("size",)
+    return next((keys for keys in (_MULTI_CROP, _PATCHES_AND_IMAGE) if keys[0] in entry), ())
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _scaled(transforms: Sequence[Any], factor: float, side: int) -> list[Any]:
+    last, scaled = _last_sized(transforms)[0], []
+    for entry in transforms:
+        whole = side if entry is last else 1  # what is cut afterwards need not be whole patches
+        sizes = {key: _times(entry[key], factor, whole) for key in _size_keys(entry) if key in entry}
+        scaled.append({**entry, **sizes} if sizes else entry)
+    return scaled
+
+
+def _times(value: Any, factor: float, whole: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_times(side, factor, whole) for side in value]
+    return max(1, round(value * factor / whole)) * whole if isinstance(value, int) else value
+
+
+def splits(cfg: RunConfig) -> dict[str, Split]:
+    """TRAIN, and TEST where it has a source."""
+    return {"TRAIN": cfg.DATA.TRAIN} | ({"TEST": cfg.DATA.TEST} if cfg.DATA.TEST.DATA_SOURCES else {})
+
+
+def sources(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Each split names one known source."""
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        key, names = f"config.DATA.{name}.DATA_SOURCES", list(dict.fromkeys(split.DATA_SOURCES))
+        if not names:
+            fix = f"Write config.DATA.{name}.DATA_PATHS=<folder of images>."
+            found.append(
+                Problem(key, "[]", "must name a data source", f"{fix} Known sources: {', '.join(DATA_SOURCES)}.")
+            )
+        elif len(names) != 1:
+            fix = f"Known: {', '.join(DATA_SOURCES)}. Several DATA_PATHS of one source are joined."
+            found.append(Problem(key, str(names), "must name one data source", fix))
+        elif names[0] not in DATA_SOURCES:
+            found.append(replace(DATA_SOURCES.unknown(names[0]), key=key))
+    return found
+
+
+def labels(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Labels come from the folders or from files that exist."""
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        key = f"DATA.{name}"
+        for source in split.LABEL_SOURCES:
+            found += one_of(f"{key}.LABEL_SOURCES", source, tuple(DATA_SOURCES))
+        if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
+            fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
+            found.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
+        for path in split.LABEL_PATHS:
+            if not is_file(path) and not cfg.DRY_RUN:
+                fix = "Correct the path."
+                found.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
+    return found
+
+
+def datasets(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Data sets that are named without paths are in a catalogue, and have classes of images, not of pixels."""
+    found = missing(cfg.DATA)
+    for name, split in splits(cfg).items():
+        if of_pixels := [dataset for dataset in split.DATASET_NAMES if dataset.endswith("_SEGMENTATION")]:
+            must = "must have a class for each image: this one has classes of pixels"
+            found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(of_pixels), must, SEGMENTATION))
+    return found
+
+
+def image_size(cfg: RunConfig, host: Host) -> list[Problem]:
+    """IMG_SIZE has something to scale."""
+    size = cfg.DATA.IMG_SIZE
+    if size is not None and size >= 1 and largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
+        must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
+        return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Add {{name: Resize, size: [{size}, {size}]}}.")]
+    return []
+
+
+def whole_patches(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A vision transformer cuts its crops into patches, with nothing left over."""
+    side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
+    must = f"must be a multiple of the trunk's patches of {side} pixels"
+    if size is not None and size % side:
+        return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Write {_multiples(size, side)}.")]
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        for crop in sorted({crop for crop in crop_sides(split.TRANSFORMS) if crop % side}):
+            fix = f"Write {_multiples(crop, side)}."
+            found.append(Problem(f"config.DATA.{name}.TRANSFORMS", f"crops of {crop} pixels", must, fix))
+    return found
+
+
+def _multiples(size: int, side: int) -> str:
+    below = size // side * side
+    return f"{below} or {below + side}" if below else str(side)
+
+
+def transforms(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every transform is ours, torchvision's or registered."""
+    found: list[Problem] = []
+    for name, split in splits(cfg).items():
+        found += _unknown_transforms(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
+    return found
+
+
+def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
+    found: list[Problem] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or "name" not in entry:
+            found.append(Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name."))
+            continue
+        name = str(entry["name"])
+        if name not in TRANSFORMS and name not in torchvision_names():
+            known = [*TRANSFORMS, *torchvision_names()]
+            fix = (
+                f"Known: {', '.join(TRANSFORMS)} and the classes of torchvision.transforms.{did_you_mean(name, known)}"
+            )
+            found.append(Problem(key, repr(name), "must name known transforms", fix))
+        if name in _SHAPES:
+            found += _SHAPES[name](entry, f"{key}.{name}")
+        for value in entry.values():
+            if isinstance(value, list) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
+                found += _unknown_transforms(list(value), key)
+    return found
+
+
+def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
+    """A number, a size and two scales for each kind of crop."""
+    counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
+    if not (_are_counts(counts) and _are_counts(sizes)):
+        fix = "Write num_crops: [2, 6], size_crops: [224, 96], for example."
+        return [Problem(key, f"num_crops {counts}, size_crops {sizes}", "must list whole numbers, at least 1", fix)]
+    if not isinstance(scales, list) or not all(_is_pair(pair) for pair in scales):
+        fix = "Write crop_scales: [[0.14, 1.0], [0.05, 0.14]], for example."
+        return [Problem(f"{key}.crop_scales", str(scales), "must list pairs of shares, the smaller one first", fix)]
+    return []
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is int and value >= 1 for value in values)
+
+
+def _is_pair(pair: object) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) for value in pair)
+    return is_pair and 0 < pair[0] <= pair[1]  # type: ignore[index]
+
+
+def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
+    """One number per channel of an RGB image, or one for all; a deviation is above 0."""
+    found = []
+    for name in ("mean", "std"):
+        values = entry.get(name)
+        is_list = isinstance(values, list) and len(values) in (1, 3) and all(type(v) in (int, float) for v in values)
+        if not is_list or (name == "std" and not all(value > 0 for value in values)):  # type: ignore[attr-defined]
+            must = "must be 3 numbers, one for each of red, green and blue" + (", above 0" if name == "std" else "")
+            found.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], for example."))
+    return found
+
+
+_SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
+
+
+@cache
+def torchvision_names() -> frozenset[str]:
+    """Transforms that torchvision exports, read from its source: importing it would import torch."""
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    names: set[str] = set()
+    for module in ("transforms", "autoaugment"):  # what torchvision.transforms takes over with `import *`
+        tree = ast.parse((Path(spec.origin).parent / "transforms" / f"{module}.py").read_text())
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "__all__":
+                names.update(ast.literal_eval(statement.value))
+    return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration
+
+
+def same_origin(cfg: RunConfig, host: Host) -> Problem | None:
+    """A user's own images are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
+    train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
+    if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
+        return None
+    must = "must name your training images too, because config.DATA.TEST.DATA_PATHS names your own images"
+    return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
+
+
+# As the data room reads them; a test holds the two together.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
+_MAX_DEPTH = 32
+
+
+def paths(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A disk_folder has folders that exist and hold images.
+
+    A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
+    resembles a folder beside it, is a mistake.
+    """
+    found: list[Problem] = []
+    named = [path for split in splits(cfg).values() for path in split.DATA_PATHS]
+    is_elsewhere = cfg.DRY_RUN and not any(is_there(path) or _resembles(Path(path)) for path in named)
+    for name, split in splits(cfg).items():
+        key = f"config.DATA.{name}.DATA_PATHS"
+        if split.DATA_SOURCES != ["disk_folder"] or cfg.PROGRAM == RETRIEVAL:  # it has a key of its own
+            continue
+        if not split.DATA_PATHS:
+            fix = f"Write {key}=[/path/to/images]."
+            found.append(Problem(key, "[]", "must name a folder with images", fix))
+        found += [
+            problem for path in split.DATA_PATHS if not is_elsewhere and (problem := _path_problem(key, Path(path)))
+        ]
+    return found
+
+
+def _path_problem(key: str, path: Path) -> Problem | None:
+    if "\0" in str(path):
+        return Problem(
+            key, repr(str(path)), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
+        )
+    if not is_there(path):
+        return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
+    if not path.is_dir():
+        fix = f"Name the folder that holds it: {path.parent}."
+        return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
+    try:
+        is_empty = next(image_files(path), None) is None
+    except OSError as error:
+        fix = f"Make it readable ({error.strerror}: {error.filename})."
+        return Problem(key, repr(str(path)), "must name a folder that can be listed", fix)
+    if is_empty:
+        fix = f"Put images there ({', '.join(EXTENSIONS)}), or name another folder."
+        return Problem(key, repr(str(path)), "must name a folder that holds images", fix)
+    return None
+
+
+def _nearest(path: Path) -> str:
+    existing, missing = _missing_part(path)
+    return f"{existing} exists, {missing!r} in it does not.{_hint(existing, missing)}"
+
+
+def _resembles(path: Path) -> bool:
+    """Whether the folder of ``path`` exists and holds a name like its own."""
+    existing, missing = _missing_part(path)
+    return existing / missing == path.absolute() and bool(_hint(existing, missing))
+
+
+def _hint(folder: Path, name: str) -> str:
+    try:
+        return did_you_mean(name, sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ""
+
+
+def _missing_part(path: Path) -> tuple[Path, str]:
+    """The last folder of a path that exists, and the name in it that does not."""
+    existing = next((parent for parent in path.absolute().parents if is_folder(parent)), Path("/"))
+    return existing, path.absolute().relative_to(existing).parts[0]
+
+
+def image_files(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[str]:
+    """Paths of the images in a folder and below it, hidden ones left out, in no order; lists as it goes."""
+    if depth > _MAX_DEPTH:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+                yield entry.path
+            elif entry.is_dir():
+                yield from image_files(entry.path, depth + 1)
+
+
+def num_images(name: str, split: Split, most: int) -> int | None:
+    """Images of a split, counted up to ``most``; None if that cannot be told without opening the source."""
+    source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
+    if source == "digits":
+        count = NUM_DIGITS[name]
+    elif source == "disk_folder":
+        try:
+            count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path), most))
+        except OSError:
+            return None
+    else:
+        count = split.DATA_LIMIT if source == "synthetic" and split.DATA_LIMIT > 0 else most
+    return min(count, split.DATA_LIMIT) if split.DATA_LIMIT > 0 else count
+
+
+def enough(cfg: RunConfig, host: Host) -> Problem | None:
+    """Every process has an image, and an epoch a step."""
+    train, world_size = cfg.DATA.TRAIN, ranks(cfg, host)[0]
+    step = micro_batch(cfg, host) * max(1, cfg.ZERO.gradient_accumulation_steps)
+    count = num_images("TRAIN", train, max(world_size, step))
+    if not count:
+        return None  # no path, an unknown source: other rules speak
+    if count < world_size:
+        must = f"must be at most the number of images, {count}"
+        key = "config.DISTRIBUTED.NUM_PROC_PER_NODE"
+        return Problem(key, f"{world_size} processes", must, f"Lower it to {count} or less, or add images.")
+    if train.DROP_LAST and count < step:
+        must = f"drops every image: the {count} there are make less than one step of {step}"
+        fix = "Set it to False, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
+        return Problem("config.DATA.TRAIN.DROP_LAST", "True", must, fix)
+    return None
+
+
+def mixing(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Images are mixed in training, by keys that make sense, for a loss whose labels are mixed too or that has none."""
+    found, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
+    if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
+        fix = "Write default_collate."
+        found.append(
+            Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix the images of an evaluation", fix)
+        )
+    if train.COLLATE_FUNCTION != MIXING_COLLATOR:
+        return found
+    loss, params = cfg.LOSS.get("name"), f"config.DATA.TRAIN.{key}_PARAMS"
+    if loss not in _MIXABLE:
+        fix = f"Write multicrop_collator, or one of these losses: {', '.join(_MIXABLE)}."
+        return [
+            *found,
+            Problem(f"config.DATA.TRAIN.{key}", MIXING_COLLATOR, f"must not mix images for the loss {loss}", fix),
+        ]
+    try:
+        keys = MixingConfig(**typed_options(MixingConfig, train.COLLATE_FUNCTION_PARAMS, params))
+    except ConfigError as error:
+        return [*found, *error.problems]
+    if not (keys.mixup_alpha or keys.cutmix_alpha or keys.cutmix_minmax):
+        must = "must have a mixup_alpha or a cutmix_alpha above 0, or cutmix_minmax"
+        found.append(Problem(params, str(keys), must, "Write mixup_alpha: 0.8, or another collator."))
+    sides = keys.cutmix_minmax
+    if sides is not None and not (len(sides) == 2 and 0 <= sides[0] < sides[1] <= 1):
+        must = "must be two shares of the side, the smaller first"
+        found.append(Problem(f"{params}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], for example."))
+    if keys.ssl_method not in ("", _MIXABLE[loss]):
+        must = f"must be {_MIXABLE[loss] or 'empty'} for the loss {loss}"
+        found.append(Problem(f"{params}.ssl_method", keys.ssl_method, must, "Correct it, or leave it out."))
+    if cfg.ONLINE_PROBE.USE_PROBE:
+        fix = "Set it to false, or write another collator."
+        found.append(Problem("config.ONLINE_PROBE.USE_PROBE", "True", "must be false where images are mixed", fix))
+    return found
+
+
+# Losses for which images can be mixed -> what VISSL's ssl_method says for them; none has labels to mix.
+_MIXABLE = {
+    "CrossEntropyLoss": "",
+    "cross_entropy_multiple_output_single_target": "",
+    "swav_loss": "swav",
+    "simclr_info_nce_loss": "simclr",
+    "moco_loss": "moco",
+}
+DATA_RULES = (mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms, paths, enough)

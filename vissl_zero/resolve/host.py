@@ -1,0 +1,265 @@
+"""What this machine offers a run. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from vissl_zero.errors import ConfigError, Problem
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_SETTLING_S = 0.25
+RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's context on a GPU
+
+
+@dataclass(frozen=True)
+class Host:
+    """This machine and how the process was started.
+
+    Attributes:
+        num_gpus: usable ones.
+        why_no_gpu: a clause that says why there is none, else empty.
+        num_cores: that this process may use.
+        num_idle_cores: of them, those that nothing else keeps busy now; None: not looked at.
+        num_threads: OMP_NUM_THREADS, if the user has set it, else None.
+        assumed: a sentence on what of it is not so here (a dry run of another machine), else empty.
+        torchrun: (world size, local world size) if torchrun started this process, else None.
+    """
+
+    num_gpus: int = 0
+    why_no_gpu: str = "no NVIDIA driver is loaded"
+    num_cores: int = 1
+    num_idle_cores: int | None = None
+    num_threads: int | None = None
+    assumed: str = ""
+    torchrun: tuple[int, int] | None = None
+
+
+def this_host(environment: Mapping[str, str] | None = None) -> Host:
+    """Look at this machine. Takes milliseconds; the GPU driver is asked once a process.
+
+    Args:
+        environment: variables that torchrun sets; the process's own by default.
+    """
+    environment = os.environ if environment is None else environment
+    num_gpus, why_no_gpu = _gpus()
+    torchrun, threads = torchrun_ranks(environment), environment.get("OMP_NUM_THREADS", "")
+    # torchrun sets the variable to 1 itself, for every user.
+    num_threads = int(threads) if threads.isdigit() and int(threads) > 0 and torchrun is None else None
+    return Host(num_gpus, why_no_gpu, _cores(), num_threads=num_threads, torchrun=torchrun)
+
+
+def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
+    """A node of the SLURM cluster as a job will see it, which need not be like this machine.
+
+    Args:
+        num_procs, num_cores: that the job asks for on each node.
+        device: MACHINE.DEVICE; "auto" has GPUs where the partition says that its nodes do.
+        partition: empty for the cluster's default one.
+    """
+    why_no_gpu = "the partition's nodes have none"
+    num_gpus = num_procs if device in ("gpu", "cuda") else _partition_gpus(partition) if device == "auto" else 0
+    return Host(num_gpus, why_no_gpu, num_cores)
+
+
+def assumed_host(here: Host, num_procs: int) -> Host:
+    """A machine with a GPU for each process, for a dry run where ``here`` has fewer."""
+    why = here.why_no_gpu or f"this one has {here.num_gpus}"
+    return replace(
+        here, num_gpus=num_procs, why_no_gpu="", assumed=f"Assumed: machines with {num_procs} GPU(s) each ({why})."
+    )
+
+
+def _partition_gpus(partition: str) -> int:
+    command = ["sinfo", "-h", "-o", "%P %G", *(["-p", partition] if partition else [])]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    counts = []
+    for line in answer.splitlines():
+        name, _, resources = line.partition(" ")
+        if partition or name.endswith("*"):  # the star marks the default
+            counts += [int(count) for count in re.findall(r"gpu(?::[a-zA-Z][^:,()]*)?:(\d+)", resources)]
+    return max(counts, default=0)
+
+
+def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """World size and ranks on this machine, if a launcher has already started this process as one of several.
+
+    Raises:
+        ConfigError: what it has set makes no sense.
+    """
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
+        return None
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if name in environment}
+    numbers = {name: int(text) for name, text in given.items() if text.isdecimal() and text.isascii()}
+    local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
+    if numbers.keys() != given.keys() or not (
+        numbers["LOCAL_RANK"] < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
+    ):
+        got = ", ".join(f"{name}={text}" for name, text in given.items())
+        fix = "Unset them: only torchrun should set them, for each process that it starts."
+        raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
+    return numbers["WORLD_SIZE"], local
+
+
+@cache
+def _gpus() -> tuple[int, str]:
+    if not _torch_has_cuda():
+        return 0, "the installed torch was built without CUDA"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0, "the NVIDIA driver reports an error"
+    return count.value, "" if count.value else "the NVIDIA driver shows no GPU (CUDA_VISIBLE_DEVICES?)"
+
+
+def _torch_has_cuda() -> bool:
+    """What ``torch.version.cuda`` would say; reading the file does not import torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    tree = ast.parse((Path(spec.origin).parent / "version.py").read_text())
+    for statement in tree.body:
+        targets = [statement.target] if isinstance(statement, ast.AnnAssign) else getattr(statement, "targets", [])
+        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
+            return isinstance(statement.value, ast.Constant) and statement.value.value is not None  # type: ignore[attr-defined]
+    return False
+
+
+def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")) -> int | None:
+    """Cores of ``host`` that nothing keeps busy, at least 1, by the machine's own count; None where there is none.
+
+    Threads in excess of them do not share the work: they wait for each other. On a busy machine of 2 cores a process
+    with 2 threads trained 26 images/s, with 1 thread 448.
+
+    Cost: ``seconds``, in which the cores are watched.
+    """
+    before = _ticks(stat)
+    time.sleep(seconds)
+    after = _ticks(stat)
+    if before is None or after is None or not (num_ticks := after[1] - before[1]):
+        return None
+    idle = (after[0] - before[0]) / num_ticks * (os.cpu_count() or 1)
+    return max(1, min(host.num_cores, round(idle)))
+
+
+def _ticks(stat: Path) -> tuple[int, int] | None:
+    """Idle and all ticks of all cores since the machine started."""
+    try:
+        name, *ticks = stat.read_text().splitlines()[0].split()
+        counts = [int(tick) for tick in ticks[:8]]  # guests are counted under user already
+    except (OSError, ValueError, IndexError):
+        return None
+    return (counts[3] + counts[4], sum(counts)) if name == "cpu" and len(counts) > 4 else None
+
+
+def _cores() -> int:
+    """Cores this process may use: its affinity, and a container's share of the processor if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(round(share) for share in _shares())]))
+
+
+def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
+    """Cores that the control groups of this process allow: its own, every one above it, and a version-1 group."""
+    for place, is_first in _control_groups("cpu", root, own):
+        try:
+            if is_first:
+                quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                quota, period = (place / "cpu.max").read_text().split()
+            if int(quota) > 0:  # "max" is no number, -1 no limit
+                yield int(quota) / int(period)
+        except (OSError, ValueError):
+            continue
+
+
+def _control_groups(controller: str, root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups of this process, its own first, then every one above; whether of version 1.
+
+    A container that sees no more than its own group finds it at the top, whatever its name is outside.
+    """
+    try:
+        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, group in (entry for entry in entries if len(entry) == 3):
+        if not controllers or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            folder = top / group.strip("/")
+            for place in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
+                yield place, bool(controllers)
+
+
+_MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what is cached of files, in memory.stat
+    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    False: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Bytes of memory, or of a container's share or another control group's limit if that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for place, is_first in _control_groups("memory", root, own):
+        with suppress(OSError, ValueError):  # "max" is no number
+            found.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
+    return min(found)
+
+
+def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that are free now: of the machine, and of every control group that this process is in."""
+    found = [available_memory(root, own)]
+    with suppress(OSError, ValueError, KeyError):
+        found.append(_figures(info)["MemAvailable:"] * 1024)
+    for place, is_first in _control_groups("memory", root, own):
+        limit, used, cached = _MEMORY_FILES[is_first]
+        with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
+            free = int((place / limit).read_text()) - int((place / used).read_text())
+            found.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
+    return max(0, min(found))
+
+
+def settled_free_memory(most_s: float = 5.0) -> int:
+    """``free_memory`` once no more comes back, for after processes were killed: the kernel may be a moment behind."""
+    found, end = free_memory(), time.monotonic() + most_s
+    while time.monotonic() < end:
+        time.sleep(_SETTLING_S)
+        before, found = found, max(found, free_memory())
+        if found - before < 2**20:
+            break
+    return found
+
+
+def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel has killed for their memory so far; 0: it does not say.
+
+    In this process's control group, else on the whole machine. Linux before 4.13 counts how often a limit was reached.
+    """
+    for place, is_first in _control_groups("memory", root, own):
+        with suppress(OSError, ValueError, KeyError):
+            return _figures(place / ("memory.oom_control" if is_first else "memory.events"))["oom_kill"]
+        with suppress(OSError, ValueError):
+            return int((place / "memory.failcnt").read_text())
+    with suppress(OSError, ValueError, KeyError):
+        return _figures(counters)["oom_kill"]
+    return 0
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """Of a file with a name and a number in each line."""
+    return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}

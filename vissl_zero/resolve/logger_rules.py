@@ -1,0 +1,41 @@
+"""Which loggers a run has, and the packages that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.registry import LOGGERS
+from vissl_zero.resolve.host import Host
+
+KEY = "config.HOOKS.LOGGERS"
+# Logger -> packages that its extra of setup.py installs, under the names that are imported.
+PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "trackio": ("trackio",)}
+
+
+def logger_names(hooks: Mapping[str, Any]) -> list[str]:
+    """Return the loggers of a run, each once: LOGGERS, without tensorboard where VISSL's switch is off.
+
+    Args:
+        hooks: the block ``HOOKS``.
+    """
+    uses_events = hooks["TENSORBOARD_SETUP"]["USE_TENSORBOARD"]
+    return [name for name in dict.fromkeys(hooks["LOGGERS"]) if name != "tensorboard" or uses_events]
+
+
+def loggers(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every logger is known, and its package is installed."""
+    found = []
+    for name in dict.fromkeys(cfg.HOOKS.LOGGERS):
+        if name not in LOGGERS:
+            found.append(LOGGERS.unknown(name))
+        elif missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
+            must = f"needs the package {' and '.join(missing)}, which is not installed"
+            found.append(Problem(KEY, name, must, f"Run pip install 'vissl-zero[{name}]', or leave {name} out."))
+    return found
+
+
+LOGGER_RULES = (loggers,)

@@ -1,0 +1,350 @@
+"""Trunk, heads and loss: what is known, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any
+
+from vissl_zero.config.blocks.model_and_loss import RegNetBlock
+from vissl_zero.config.components import builtin_keys, component_keys, typed_options
+from vissl_zero.config.components.heads import KEY as TAPS
+from vissl_zero.config.components.heads import are_tapped
+from vissl_zero.config.components.heads import problems as tap_problems
+from vissl_zero.config.components.trunks import (
+    ANYNET_PARAMETERS,
+    REGNET_PARAMETERS,
+    TRUNK_BLOCKS,
+    ConvitConfig,
+    VisionTransformerConfig,
+    anynet_problems,
+    regnet_problems,
+    size_problems,
+    trunk_component,
+    vision_transformer_problems,
+)
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.registry import HEADS, LOSSES, TRUNKS
+from vissl_zero.resolve.components import loss_options, method_of, missing_weights, trunk_options
+from vissl_zero.resolve.host import Host
+from vissl_zero.vissl.keys import NO_EFFECT, OTHER_LOSSES
+
+
+def known(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The loss is known and has the keys it is given; no other block is mistyped."""
+    name = cfg.LOSS.get("name")
+    blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
+    found = [
+        Problem(f"config.LOSS.{key}", "", "is not the name of a loss", did_you_mean(key, LOSSES).strip() or _known())
+        for key in blocks
+        if key not in LOSSES and key not in OTHER_LOSSES
+    ]
+    if not isinstance(name, str) or name not in LOSSES:
+        return [LOSSES.unknown(str(name)), *found]
+    wrong = [key for key in blocks if not _is_block(cfg.LOSS[key])]
+    for key in wrong:
+        fix = f"Write config.LOSS.{key}.<key>=<value>."
+        found.append(Problem(f"config.LOSS.{key}", str(cfg.LOSS[key]), "must be a block of keys", fix))
+    if name in wrong:
+        return found
+    try:
+        loss_options(cfg)
+    except ConfigError as error:
+        found += error.problems
+    return found
+
+
+_UNREAD = [key for key, value in NO_EFFECT["LOSS"].items() if not isinstance(value, Mapping)]
+
+
+def _is_block(value: object) -> bool:
+    return value is None or isinstance(value, Mapping) or is_dataclass(value)
+
+
+def _known() -> str:
+    return f"Known: {', '.join(LOSSES)}."
+
+
+def method(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What the method says of the recipe."""
+    name = str(cfg.LOSS.get("name"))
+    spec = method_of(name)
+    return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, host)
+
+
+def evaluated_model(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Only a momentum copy can be evaluated in the student's place; of a loss of yours that shows as it is built."""
+    spec = method_of(cfg.LOSS.get("name"))
+    is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
+    return [no_teacher(cfg.LOSS["name"])] if is_wrong else []
+
+
+def no_teacher(loss: str) -> Problem:
+    """What is wrong with EVALUATED_MODEL=teacher for a loss without a momentum copy."""
+    must = f"must be student: {loss} has no teacher that follows the model"
+    return Problem("config.EVALUATED_MODEL", "teacher", must, "Write config.EVALUATED_MODEL=student.")
+
+
+_HEADS = "config.MODEL.HEAD.PARAMS"
+_CLASSIFIERS = ("mlp", "eval_mlp")
+
+
+def trunk(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The trunk is known and has the keys it is given."""
+    if trunk_component(cfg.MODEL.TRUNK.NAME) not in TRUNKS:
+        return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
+    has_name = "name" in cfg.MODEL.TRUNK.PARAMS and trunk_component(cfg.MODEL.TRUNK.NAME) == "timm"
+    if cfg.MODEL.TRUNK.NAME == "timm" or has_name:
+        fix = "Write config.MODEL.TRUNK.NAME=timm/vit_small_patch16_224, for example, and no name in PARAMS."
+        return [Problem("config.MODEL.TRUNK.NAME", cfg.MODEL.TRUNK.NAME, "must say the model: timm/<model>", fix)]
+    if cfg.MODEL.TRUNK.NAME in TRUNK_BLOCKS and cfg.MODEL.TRUNK.PARAMS:
+        fix = f"Write them under config.MODEL.TRUNK.{TRUNK_BLOCKS[cfg.MODEL.TRUNK.NAME]}."
+        return [Problem("config.MODEL.TRUNK.PARAMS", str(cfg.MODEL.TRUNK.PARAMS), "is for trunks of your own", fix)]
+    try:
+        trunk_options(cfg)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+_INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_colorization")}
+
+
+def input_type(cfg: RunConfig, host: Host) -> Problem | None:
+    """The trunk can look at images in this way, as in VISSL."""
+    key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
+    if name == "alexnet_colorization" and given != "lab":
+        fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
+        return Problem(key, given, "must be lab for alexnet_colorization", fix)
+    if given == "rgb" or name in _INPUT_TYPES.get(given, (name,)):
+        return None
+    return Problem(key, given, f"must be rgb for {name}", f"Trunks for {given}: {', '.join(_INPUT_TYPES[given])}.")
+
+
+def vision_transformer(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads divide the width of a vision transformer, and patches its image."""
+    is_used = cfg.MODEL.TRUNK.NAME == "vision_transformer"
+    return vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS) if is_used else []
+
+
+def regnet(cfg: RunConfig, host: Host) -> list[Problem]:
+    """A RegNet has a name or all of its parameters, and they make one."""
+    if cfg.MODEL.TRUNK.NAME != "regnet":
+        return []
+    block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
+    stages = [name for name in ANYNET_PARAMETERS if getattr(block, name)]
+    if problem := _stretches(block, key):
+        return [problem]
+    if block.name == block.ANYNET:
+        return anynet_problems(block, key)
+    if stages:
+        return [Problem(key, ", ".join(stages), "needs name: anynet", f"Write {key}.name=anynet, or leave them out.")]
+    given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
+    if block.name and given:
+        fix = f"Leave out the name, or {', '.join(given)}."
+        return [Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)]
+    missing = [name for name in REGNET_PARAMETERS if name not in given]
+    if not block.name and missing:
+        fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
+        return [Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)]
+    return regnet_problems(block)
+
+
+def _stretches(block: RegNetBlock, key: str) -> Problem | None:
+    """stage_checkpointing has a flag per stretch of stage_checkpoints, in each stage all true ones first."""
+    for index, flags in enumerate(block.stage_checkpointing):
+        ends = block.stage_checkpoints[index] if index < len(block.stage_checkpoints) else []
+        if flags and (len(flags) != len(ends) or sorted(flags, reverse=True) != list(flags)):
+            must = f"must have a flag for each of the {len(ends)} block ends of stage {index + 1}, all true ones first"
+            fix = f"Make it as long as {key}.stage_checkpoints, or leave it out."
+            return Problem(f"{key}.stage_checkpointing", str(list(flags)), must, fix)
+    return None
+
+
+_SIZED = ("beit", "xcit", "convnext", "swin_transformer")
+
+
+def trunk_sizes(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads divide the width of a transformer, patches its image, and lists of stages are as long as each other."""
+    name = cfg.MODEL.TRUNK.NAME
+    if name == "convit":
+        return [*vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS), *_not_in_convit(cfg)]
+    if name not in _SIZED:
+        return []
+    block = TRUNK_BLOCKS[name]
+    return size_problems(f"config.MODEL.TRUNK.{block}", getattr(cfg.MODEL.TRUNK, block))
+
+
+def _not_in_convit(cfg: RunConfig) -> list[Problem]:
+    """Keys of VISION_TRANSFORMERS that a ConViT does not have."""
+    block, unset = cfg.MODEL.TRUNK.VISION_TRANSFORMERS, VisionTransformerConfig()
+    own = {item.name for item in fields(ConvitConfig)}
+    return [
+        Problem(
+            f"config.MODEL.TRUNK.VISION_TRANSFORMERS.{item.name}",
+            str(getattr(block, item.name)),
+            f"must be {getattr(unset, item.name)} for a convit, which does not have it",
+            "Leave it out.",
+        )
+        for item in fields(VisionTransformerConfig)
+        if item.name not in own and getattr(block, item.name) != getattr(unset, item.name)
+    ]
+
+
+def frozen(cfg: RunConfig, host: Host) -> list[Problem]:
+    """What is frozen for a time has a name and a number of steps."""
+    key, found = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
+    for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
+        pair = list(entry) if isinstance(entry, (list, tuple)) else []
+        if [type(part) for part in pair] != [str, int] or pair[1] < 0:
+            fix = "Write [[heads.0.prototypes0.weight, 313]], for example."
+            found.append(Problem(key, str(entry), "must hold pairs of a parameter's name and a number of steps", fix))
+    return found
+
+
+def heads(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every head is ["name", {keys}], known, and has the keys it is given."""
+    if not cfg.MODEL.HEAD.PARAMS:
+        fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
+        return [Problem(_HEADS, "[]", "must list at least one head", fix)]
+    measured = cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD  # then a projection may be the last
+    return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head, is_inner=measured)]
+
+
+# Keys of heads that hold heads, one after another.
+_ROWS = {"chain": ("heads",), "pirl_head": ("of_image", "of_tiles")}
+
+
+def _head(head: Any, is_inner: bool = False) -> list[Problem]:
+    if not is_head(head):
+        fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
+        return [Problem(_HEADS, str(head), 'must hold ["name", {key: value}]', fix)]
+    name, options = head
+    if name not in HEADS:
+        return [HEADS.unknown(name)]
+    try:
+        found = _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"), is_inner)
+        for row in (options[key] for key in _ROWS.get(name, ()) if options.get(key)):
+            *inner, last = row
+            found += [problem for part in inner for problem in _head(part, is_inner=True)]
+            found += _head(last, is_inner)
+            found += _joints(row)
+        return found
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def _joints(heads: Sequence[Any]) -> list[Problem]:
+    """Each head of a chain begins with as many features as the one before it gives."""
+    widths = [list(head[1].get("dims") or []) if is_head(head) else [] for head in heads]
+    return [
+        Problem(
+            _HEADS,
+            f"{before} and then {after}",
+            "must begin with the outputs of the head before: several heads are applied one after another",
+            f"Write dims: [{before[-1] if before[-1] > 0 else 128}, ...] for the second.",
+        )
+        for before, after in pairwise(widths)
+        if before and after and (before[-1] != after[0] or after[0] < 1)
+    ]
+
+
+def is_head(head: Any) -> bool:
+    """Whether an entry of HEAD.PARAMS has the form ["name", {key: value}]."""
+    is_pair = isinstance(head, Sequence) and not isinstance(head, str) and len(head) == 2
+    return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
+
+
+def _dims(name: str, options: Mapping[str, Any], is_inner: bool = False) -> list[Problem]:
+    """Widths and numbers of prototypes, as every built-in head has them."""
+    found = []
+    if name in builtin_keys("head") and "dims" in options and name != "chain":
+        found += _widths(name, list(options["dims"]))
+    if name in builtin_keys("head") and "num_clusters" in options:
+        got = str(list(options["num_clusters"]))
+        is_projection = is_inner and name == "swav_head" and not options["num_clusters"]
+        if not is_projection and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
+            must = "must have at least 1 prototype in each layer"
+            found.append(
+                Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], for example.")
+            )
+    return found
+
+
+def _widths(name: str, dims: list[int]) -> list[Problem]:
+    outputs = [] if name in _CLASSIFIERS and dims[-1:] == [-1] else dims[-1:]  # -1: as many as classes
+    if len(dims) < 2 or min([*dims[1:-1], *outputs], default=1) < 1 or (dims[0] < 1 and dims[0] != -1):
+        must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
+        must += " (-1: as many as there are classes)" * (name in _CLASSIFIERS)
+        return [Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs].")]
+    return []
+
+
+def evaluation(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Settings of evaluation need their mode, as in VISSL, where they would be ignored without it."""
+    settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
+    if settings.EVAL_MODE_ON:
+        return []
+    names = ("FREEZE_TRUNK_ONLY", "FREEZE_TRUNK_AND_HEAD", "EXTRACT_TRUNK_FEATURES_ONLY")
+    fix = f"Write {key}.EVAL_MODE_ON=true."
+    return [Problem(f"{key}.{name}", "True", "needs EVAL_MODE_ON", fix) for name in names if getattr(settings, name)]
+
+
+def sweep(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Heads at several learning rates do not touch each other: what couples them is refused."""
+    factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
+    if not factors:
+        return []
+    key, found = "config.OPTIMIZER.head_optimizer_params.lr_factors", []
+    if len(cfg.MODEL.HEAD.PARAMS) != 1:
+        found.append(Problem(_HEADS, f"{len(cfg.MODEL.HEAD.PARAMS)} heads", f"must be one head, as {key} is given", ""))
+    if not settings.FREEZE_TRUNK_ONLY:
+        fix = "Write config.MODEL.FEATURE_EVAL_SETTINGS={EVAL_MODE_ON: true, FREEZE_TRUNK_ONLY: true}, or leave it out."
+        found.append(Problem(key, str(factors), "needs a frozen trunk: else the heads would share one", fix))
+    if cfg.ZERO.clip_grad is not None or cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP:
+        fix = "Leave one of the two out."
+        found.append(Problem(key, str(factors), "cannot go with clipping, which joins the heads' gradients", fix))
+    return found
+
+
+def taps(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
+    found = tap_problems(cfg)
+    if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
+        fix = "Write lr_factors: [], or leave the map out."
+        found.append(Problem(TAPS, "a map", "cannot go with head_optimizer_params.lr_factors: one head each", fix))
+    return found
+
+
+def probe(cfg: RunConfig, host: Host) -> Problem | None:
+    """A probe that is trained is measured on images it has not seen."""
+    if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
+        return None
+    fix = "Write config.DATA.TEST.DATA_PATHS=[<class folders of test images>]."
+    return Problem("config.DATA.TEST.DATA_SOURCES", "[]", "must name the images that the probe is measured on", fix)
+
+
+def weights(cfg: RunConfig, host: Host) -> Problem | None:
+    """The initial weights exist."""
+    return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
+
+
+MODEL_RULES = (
+    trunk,
+    regnet,
+    vision_transformer,
+    trunk_sizes,
+    input_type,
+    frozen,
+    heads,
+    evaluation,
+    taps,
+    sweep,
+    probe,
+    weights,
+    known,
+    method,
+    evaluated_model,
+)

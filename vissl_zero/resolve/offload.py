@@ -1,0 +1,165 @@
+"""Offload tiers in recipes and under ``initialize``, and the limits of engines under ``initialize``."""
+
+from __future__ import annotations
+
+import math
+
+from vissl_zero.config.blocks.sharding import OffloadOptimizer, OffloadParam
+from vissl_zero.errors import Problem, did_you_mean
+from vissl_zero.resolve.resolved import TIERS, OffloadPlan
+
+DEVICES = tuple(TIERS)
+
+
+def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[OffloadPlan, OffloadPlan]:
+    """Plans of two blocks that ``offload_problems`` has nothing against."""
+    return (
+        OffloadPlan(
+            device=optimizer.device,
+            nvme_path=optimizer.nvme_path,
+            pin_memory=optimizer.pin_memory is not False,
+            fast_init=optimizer.fast_init,
+            keep_files=optimizer.keep_files,
+        ),
+        OffloadPlan(
+            device=params.device,
+            nvme_path=params.nvme_path,
+            pin_memory=params.pin_memory is not False,
+            fast_init=params.fast_init is True,
+            max_in_cpu=max_in_cpu(params),
+        ),
+    )
+
+
+def max_in_cpu(params: OffloadParam) -> int | None:
+    """``max_in_cpu``, or a number under ``fast_init``, where ColossalAI's page prints it."""
+    if params.max_in_cpu is not None:
+        return int(params.max_in_cpu)
+    return None if isinstance(params.fast_init, bool) else int(params.fast_init)
+
+
+def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: int, root: str) -> list[Problem]:
+    """What cannot be done, each with the reason.
+
+    Args:
+        optimizer, params: the blocks.
+        level: ZeRO level.
+        root: key path of what holds them, such as ``config.ZERO``.
+    """
+    found: list[Problem] = []
+    for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
+        key = f"{root}.{name}"
+        if block.device not in DEVICES:
+            fix = did_you_mean(block.device, DEVICES).strip() or "Choose one of them."
+            found.append(Problem(f"{key}.device", repr(block.device), "must be none, cpu or nvme", fix))
+        if TIERS.get(block.device) == "disk" and not block.nvme_path:
+            found.append(Problem(f"{key}.nvme_path", "", "must be given with nvme", "Name a folder on a local disk."))
+    if optimizer.device in DEVICES[1:] and level == 0:
+        must = "needs ZeRO level 1, 2 or 3: at level 0 nothing is sharded, and every rank would move the whole state"
+        found.append(
+            Problem(f"{root}.offload_optimizer_config.device", repr(optimizer.device), must, "Raise the level.")
+        )
+    found += _param_problems(params, level, f"{root}.offload_param_config")
+    return found
+
+
+def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]:
+    found = []
+    if params.device in DEVICES[1:] and level != 3:
+        must = f"needs ZeRO level 3: at level {level} parameters are whole in memory throughout a step"
+        found.append(Problem(f"{key}.device", repr(params.device), must, "Use level 3, or device: none."))
+    if params.max_in_cpu is not None and not isinstance(params.fast_init, bool):
+        fix = "Write the number under max_in_cpu, and true or false under fast_init."
+        found.append(
+            Problem(f"{key}.fast_init", str(params.fast_init), "is a number, and max_in_cpu is given too", fix)
+        )
+    given = (
+        params.fast_init if params.max_in_cpu is None and not isinstance(params.fast_init, bool) else params.max_in_cpu
+    )
+    if given is not None and not math.isfinite(given):
+        must = "must be a number of elements"
+        found.append(
+            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, for example, or device: cpu to keep all there.")
+        )
+    elif given is not None and given < 0:
+        found.append(Problem(f"{key}.max_in_cpu", f"{given:g}", "must be at least 0", "Write 0 to keep none there."))
+    return found
+
+
+def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
+    """Notes to print once about keys without effect and keys that were read in another way.
+
+    Args:
+        optimizer, params, root: as for ``offload_problems``.
+        has_gpu: training runs on one.
+    """
+    notes = []
+    defaults = OffloadOptimizer(), OffloadParam()
+    blocks: dict[str, OffloadOptimizer | OffloadParam]
+    blocks = {"offload_optimizer_config": optimizer, "offload_param_config": params}
+    for (name, block), default in zip(blocks.items(), defaults, strict=True):
+        key = f"{root}.{name}"
+        if block.device == "none":
+            if block != default:
+                notes.append(f"{key} has no effect: its device is none.")
+            continue
+        if not isinstance(block.fast_init, bool):
+            notes.append(f"{key}.fast_init={block.fast_init:g} is a number and is read as max_in_cpu.")
+        if block.pin_memory and not has_gpu:
+            notes.append(f"{key}.pin_memory has no effect without an accelerator.")
+        elif block.pin_memory and TIERS[block.device] == "disk" and isinstance(block, OffloadParam):
+            notes.append(f"{key}.pin_memory has no effect with device: {block.device}.")
+        elif block.pin_memory and isinstance(block, OffloadOptimizer) and params.device != "none":
+            notes.append(
+                f"{key}.pin_memory has no effect: what the update needs is stored with the parameters already."
+            )
+        if block.device == "cpu":
+            if not has_gpu:
+                notes.append(f"{key}.device=cpu: training runs on the CPU, where this state is in any case.")
+            notes += [f"{key}.{name} has no effect with device: cpu." for name in _set_in_vain(block)]
+    return tuple(notes)
+
+
+def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
+    """Keys that mean something with nvme only."""
+    in_vain = ["fast_init"] if block.fast_init is True else []
+    in_vain += ["nvme_path"] if block.nvme_path else []
+    return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
+
+
+ENGINES = ("torch", "fairscale")
+_ENGINE_KEY = "zero.engine"
+
+
+def engine_of(name: str) -> str:
+    """``auto`` is torch."""
+    return "torch" if name == "auto" else name
+
+
+def engine_problems(
+    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool = False
+) -> list[Problem]:
+    """What cannot be done, each with the reason.
+
+    Args:
+        name: as given.
+        level: ZeRO level.
+        is_half: half precision is asked for, or comes with ``type=``.
+        is_offloaded: the optimizer or parameters rest elsewhere.
+        shard_group_size: -1: all ranks.
+        is_float8: linear layers multiply in float8.
+    """
+    if engine_of(name) not in ENGINES:
+        fix = did_you_mean(name, ENGINES).strip() or "Leave it out."
+        return [Problem(_ENGINE_KEY, repr(name), "must be torch or fairscale", fix)]
+    if name != "fairscale":
+        return []
+    cannot = {
+        "at levels 0 and 3, which fairscale does not have in custom loops": level not in (1, 2),
+        "with half precision, since fairscale keeps one copy of the parameters (fp16=False)": is_half,
+        "with offload, which fairscale does not have": is_offloaded,
+        "with float8, whose parity has not been shown on fairscale": is_float8,
+        "with shard_group_size, since fairscale shares one copy among all ranks": shard_group_size != -1,
+    }
+    fix = "Leave it out, or the other."
+    return [Problem(_ENGINE_KEY, repr(name), f"must be torch {words}", fix) for words, is_so in cannot.items() if is_so]

@@ -1,0 +1,533 @@
+"""One base optimizer and its schedules from every form of OPTIMIZER, and which forms name one optimizer.
+
+docs/optimizer_forms.md is the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from typing import Any
+
+from vissl_zero.config.blocks.optimizer import LinearEvalHead, Optimizer, ParamGroupKeys, Scheduler
+from vissl_zero.config.components import component_keys, typed_options
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import OPTIMIZERS, SCHEDULERS
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolved import LarcPlan, OptimizerPlan
+from vissl_zero.vissl.keys import ALIASES
+
+_KEY = "config.OPTIMIZER"
+_WRITE = f"Write {_KEY}.base_optimizer.name=sgd, for example, or {_KEY}.name=sgd with {_KEY}.use_zero=True."
+
+
+def form(cfg: RunConfig, host: Host) -> list[Problem]:
+    """One optimizer is named, once, or twice by the same name."""
+    block, nested = cfg.OPTIMIZER, cfg.OPTIMIZER.base_optimizer.name
+    if nested == "zero":
+        must = "must be the optimizer whose state zero shards, not zero itself"
+        return [Problem(f"{_KEY}.base_optimizer.name", "'zero'", must, "Write sgd, for example.")]
+    if block.name != "zero":
+        if nested and block.name and nested != block.name:
+            got = f"{block.name!r} and base_optimizer.name {nested!r}"
+            return [
+                Problem(f"{_KEY}.name", got, "must name one optimizer", f"Write {_KEY}.name=zero, or leave one out.")
+            ]
+        return []
+    found = []
+    if block.use_zero is False:
+        fix = f"Leave use_zero out, or write {_KEY}.name={nested or 'sgd'} for unsharded state."
+        found.append(Problem(f"{_KEY}.use_zero", "False", "contradicts name: zero", fix))
+    if nested is None:
+        found.append(Problem(f"{_KEY}.base_optimizer", "", "must name the optimizer that zero shards", _WRITE))
+    return found
+
+
+def known(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The optimizer is known and has the keys it is given."""
+    if form(cfg, host):
+        return []
+    if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
+        return [OPTIMIZERS.unknown(base_name(cfg.OPTIMIZER))]
+    try:
+        options, _ = optimizer_options(cfg.OPTIMIZER)
+    except ConfigError as error:
+        return list(error.problems)
+    found = []
+    if options.get("nesterov") and not options.get("momentum"):
+        fix = f"Give it a momentum, or write {_KEY}.nesterov=False."
+        found.append(Problem(f"{_KEY}.nesterov", "True", "needs a momentum above 0", fix))
+    betas = options.get("betas")
+    if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        found.append(
+            Problem(f"{_KEY}.betas", str(betas), "must be two numbers from 0 to below 1", "Write [0.9, 0.999].")
+        )
+    return found
+
+
+def larc(cfg: RunConfig, host: Host) -> list[Problem]:
+    """LARC is not put on top of an optimizer that adapts its rates by itself."""
+    block, found = cfg.OPTIMIZER, []
+    if uses_larc(block) and base_name(block) == "lars":
+        must = "cannot be put on top of lars, which adapts its rates by itself"
+        found.append(Problem(f"{_KEY}.use_larc", "True", must, f"Write {_KEY}.use_larc=False, or use sgd."))
+    return found
+
+
+def groups(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Rates of several heads need groups of heads; parameters with rates of their own, keys that are known."""
+    block = cfg.OPTIMIZER
+    try:
+        rules = param_rules(block)
+    except ConfigError as error:
+        return list(error.problems)
+    for index, rule in enumerate(rules):
+        if rule["constant_lr"] and block.param_schedulers.lr.name not in KEYS:
+            must = f"needs a schedule whose peak is known, and {block.param_schedulers.lr.name} is one of your own"
+            return [Problem(f"{_KEY}.param_groups[{index}].constant_lr", "True", must, "Leave it out.")]
+    if found := _head_rules(cfg):
+        return found
+    if one_rate(block) and block.head_optimizer_params.lr_factors:
+        fix = (
+            f"Write lr_factors: [], or leave {_KEY}.construct_single_param_group_only and param_group_constructor out."
+        )
+        got = str(block.head_optimizer_params.lr_factors)
+        must = "needs a group for each head, which this grouping of parameters does not have"
+        return [Problem(f"{_KEY}.head_optimizer_params.lr_factors", got, must, fix)]
+    return []
+
+
+def _head_rules(cfg: RunConfig) -> list[Problem]:
+    """linear_eval_heads has a block for each head, and nothing else says the heads' rates or decay."""
+    block, key = cfg.OPTIMIZER, f"{_KEY}.linear_eval_heads"
+    if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
+        return []
+    try:
+        rules = head_rules(block)
+    except ConfigError as error:
+        return list(error.problems)
+    count = len(cfg.MODEL.HEAD.PARAMS)
+    if len(rules) != count:
+        must = f"must have a block for each of the {count} heads"
+        return [Problem(key, f"{len(rules)} blocks", must, "Write {lr: 1.0} for a head like the others.")]
+    others = {
+        "head_optimizer_params.lr_factors": bool(block.head_optimizer_params.lr_factors),
+        "head_optimizer_params.use_different_lr": block.head_optimizer_params.use_different_lr,
+        "head_optimizer_params.use_different_wd": block.head_optimizer_params.use_different_wd,
+        "param_schedulers.weight_decay": bool(block.param_schedulers.weight_decay.name),
+    }
+    must = "cannot go with linear_eval_heads, which sets it for each head"
+    return [Problem(f"{_KEY}.{name}", "", must, "Leave it out.") for name, is_set in others.items() if is_set]
+
+
+_SCHEDULES = "config.OPTIMIZER.param_schedulers"
+
+
+def used(cfg: RunConfig) -> dict[str, Scheduler]:
+    """The schedules that this run follows."""
+    block = cfg.OPTIMIZER.param_schedulers
+    found = {"lr": block.lr}
+    if cfg.OPTIMIZER.head_optimizer_params.use_different_lr:
+        found["lr_head"] = block.lr_head
+    named = {"weight_decay": block.weight_decay, "weight_decay_head": block.weight_decay_head}
+    return found | {name: schedule for name, schedule in named.items() if schedule.name}
+
+
+def well_formed(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Every schedule is known and has what it needs; parts of a composite too."""
+    found: list[Problem] = []
+    for name, schedule in used(cfg).items():
+        found += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
+    return found
+
+
+def _schedule(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Problem]:
+    name = schedule.get("name")
+    if not isinstance(name, str) or name not in SCHEDULERS:
+        return [replace(SCHEDULERS.unknown(str(name)), key=f"{key}.name")]
+    found = _missing(key, name, schedule)
+    if found:
+        return found
+    if name == "multistep":
+        return _multistep(key, schedule["values"], schedule["milestones"], num_epochs)
+    if name == "composite":
+        return _composite(key, schedule, num_epochs)
+    return []
+
+
+def _missing(key: str, name: str, schedule: Mapping[str, Any]) -> list[Problem]:
+    """Keys that a part of a composite, a free block, lacks or does not have."""
+    try:
+        typed_options(Scheduler, schedule, key)
+    except ConfigError as error:
+        return list(error.problems)
+    needed = [part for part in KEYS.get(name, ()) if part not in OPTIONAL_KEYS]
+    fix = f"The {name} schedule needs {', '.join(needed)}."
+    return [Problem(f"{key}.{part}", "", "must be given", fix) for part in needed if part not in schedule]
+
+
+def _multistep(key: str, values: list[float], milestones: list[int], num_epochs: int) -> list[Problem]:
+    if len(values) != len(milestones) + 1 or sorted(milestones) != list(milestones):
+        got = f"values {list(values)}, milestones {list(milestones)}"
+        fix = "Write one more value than milestones, the milestones ascending."
+        return [Problem(key, got, "must have a value before, between and after the milestones", fix)]
+    if milestones and milestones[-1] >= num_epochs:
+        must = f"must lie before the end, config.OPTIMIZER.num_epochs={num_epochs}"
+        return [
+            Problem(
+                f"{key}.milestones", str(list(milestones)), must, "Lower them, name another schedule, or train longer."
+            )
+        ]
+    return []
+
+
+def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Problem]:
+    parts, lengths, scaling = schedule["schedulers"], schedule["lengths"], schedule.get("interval_scaling") or []
+    if not parts or len(lengths) != len(parts) or len(scaling) not in (0, len(parts)):
+        got = f"{len(parts)} schedulers, {len(lengths)} lengths, {len(scaling)} interval_scaling"
+        return [
+            Problem(key, got, "must have a length and an interval_scaling per part", "Give the lists the same length.")
+        ]
+    if not min(lengths) > 0 or not abs(sum(lengths) - 1) <= 1e-6:
+        fix = "They are shares of the whole run, such as [0.1, 0.9]."
+        return [Problem(f"{key}.lengths", str(list(lengths)), "must be positive and sum to 1", fix)]
+    found: list[Problem] = []
+    for index, part in enumerate(parts):
+        where = f"{key}.schedulers[{index}]"
+        if isinstance(part, Mapping):
+            found += _schedule(where, part, num_epochs)
+        else:
+            found.append(Problem(where, str(part), "must be a block with a name", "Write {name: linear, ...}."))
+    return found
+
+
+def auto_scaling(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Scaling by the batch has a base and something to scale."""
+    found: list[Problem] = []
+    for name, schedule in used(cfg).items():
+        auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
+        if not auto.auto_scale:
+            continue
+        if schedule.name in KEYS and not _schedule(key, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
+            fix = "Write the schedule for base_value; its shape is kept."
+            found.append(Problem(f"config.{key}", "", "needs a schedule that rises above 0", fix))
+    return found
+
+
+def peak_value(cfg: RunConfig, host: Host) -> list[Problem]:
+    """OPTIMIZER.lr has a schedule that can be scaled to it."""
+    value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
+    if value is None:
+        return []
+    found = []
+    if schedule.name not in KEYS:
+        must = f"must be left out: the schedule {schedule.name} is not one that can be scaled"
+        found.append(Problem("config.OPTIMIZER.lr", str(value), must, f"Write the rate into {_SCHEDULES}.lr."))
+    elif not _schedule(_SCHEDULES, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
+        must = f"needs a schedule that rises above 0 ({_SCHEDULES}.lr)"
+        found.append(Problem("config.OPTIMIZER.lr", str(value), must, "Its shape is kept, and its peak is moved."))
+    return found
+
+
+OPTIMIZER_RULES = (form, known, larc, groups, well_formed, auto_scaling, peak_value)
+
+
+_DEFAULT_WEIGHT_DECAY = 1e-4
+# Keys that stand in the block itself; every other key of an optimizer stands in PARAMS.
+_OWN_KEYS = ("momentum", "nesterov", "betas", "exclude_bias_and_norm")
+_BASE = "config.OPTIMIZER.base_optimizer"
+
+
+def base_name(block: Optimizer) -> str:
+    """Name of the optimizer that runs: the nested one, else the flat one, else sgd."""
+    flat = None if block.name == "zero" else block.name
+    return block.base_optimizer.name or flat or "sgd"
+
+
+def grouping(block: Optimizer) -> str:
+    """How parameters are grouped: default, dino or single."""
+    if block.construct_single_param_group_only:
+        return "single"
+    return "dino" if block.param_group_constructor == "dino" else "default"
+
+
+def one_rate(block: Optimizer) -> bool:
+    """Whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
+    return grouping(block) != "default"
+
+
+def param_rules(block: Optimizer) -> list[dict[str, Any]]:
+    """Entries of ``param_groups``, typed and complete.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    key = "config.OPTIMIZER.param_groups"
+    for index, entry in enumerate(block.param_groups):
+        if not isinstance(entry, Mapping):
+            must = "must be a block of keys"
+            raise ConfigError(
+                [Problem(f"{key}[{index}]", str(entry), must, "Write {match: patch_embed, lr_factor: 0.2}.")]
+            )
+    return [typed_options(ParamGroupKeys, entry, f"{key}[{index}]") for index, entry in enumerate(block.param_groups)]
+
+
+def head_rules(block: Optimizer) -> list[dict[str, Any]]:
+    """Entries of ``linear_eval_heads``, typed and complete; none unless ``param_group_constructor`` asks for them.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    key = "config.OPTIMIZER.linear_eval_heads"
+    if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
+        return []
+    for index, entry in enumerate(block.linear_eval_heads):
+        if not isinstance(entry, Mapping):
+            problem = Problem(f"{key}[{index}]", str(entry), "must be a block of keys", "Write {lr: 0.1}.")
+            raise ConfigError([problem])
+    return [
+        typed_options(LinearEvalHead, entry, f"{key}[{index}]") for index, entry in enumerate(block.linear_eval_heads)
+    ]
+
+
+def uses_larc(block: Optimizer) -> bool:
+    """Whether LARC is on; the nested block decides if it says so."""
+    return bool(_nested_first(block, "use_larc"))
+
+
+def weight_decay(block: Optimizer) -> float:
+    """Weight decay of the trunk's regularised parameters."""
+    value = _nested_first(block, "weight_decay")
+    return _DEFAULT_WEIGHT_DECAY if value is None else float(value)
+
+
+def optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The optimizer's own keys, typed and complete, and notes on keys it does not have.
+
+    Raises:
+        ConfigError: an unknown optimizer, unknown keys in PARAMS, values of a wrong type.
+    """
+    name = base_name(block)
+    schema = component_keys(OPTIMIZERS, name)
+    known = set(getattr(schema, "__dataclass_fields__", ()))
+    given, notes = {}, []
+    for key in _OWN_KEYS:
+        value = _nested_first(block, key)
+        if value is not None and key in known:
+            given[key] = value
+        elif value is not None:
+            notes.append(f"config.OPTIMIZER: {key} has no effect on {name}.")
+    given |= {**block.PARAMS, **block.base_optimizer.PARAMS}
+    return typed_options(schema, given, f"{_BASE}.PARAMS"), tuple(notes)
+
+
+def _nested_first(block: Optimizer, key: str) -> Any:
+    nested = getattr(block.base_optimizer, key)
+    return getattr(block, key) if nested is None else nested
+
+
+def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
+    flat, nested = block.larc_config, block.base_optimizer.larc_config
+    given = {key: getattr(block.larc_config, key) for key in vars(flat) if getattr(flat, key) is not None}
+    given |= {key: value for key, value in vars(nested).items() if value is not None}
+    if uses_larc(block):
+        return LarcPlan(**given), ()
+    return None, (
+        "config.OPTIMIZER: LARC is off (use_larc is not True), so larc_config has no effect.",
+    ) if given else ()
+
+
+def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
+    """The optimizer of a run, and what to say about it.
+
+    Args:
+        cfg: a configuration that passed the rules.
+        global_batch: source images per optimizer step, for automatic scaling of the learning rate.
+        num_nodes: machines, among which that batch is shared.
+    """
+    block = cfg.OPTIMIZER
+    options, option_notes = optimizer_options(block)
+    larc, larc_notes = _larc(block)
+    decay, head = weight_decay(block), block.head_optimizer_params
+    schedules = resolved_schedules(block, global_batch, num_nodes)
+    plan = OptimizerPlan(
+        name=base_name(block),
+        options=options,
+        larc=larc,
+        weight_decay=decay,
+        head_weight_decay=head.weight_decay if head.use_different_wd and not one_rate(block) else decay,
+        lr=schedules.lr,
+        lr_head=schedules.lr_head,
+        wd_schedule=schedules.weight_decay,
+        wd_head_schedule=schedules.weight_decay_head,
+        regularize_bn=block.regularize_bn,
+        regularize_bias=block.regularize_bias,
+        non_regularized=tuple(_own_names(block.non_regularized_parameters)),
+        head_lr_factors=tuple(head.lr_factors),
+        grouping=grouping(block),
+        layer_decay=block.layer_decay,
+        param_rules=tuple(param_rules(block)),
+        head_rules=tuple(head_rules(block)),
+    )
+    return plan, (*option_notes, *larc_notes, *_warm_up_notes(block, schedules))
+
+
+def _warm_up_notes(block: Optimizer, schedules: DerivedSchedules) -> list[str]:
+    """What VISSL's scaling left out of a schedule."""
+    return [
+        f"config.OPTIMIZER.param_schedulers.{name}: on one machine the warm-up is left out, as in VISSL, because it "
+        "would begin at the scaled rate; auto_lr_scaling.keep_shape=true keeps it."
+        for name, schedule in (("lr", schedules.lr), ("lr_head", schedules.lr_head))
+        if len(schedule.get("schedulers", ())) < len(_parts(getattr(block.param_schedulers, name)))
+        and (name == "lr" or block.head_optimizer_params.use_different_lr)
+    ]
+
+
+def _parts(scheduler: Scheduler) -> list[Any]:
+    return scheduler.schedulers if scheduler.name == "composite" else []
+
+
+def _own_names(parts: Sequence[str]) -> list[str]:
+    """Parts of parameters' names, VISSL's with ours beside them (class_token: cls_token)."""
+    return list(dict.fromkeys(name for part in parts for name in (part, ALIASES["parameters"].get(part, part))))
+
+
+# Keys that each schedule reads; those of the others are left out of the resolved configuration.
+KEYS: dict[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "linear": ("start_value", "end_value"),
+    "cosine": ("start_value", "end_value"),
+    "cosine_warm_restart": (
+        "start_value",
+        "end_value",
+        "restart_interval_length",
+        "wave_type",
+        "lr_multiplier",
+        "is_adaptive",
+    ),
+    "step": ("values",),
+    "multistep": ("values", "milestones"),
+    "composite": ("schedulers", "lengths", "interval_scaling"),
+}
+# Of those, what has a default in a part of a composite too.
+OPTIONAL_KEYS = ("interval_scaling", "lr_multiplier", "is_adaptive")
+_VALUES = ("value", "start_value", "end_value")
+
+
+@dataclass(frozen=True)
+class DerivedSchedules:
+    """Schedules of a run as plain dicts; None: no schedule."""
+
+    lr: dict[str, Any]
+    lr_head: dict[str, Any]
+    weight_decay: dict[str, Any] | None
+    weight_decay_head: dict[str, Any] | None
+
+
+def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> DerivedSchedules:
+    """All schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
+    schedulers, head = block.param_schedulers, block.head_optimizer_params
+    has_own_lr = head.use_different_lr and not one_rate(block)
+    lr = scaled(schedulers.lr, global_batch, num_nodes) if block.lr is None else with_peak(schedulers.lr, block.lr)
+    decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
+    decay_head = None if head.use_different_wd and not one_rate(block) else decay
+    if schedulers.weight_decay_head.name and not one_rate(block):
+        decay_head = plain(schedulers.weight_decay_head)
+    return DerivedSchedules(
+        lr=lr,
+        lr_head=scaled(schedulers.lr_head, global_batch, num_nodes) if has_own_lr else lr,
+        weight_decay=decay,
+        weight_decay_head=decay_head,
+    )
+
+
+def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[str, Any]:
+    """A schedule with its rates scaled by the batch, if auto_scale: https://arxiv.org/abs/1706.02677.
+
+    The rate becomes ``base_value * global_batch / base_lr_batch_size``, or the root of that ratio. With ``keep_shape``
+    all of the schedule is multiplied by one factor, so that its peak is that rate; else it is as in VISSL
+    (``get_scaled_lr_scheduler`` of vissl/utils/hydra_config.py at 09270ed2).
+    """
+    schedule, auto = plain(scheduler), scheduler.auto_lr_scaling
+    if not auto.auto_scale:
+        return schedule
+    ratio = global_batch / auto.base_lr_batch_size
+    wanted = auto.base_value * (sqrt(ratio) if auto.scaling_type == "sqrt" else ratio)
+    if auto.keep_shape:
+        return _multiplied(schedule, wanted / peak(schedule))
+    return _as_in_vissl(schedule, wanted, auto.base_value * ratio / num_nodes, num_nodes)
+
+
+def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float, num_nodes: int) -> dict[str, Any]:
+    """Every part begins at ``wanted``; a line ends there and begins, as a warm-up, at the rate of one machine's batch.
+
+    On one machine a line that would not fall is left out.
+    """
+    name = schedule["name"]
+    if name == "linear":
+        return {**schedule, "end_value": wanted}
+    if name != "composite":
+        first = schedule.get("start_value") or next(iter(schedule.get("values", ())), 0.0) or peak(schedule)
+        return _multiplied(schedule, wanted / (first or 1.0))
+    parts = [_as_in_vissl(part, wanted, of_one_machine, num_nodes) for part in schedule["schedulers"]]
+    parts = [{**part, "start_value": of_one_machine} if part["name"] == "linear" else part for part in parts]
+    lines = [index for index, part in enumerate(parts) if part["name"] == "linear"]
+    if not lines or num_nodes > 1 or of_one_machine > wanted or len(parts) == 1:
+        return {**schedule, "schedulers": parts}
+    return _without_part({**schedule, "schedulers": parts}, lines[-1])
+
+
+def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
+    """A composite without one of its parts; the other parts take over its share."""
+    parts, lengths, scaling = (
+        [value for at, value in enumerate(schedule.get(key) or []) if at != index]
+        for key in ("schedulers", "lengths", "interval_scaling")
+    )
+    if len(parts) == 1:
+        interval = {"update_interval": schedule["update_interval"]} if "update_interval" in schedule else {}
+        return {**interval, **parts[0]}
+    shares = [length / sum(lengths) for length in lengths]
+    return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
+
+
+def with_peak(scheduler: Scheduler, value: float) -> dict[str, Any]:
+    """A schedule multiplied by one factor, so that the largest value it takes is ``value`` at any batch."""
+    schedule = plain(scheduler)
+    return _multiplied(schedule, value / peak(schedule))
+
+
+def plain(scheduler: Scheduler) -> dict[str, Any]:
+    """A schedule as the dict that builds it: its name, its own keys, its update interval."""
+    return _own_keys(asdict(scheduler))
+
+
+def _own_keys(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    name = schedule["name"]
+    keys = KEYS.get(name, tuple(key for key in schedule if key not in ("name", "auto_lr_scaling", "update_interval")))
+    kept = {"name": name, **{key: schedule[key] for key in keys if key in schedule}}
+    if name == "composite":
+        kept["schedulers"] = [_own_keys(part) for part in schedule["schedulers"]]
+    if schedule.get("update_interval"):
+        kept["update_interval"] = schedule["update_interval"]
+    return kept
+
+
+def peak(schedule: Mapping[str, Any]) -> float:
+    """The largest value a schedule takes."""
+    if schedule["name"] == "composite":
+        return max((peak(part) for part in schedule["schedulers"]), default=0.0)
+    return max([*(schedule[key] for key in _VALUES if key in schedule), *schedule.get("values", [])], default=0.0)
+
+
+def _multiplied(schedule: dict[str, Any], factor: float) -> dict[str, Any]:
+    result = dict(schedule)
+    for key in _VALUES:
+        if key in result:
+            result[key] = result[key] * factor
+    if "values" in result:
+        result["values"] = [value * factor for value in result["values"]]
+    if "schedulers" in result:
+        result["schedulers"] = [_multiplied(part, factor) for part in result["schedulers"]]
+    return result

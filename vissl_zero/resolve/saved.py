@@ -1,0 +1,307 @@
+"""``config.resolved.yaml``: the plan of a run on disk, for people and for the workers.
+
+Values that came from ``${...}`` are written as they were written in the recipe, so that nothing an environment variable
+holds ends up in a file people keep or share; a worker resolves them again from its own environment. Which values of the
+plan are copies of such a value is found when the plan is made (``copies_of``): equal numbers are not enough.
+
+Plain nested dicts and lists are walked by key path.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vissl_zero.atomic import read_regular, replacing
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.resolve.resolved import (
+    Float8Plan,
+    LarcPlan,
+    OffloadPlan,
+    OptimizerPlan,
+    Precision,
+    ResolvedRun,
+    ShardingPlan,
+)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key path and value of everything that is neither a dict nor a list; list positions are numbers in the path."""
+    if isinstance(tree, Mapping):
+        items: Any = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def find(tree: Any, path: str) -> tuple[Any, Any] | None:
+    """The dict or list that holds ``path`` and the key in it, or None if there is none."""
+    *parents, last = path.split(".")
+    for part in parents:
+        place = _key_at(tree, part)
+        if place is None:
+            return None
+        tree = tree[place]
+    place = _key_at(tree, last)
+    return None if place is None else (tree, place)
+
+
+def _key_at(tree: Any, part: str) -> Any:
+    if isinstance(tree, Mapping):
+        return part if part in tree else None
+    return int(part) if isinstance(tree, list) and part.isdigit() and int(part) < len(tree) else None
+
+
+RESOLVED_FILE = "config.resolved.yaml"
+_MAX_BYTES = 2**22  # a plan has some 30 KiB
+_REFERENCE = re.compile(r"\$\{config\.([\w.]+)\}")
+_RUN_DIR_KEY = "CHECKPOINT.DIR"
+_HEADER = "# Every value of this run after resolution; written by vissl_zero, read by its processes.\n"
+_CASTS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: text.lower() in ("true", "1", "yes", "on"),
+}
+_WRITTEN = "interpolations"
+
+
+def save_resolved(plan: ResolvedRun, path: Path) -> None:
+    """Write a plan with ``${...}`` as written, in the configuration and wherever a value was derived from it.
+
+    Whole numbers that the run counts by (seed, batch, processes) are the exception: they stand as numbers.
+    """
+    text = _HEADER + yaml.safe_dump(as_data(plan), sort_keys=False, width=120)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def as_data(plan: ResolvedRun) -> dict[str, Any]:
+    """A plan as plain containers with ``${...}`` as written: what may be kept and shared."""
+    data = _plain(asdict(plan))
+    values, data[_WRITTEN] = _put_back(data["config"], plan.interpolations)
+    for path, key in plan.copies.items():
+        place = find(data, path)
+        if place is not None and place[0][place[1]] == values[key]:  # else it was changed since
+            place[0][place[1]] = plan.interpolations[key]
+    data["run_dir"] = _masked_folder(plan.run_dir, values.get(_RUN_DIR_KEY), plan.interpolations.get(_RUN_DIR_KEY))
+    texts = {value: plan.interpolations[key] for key, value in values.items() if value and isinstance(value, str)}
+    data["notes"] = [_masked_text(note, texts) for note in data["notes"]]
+    return data
+
+
+def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mapping[str, str]) -> dict[str, str]:
+    """Which values of a plan are copies of which interpolated values: path in the plan -> key path under ``config``.
+
+    Each interpolated number or text is changed in turn and the plan derived again: what follows is a copy.
+
+    Args:
+        derive: blocks of the plan, as plain containers by name, from a configuration.
+        cfg: the configuration; it stays as it is.
+        keys: key paths under ``config`` that were interpolated.
+    """
+    found: dict[str, str] = {}
+    before = dict(leaves(derive(cfg)))
+    for key in keys:
+        changed = copy.deepcopy(cfg)
+        place = _place(changed, key)
+        if place is None:
+            continue
+        value = _get(*place)
+        if isinstance(value, bool) or not value or not isinstance(value, (str, float)):
+            continue
+        other: Any = value + "~" if isinstance(value, str) else math.nextafter(value, 0.0)
+        _set(*place, other)
+        try:
+            after = dict(leaves(derive(changed)))
+        except (VisslZeroError, ValueError, LookupError):
+            continue  # a name that decides what runs, such as the optimizer's: no other will do
+        found |= {path: key for path, it in before.items() if it == value and after.get(path) == other}
+    return found
+
+
+def _place(tree: Any, path: str) -> tuple[Any, Any] | None:
+    """The dataclass, dict or list that holds ``path``, and its name there."""
+    *parents, last = path.split(".")
+    for name in [*parents, last]:
+        known = tree if isinstance(tree, Mapping) else getattr(tree, "__dataclass_fields__", {})
+        if isinstance(tree, list):
+            known = {str(index): index for index in range(len(tree))}
+        if name not in known:
+            return None
+        holder, at = tree, int(name) if isinstance(tree, list) else name
+        tree = _get(holder, at)
+    return holder, at
+
+
+def _get(holder: Any, name: Any) -> Any:
+    return holder[name] if isinstance(holder, (dict, list)) else getattr(holder, name)
+
+
+def _set(holder: Any, name: Any, value: Any) -> None:
+    if isinstance(holder, (dict, list)):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def _put_back(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put each ``${...}`` back in its place; returns key -> value, and what is needed to resolve them again."""
+    values: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    for key, text in interpolations.items():
+        place = find(config, key)
+        assert place is not None, key
+        holder, name = place
+        values[key] = holder[name]
+        written[key] = {"text": text, "type": type(holder[name]).__name__}
+        holder[name] = text
+    return values, written
+
+
+def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
+    """The run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
+    if not text or not isinstance(value, str):
+        return run_dir
+    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+        return text
+    # The last place: a folder further up may have the same name.
+    before, found, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
+    return f"{before}/{text}/{after}".rstrip("/") if found else run_dir
+
+
+def _is_relative(path: str) -> bool:
+    return not path.startswith(("/", "~"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _masked_text(text: str, values: Mapping[str, str]) -> str:
+    """A sentence for people, with ``${...}`` in the place of interpolated texts: whole words, no parts of others."""
+    for value, written in values.items():
+        as_it_is = written.replace("\\", r"\\")  # not a reference to a group
+        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", as_it_is, text)
+    return text
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """What ``config.resolved.yaml`` says, as data: nothing in it is resolved, imported or run.
+
+    For unchecked files: their size is limited, and aliases, which could unfold to any size, are refused.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+        ValueError: it is not such a file.
+    """
+    try:
+        data = yaml.load(read_regular(path, _MAX_BYTES), Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
+        raise ValueError("it has no config")
+    return data
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases, which vissl_zero does not write")
+        return super().compose_node(parent, index)
+
+
+def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration in which ``${config.A.B}`` is replaced by what stands there. Nothing else is resolved."""
+    found = copy.deepcopy(dict(config))
+    for path, value in leaves(config):
+        text = value
+        for _ in range(10):
+            match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
+            target = find(config, match[1]) if match else None
+            if target is None:
+                break
+            text = target[0][target[1]]
+        place = find(found, path)
+        if text is not value and place is not None:
+            place[0][place[1]] = copy.deepcopy(text)
+    return found
+
+
+def load_resolved(path: Path) -> ResolvedRun:
+    """Read a plan, ``${...}`` resolved from this process's environment; what cannot be resolved stays as written.
+
+    Raises:
+        OSError, ValueError: see ``read_saved``.
+    """
+    data = read_saved(path)
+    written = data.pop(_WRITTEN)
+    root = OmegaConf.create({"config": copy.deepcopy(data["config"])})
+    for key, entry in written.items():
+        place = find(data["config"], key)
+        assert place is not None, key
+        holder, name = place
+        holder[name] = _cast(_at(root, key, holder[name]), entry["type"])
+    for path_of_copy, key in data["copies"].items():
+        place, source = find(data, path_of_copy), find(data["config"], key)
+        if place is not None and source is not None and place[0][place[1]] == written[key]["text"]:
+            place[0][place[1]] = source[0][source[1]]
+    data["notes"] = [_unmasked(note, root) for note in data["notes"]]
+    if _RUN_DIR_KEY in written:
+        run_dir = str(_unmasked(data["run_dir"], root))
+        data["run_dir"] = run_dir if "${" in run_dir else str(Path(run_dir).expanduser().absolute())
+    sharding, optimizer = data.pop("sharding"), data.pop("optimizer")
+    sharding["precision"] = Precision(**sharding["precision"])
+    sharding["float8"] = Float8Plan(**sharding.get("float8", {}))
+    for tier in ("offload_optimizer", "offload_params"):
+        sharding[tier] = OffloadPlan(**sharding[tier])
+    sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
+    sharding["checkpoint_blocks"] = tuple(sharding.get("checkpoint_blocks", ()))
+    optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None
+    for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
+        optimizer[key] = tuple(optimizer.get(key, ()))
+    data["notes"] = tuple(data["notes"])
+    return ResolvedRun(
+        **data,
+        sharding=ShardingPlan(**sharding),
+        optimizer=OptimizerPlan(**optimizer),
+        interpolations={key: entry["text"] for key, entry in written.items()},
+    )
+
+
+def _at(root: DictConfig, key: str, text: str) -> Any:
+    """The value at ``key`` of the configuration, or ``text`` if the environment does not have it."""
+    try:
+        value = OmegaConf.select(root, f"config.{key}")
+    except OmegaConfBaseException:
+        return text
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _cast(value: Any, type_name: str) -> Any:
+    if isinstance(value, str) and "${" not in value and type_name in _CASTS:
+        return _CASTS[type_name](value)
+    return value
+
+
+def _unmasked(text: str, root: DictConfig) -> str:
+    if "${" not in text:
+        return text
+    try:
+        return str(OmegaConf.create({"config": root.config, "value": text}).value)
+    except OmegaConfBaseException:
+        return text

@@ -1,0 +1,539 @@
+"""The sharding plan: the ZeRO level, the number formats, and what the engine is asked to do; and what they must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vissl_zero.atomic import is_folder
+from vissl_zero.config.blocks.model_and_loss import ActivationCheckpointing, AmpParams, Float8, GradClip
+from vissl_zero.config.constraints import one_of, pattern_problems
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.offload import DEVICES, offload_notes, offload_plans, offload_problems
+from vissl_zero.resolve.optimizer_plan import base_name, uses_larc
+from vissl_zero.resolve.placement_plan import Placement, is_submitted, placement, ranks
+from vissl_zero.resolve.resolved import NO_UNITS, Float8Plan, Precision, ShardingPlan, keeps_parameters_whole
+from vissl_zero.vissl.keys import TASK_LEVELS
+
+_ENGINE = "config.ZERO.ENGINE"
+_NVME_FIX = "Give a folder of yours on a local disk."
+
+
+def level_value(cfg: RunConfig, host: Host) -> Problem | None:
+    """The level is auto or a number from 0 to 3, and ``type`` says nothing else."""
+    zero, chosen = cfg.ZERO, chosen_level(cfg)
+    if str(zero.LEVEL) == "fit":
+        must = "must be decided from a forecast first, which this command does not make"
+        return Problem("config.ZERO.LEVEL", "'fit'", must, "Write what vissl-zero plan config=<recipe> prints.")
+    if zero.LEVEL != "auto" and chosen is None:
+        fix = "Write 0 (nothing sharded), 1 (optimizer state), 2 (+ gradients), 3 (+ parameters), auto or fit."
+        return Problem("config.ZERO.LEVEL", repr(zero.LEVEL), "must be auto, fit, 0, 1, 2 or 3", fix)
+    if zero.type is None:
+        return None
+    typed = typed_level(zero.type)
+    if typed is None:
+        return Problem("config.ZERO.type", repr(zero.type), TYPES, "Write config.ZERO.LEVEL=1, 2 or 3 instead.")
+    if typed != chosen:
+        fix = "Leave one of them out."
+        return Problem("config.ZERO.LEVEL", str(zero.LEVEL), f"contradicts config.ZERO.type={zero.type}", fix)
+    return None
+
+
+def one_switch(cfg: RunConfig, host: Host) -> Problem | None:
+    """VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
+    both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
+    if not both or chosen_level(cfg) is not None:
+        return None
+    must = "cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP: one means level 2, the other level 3"
+    fix = "Set one of them to False, or let config.ZERO.LEVEL=2 or =3 decide."
+    return Problem("config.MODEL.SHARDED_DDP_SETUP.USE_SDP", "True", must, fix)
+
+
+def engine(cfg: RunConfig, host: Host) -> Problem | None:
+    """The engine is installed, and runs on this device."""
+    name = cfg.ZERO.ENGINE
+    if name == "fairscale" and level(cfg)[0] == 3 and placement(cfg, host).device == "cpu":
+        must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, which runs level 3 on any device.")
+    if name == "fairscale" and level(cfg)[0] == 0:
+        must = "fairscale has no level 0, where nothing is sharded"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=1.")
+    if name == "fairscale" and level(cfg)[0] == 3 and cfg.TRAINER.DTYPE == "float64":
+        must = "fairscale shards parameters (level 3) in float32 only, and config.TRAINER.DTYPE is float64"
+        return Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or config.ZERO.LEVEL=2.")
+    return None if name == "auto" or name in STRATEGIES else STRATEGIES.unknown(name)
+
+
+def clipping(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Both switches for clipping say the same."""
+    old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
+    if not old.USE_GRAD_CLIP:
+        return []
+    found = []
+    if new is not None and new != old.MAX_NORM:
+        must = f"differs from config.ZERO.clip_grad={new}"
+        fix = "Write one of the two, or the same value in both."
+        found.append(Problem("config.MODEL.GRAD_CLIP.MAX_NORM", str(old.MAX_NORM), must, fix))
+    if old.NORM_TYPE != 2:
+        key = "config.MODEL.GRAD_CLIP.NORM_TYPE"
+        found.append(Problem(key, str(old.NORM_TYPE), "must be 2", "Only the L2 norm is clipped."))
+    return found
+
+
+def sync_bn_group(cfg: RunConfig, host: Host) -> Problem | None:
+    """Groups of synchronised batch norm divide the world."""
+    sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, ranks(cfg, host)[0]
+    size = min(sync.GROUP_SIZE, world_size)
+    if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
+        return None
+    must = f"must divide the {world_size} processes, or be -1 for all of them"
+    return Problem("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE", str(sync.GROUP_SIZE), must, "Write -1.")
+
+
+def shard_groups(cfg: RunConfig, host: Host) -> Problem | None:
+    """Groups that share a copy of the state divide the world, on an engine that has them."""
+    size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, ranks(cfg, host)[0]
+    if size in (-1, world_size):
+        return None
+    key = "config.ZERO.SHARD_GROUP_SIZE"
+    if size < 2 or world_size % size:
+        must = f"must be -1 (all processes), or 2 or more and divide the {world_size} processes"
+        fix = f"Write {key}=-1." if size != 1 else f"Write {key}=-1, or config.ZERO.LEVEL=0 to share nothing."
+        return Problem(key, str(size), must, fix)
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "must be -1 on fairscale, which shares one copy of the state among all processes"
+        return Problem(key, str(size), must, f"Write {_ENGINE}=torch.")
+    return None
+
+
+def offload(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Each tier can be had at this level, on this engine and device."""
+    optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
+    found = offload_problems(optimizer, params, level(cfg)[0], "config.ZERO")
+    if found or {optimizer.device, params.device} == {"none"}:
+        return found
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "must be torch or auto where state is offloaded"
+        return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
+    is_here = not is_submitted(cfg) and cfg.DISTRIBUTED.NUM_NODES == 1
+    names = ("offload_optimizer_config", "offload_param_config")
+    return [
+        Problem(f"config.ZERO.{name}.nvme_path", repr(tier.nvme_path), "must name a folder that exists", _NVME_FIX)
+        for name, tier in zip(names, offload_plans(optimizer, params), strict=True)
+        if is_here and tier.is_on_disk and not is_folder(str(tier.nvme_path))
+    ]
+
+
+_FSDP = "MODEL.FSDP_CONFIG"
+_RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
+
+
+def names(cfg: RunConfig, host: Host) -> list[Problem]:
+    """AMP_TYPE is one of the known, in one of its spellings."""
+    if amp_type(cfg) is not None:
+        return []
+    return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
+
+
+def opt_level(cfg: RunConfig, host: Host) -> Problem | None:
+    """apex's other levels are not supported; torch's autocast has none, in VISSL too."""
+    given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
+    is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
+    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01") or not is_apex:
+        return None
+    key = "config.MODEL.AMP_PARAMS.AMP_ARGS.opt_level"
+    fix = f"For half-precision parameters use level 3 with config.{_FSDP}.AMP_TYPE=O2."
+    return Problem(key, repr(given), "must be O1: autocast replaces apex here", fix)
+
+
+def float64(cfg: RunConfig, host: Host) -> list[Problem]:
+    """float64 is for everything or nothing."""
+    if cfg.TRAINER.DTYPE != "float64":
+        return []
+    found = []
+    if cfg.MODEL.AMP_PARAMS.USE_AMP:
+        fix = "Write config.MODEL.AMP_PARAMS.USE_AMP=False."
+        found.append(Problem("config.TRAINER.DTYPE", "'float64'", "cannot go with half precision (AMP)", fix))
+    if cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF:
+        key, got = f"config.{_FSDP}.compute_dtype", repr(cfg.MODEL.FSDP_CONFIG.compute_dtype)
+        found.append(Problem(key, got, "cannot go with config.TRAINER.DTYPE=float64", "Leave one of them out."))
+    return found
+
+
+def bfloat16(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Parameters in bfloat16 can be updated, and nothing asks for another format."""
+    if cfg.TRAINER.DTYPE != "bfloat16":
+        return []
+    asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
+    key = f"config.{_FSDP}.compute_dtype"
+    asked[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
+    tiers = offload_plans(cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config)
+    is_on_disk = any(tier.is_on_disk for tier in tiers)
+    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, asked)
+
+
+def narrow_problems(
+    key: str, value: str, engine: str, is_on_disk: bool, others: Mapping[str, bool | None]
+) -> list[Problem]:
+    """What cannot go with parameters in bfloat16.
+
+    Args:
+        key, value: that ask for them.
+        engine: of the run.
+        is_on_disk: optimizer state or parameters are on NVMe.
+        others: further settings -> whether they are there.
+    """
+    asked = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
+    fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
+    return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
+
+
+NEEDS_FLOAT8 = "needs layers that multiply in float8: their weights alone are sent so"
+SENDS_NOTHING = (
+    "{key}: weights are rounded as level 3 sends them, so that all levels train the same; "
+    "level {level} sends none in float8."
+)
+
+
+def float8(cfg: RunConfig, host: Host) -> list[Problem]:
+    """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
+    if not cfg.MODEL.FLOAT8.USE_FLOAT8:
+        key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
+        return [Problem(key, "True", NEEDS_FLOAT8, fix)] if cfg.MODEL.FLOAT8.GATHER else []
+    found = pattern_problems("config.MODEL.FLOAT8.LAYERS", cfg.MODEL.FLOAT8.LAYERS)
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "is not available on fairscale, where its parity has not been shown"
+        found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, f"Write {_ENGINE}=torch."))
+    return found
+
+
+_DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
+REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
+
+
+def reachable(cfg: RunConfig, host: Host) -> list[Problem]:
+    """Engine, groups and optimizer are ones whose sums have one order."""
+    if not cfg.TRAINER.DETERMINISTIC:
+        return []
+    found = []
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "is not available on fairscale, which sums over ranks in its own order"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
+    if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, ranks(cfg, host)[0]):
+        must = "is not available with shard groups, which sum inside each group first"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
+    if cfg.TRAINER.COMPILE:
+        must = "is not available with config.TRAINER.COMPILE: levels begin to compile at different steps"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Turn one of the two off."))
+    if base_name(cfg.OPTIMIZER) not in REPEATABLE:
+        must = f"needs {', '.join(REPEATABLE[:-1])} or {REPEATABLE[-1]}, whose rounding does not depend on the cut"
+        found.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
+    return found
+
+
+SHARDING_RULES = (
+    level_value,
+    one_switch,
+    engine,
+    clipping,
+    sync_bn_group,
+    shard_groups,
+    offload,
+    names,
+    opt_level,
+    float64,
+    bfloat16,
+    float8,
+    reachable,
+)
+
+
+# What only fairscale reads: key -> field of the plan, and the level that reads it.
+_FAIRSCALE_KEYS = {
+    "SHARDED_DDP_SETUP.reduce_buffer_size": ("reduce_buffer_size", 2),
+    "FSDP_CONFIG.flatten_parameters": ("flatten_parameters", 3),
+    "FSDP_CONFIG.bucket_cap_mb": ("bucket_cap_mb", 3),
+    "FSDP_CONFIG.clear_autocast_cache": ("clear_autocast_cache", 3),
+    "FSDP_CONFIG.FORCE_SYNC_CUDA": ("force_sync_cuda", 3),
+    "FSDP_CONFIG.reshard_after_forward": ("reshard_after_forward", 3),
+}
+
+
+def sharding_plan(cfg: RunConfig, place: Placement) -> tuple[ShardingPlan, tuple[str, ...]]:
+    """The sharding plan of a run, and the notes to print about it."""
+    number, level_notes = level(cfg)
+    formats, precision_notes = precision(cfg, number)
+    zero, fsdp = cfg.ZERO, cfg.MODEL.FSDP_CONFIG
+    recomputation, recompute_notes = _recomputation(cfg)
+    optimizer_tier, param_tier = offload_plans(zero.offload_optimizer_config, zero.offload_param_config)
+    plan = ShardingPlan(
+        level=number,
+        engine="torch" if zero.ENGINE == "auto" else zero.ENGINE,
+        shard_group_size=place.world_size if zero.SHARD_GROUP_SIZE == -1 else zero.SHARD_GROUP_SIZE,
+        wrap_threshold=fsdp.AUTO_WRAP_THRESHOLD,
+        clip_grad=clip_grad(cfg),
+        clip_grad_per=cfg.ZERO.clip_grad_per if clip_grad(cfg) is not None else "model",
+        sync_bn_group=_sync_bn_group(cfg, place.world_size),
+        **recomputation,
+        precision=formats,
+        timeout_s=cfg.DISTRIBUTED.TIMEOUT_S,
+        deterministic=cfg.TRAINER.DETERMINISTIC,
+        verbose=fsdp.verbose,
+        seed=cfg.SEED_VALUE,
+        offload_optimizer=optimizer_tier,
+        offload_params=param_tier,
+        reduce_buffer_size=cfg.MODEL.SHARDED_DDP_SETUP.reduce_buffer_size,
+        flatten_parameters=fsdp.flatten_parameters,
+        bucket_cap_mb=fsdp.bucket_cap_mb,
+        clear_autocast_cache=fsdp.clear_autocast_cache,
+        force_sync_cuda=fsdp.FORCE_SYNC_CUDA,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        compile="inductor" if cfg.TRAINER.COMPILE else "",
+        float8=_float8_plan(cfg.MODEL.FLOAT8),
+    )
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
+
+
+def _float8_plan(block: Float8) -> Float8Plan:
+    return Float8Plan(block.LAYERS, block.SCALES, block.GATHER) if block.USE_FLOAT8 else Float8Plan()
+
+
+def clip_grad(cfg: RunConfig) -> float | None:
+    """Largest global norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP."""
+    if cfg.ZERO.clip_grad is not None:
+        return cfg.ZERO.clip_grad
+    return cfg.MODEL.GRAD_CLIP.MAX_NORM if cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP else None
+
+
+def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
+    sync = cfg.MODEL.SYNC_BN_CONFIG
+    if not sync.CONVERT_BN_TO_SYNC_BN:
+        return 0
+    return world_size if sync.GROUP_SIZE <= 0 else min(sync.GROUP_SIZE, world_size)
+
+
+def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The one field of ``ShardingPlan`` that says which blocks, if any; notes."""
+    recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
+    flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
+    is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
+    ends = tuple(tuple(stage) for stage in stages) if is_regnet else ()
+    if is_regnet and any(flags):  # as in VISSL, a stage with flags follows them whatever the switch says
+        is_on = recompute.USE_ACTIVATION_CHECKPOINTING
+        given = [*flags, *([] for _ in ends[len(flags) :])]
+        counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(given, ends, strict=True)]
+        kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
+        return {"stage_checkpoints": kept}, ()
+    # Those that are set, from the one that wins to the one that yields to all others.
+    keys = [f"{_RECOMPUTE}.BLOCKS"] if recompute.BLOCKS else []
+    if any(ends):
+        keys.append("config.MODEL.TRUNK.REGNET.stage_checkpoints")
+    if recompute.EVERY_N_BLOCKS != ActivationCheckpointing.EVERY_N_BLOCKS:
+        keys.append(f"{_RECOMPUTE}.EVERY_N_BLOCKS")
+    if not recompute.USE_ACTIVATION_CHECKPOINTING:
+        return {}, tuple(f"{key} has no effect: {_RECOMPUTE}.USE_ACTIVATION_CHECKPOINTING is off." for key in keys)
+    notes = tuple(f"{key} has no effect: {keys[0].rpartition('.')[2]} says which blocks." for key in keys[1:])
+    if recompute.BLOCKS:
+        return {"checkpoint_blocks": tuple(recompute.BLOCKS)}, notes
+    if any(ends):
+        return {"stage_checkpoints": ends}, notes
+    return {"checkpoint_every": recompute.EVERY_N_BLOCKS}, notes
+
+
+def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
+    """Notes on keys that were set away from their defaults and do nothing in this plan."""
+    notes = []
+    zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
+    for key, (field, its_level) in _FAIRSCALE_KEYS.items():
+        is_set = getattr(plan, field) != ShardingPlan.__dataclass_fields__[field].default
+        if is_set and plan.engine == "torch":
+            notes.append(f"config.MODEL.{key} has no effect on the torch engine.")
+        elif is_set and plan.level != its_level:
+            notes.append(f"config.MODEL.{key} has no effect at level {plan.level}: fairscale reads it at {its_level}.")
+    if plan.shard_group_size > 1 and zero.SHARD_GROUP_SIZE != -1 and plan.level == 0:
+        notes.append("config.ZERO.SHARD_GROUP_SIZE has no effect at level 0: nothing is sharded.")
+    if plan.deterministic and (plan.clip_grad is not None or uses_larc(cfg.OPTIMIZER) or optimizer == "lars"):
+        notes.append(
+            "config.TRAINER.DETERMINISTIC: every run gives the same bits; levels may differ in the last ones, because "
+            "norms (clip_grad, LARC, LARS) are summed shard by shard."
+        )
+    if plan.float8.gather and plan.level < 3:
+        notes.append(SENDS_NOTHING.format(key="config.MODEL.FLOAT8.GATHER", level=plan.level))
+    if plan.wrap_threshold and plan.level == 0:
+        notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.")
+    elif plan.wrap_threshold and plan.engine == "fairscale" and plan.level < 3:
+        notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect below level 3 of fairscale.")
+    elif plan.wrap_threshold and keeps_parameters_whole(plan, plan.shard_group_size, place.world_size, place.device):
+        notes.append(f"config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD{NO_UNITS}")
+    budgets = [
+        key
+        for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE")
+        if getattr(cfg.ZERO, key) is not None
+    ]
+    notes += [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
+    clip, sync = cfg.MODEL.GRAD_CLIP, cfg.MODEL.SYNC_BN_CONFIG
+    if not clip.USE_GRAD_CLIP:
+        keys = [key for key in ("MAX_NORM", "NORM_TYPE") if getattr(clip, key) != getattr(GradClip, key)]
+        notes += [f"config.MODEL.GRAD_CLIP.{key} has no effect: USE_GRAD_CLIP is off." for key in keys]
+    if plan.clip_grad is None and cfg.ZERO.clip_grad_per != "model":
+        notes.append("config.ZERO.clip_grad_per has no effect: config.ZERO.clip_grad is not given.")
+    if not sync.CONVERT_BN_TO_SYNC_BN and sync.GROUP_SIZE not in (-1, 0):
+        notes.append("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE has no effect: CONVERT_BN_TO_SYNC_BN is off.")
+    if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and plan.precision.compute == plan.precision.master:
+        notes.append(
+            "config.MODEL.FSDP_CONFIG.fp32_reduce_scatter has no effect: parameters are computed in "
+            f"{plan.precision.master}, and gradients reduced in it."
+        )
+    has_gpu = place.device == "cuda"
+    tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
+    notes += offload_notes(*tiers, has_gpu=has_gpu, root="config.ZERO")
+    if not cfg.ZERO.dynamic_loss_scale and "float16" not in (plan.precision.autocast, plan.precision.compute):
+        notes.append("config.ZERO.dynamic_loss_scale has no effect: nothing is computed in float16.")
+    return notes
+
+
+_USE_SDP = "config.MODEL.SHARDED_DDP_SETUP.USE_SDP"
+_AUTO_FSDP = "config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP"
+_TYPE = re.compile(r"ZeroRedundancyOptimizer_Level_([123])")
+IMPLIED = "{key} is not given: 3, the one level whose parameters can be offloaded."
+TYPES = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
+
+
+def typed_level(name: str) -> int | None:
+    """The level that ColossalAI's name of it says; None: it is no such name."""
+    found = _TYPE.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def implied_level(params_device: str) -> int | None:
+    """The level of a block that names none but has parameters off the device, as on ColossalAI's page; else None."""
+    return 3 if params_device in DEVICES[1:] else None
+
+
+def switches(cfg: RunConfig) -> dict[str, int]:
+    """VISSL's switches that are on -> the level each stands for."""
+    found = {}
+    if cfg.OPTIMIZER.name == "zero":
+        found["config.OPTIMIZER.name=zero"] = 1
+    elif cfg.OPTIMIZER.use_zero:
+        found["config.OPTIMIZER.use_zero"] = 1
+    if cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP:
+        found[_USE_SDP] = 2
+    if cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP:
+        found[_AUTO_FSDP] = 3
+    task = cfg.TRAINER.TASK_NAME  # type: ignore[attr-defined] # from the tables of VISSL's keys
+    if task in TASK_LEVELS:
+        found[f"config.TRAINER.TASK_NAME={task}"] = TASK_LEVELS[task]
+    return found
+
+
+def chosen_level(cfg: RunConfig) -> int | None:
+    """The number in ``ZERO.LEVEL``, or in ``type``; None for auto (and for what is no level, which a rule refuses)."""
+    text = str(cfg.ZERO.LEVEL)
+    if text in {"0", "1", "2", "3"}:
+        return int(text)
+    return typed_level(cfg.ZERO.type) if text == "auto" and cfg.ZERO.type is not None else None
+
+
+def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
+    """The level, and a note for each switch that a number overrides."""
+    chosen, found = chosen_level(cfg), switches(cfg)
+    if chosen is None and not found and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
+        return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
+    if chosen is None:
+        # The highest: VISSL's USE_SDP switches use_zero on by itself (its utils/hydra_config.py), so several may be on.
+        return max(found.values(), default=0), ()
+    key = "config.ZERO.type" if str(cfg.ZERO.LEVEL) == "auto" else f"config.ZERO.LEVEL={chosen}"
+    if chosen == 0 and not found:
+        return 0, (f"{key} shards nothing, as auto would here.",)
+    notes = [
+        f"{key} wins over {switch}, which stands for level {meant}."
+        for switch, meant in found.items()
+        if meant != chosen
+    ]
+    return chosen, tuple(notes)
+
+
+HALF = ("float16", "bfloat16")
+_AMP_TYPES = {"O1": "O1", "01": "O1", "1": "O1", "O2": "O2", "02": "O2", "2": "O2"}
+
+
+def amp_type(cfg: RunConfig) -> str | None:
+    """``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01", with a zero); None: something else."""
+    return _AMP_TYPES.get(cfg.MODEL.FSDP_CONFIG.AMP_TYPE.upper())
+
+
+def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
+    """Number formats of a run, and a note for each key of FSDP_CONFIG that they override.
+
+    TRAINER.DTYPE=bfloat16: parameters in it, gradients reduced in float32. Else, AMP off: one format throughout. AMP
+    on: autocast over float32 parameters, gradients reduced in float32. At level 3,
+    O2 (or a compute_dtype of half precision written by hand, without AUTO_SETUP_FSDP) casts the parameters themselves
+    and reduces gradients in half precision too, unless fp32_reduce_scatter.
+    """
+    fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
+    if cfg.TRAINER.DTYPE == "float64":
+        return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
+    if cfg.TRAINER.DTYPE == "bfloat16":
+        notes = _in_vain(cfg, level, "TRAINER.DTYPE is bfloat16")
+        # Their mean is rounded once; summing in bfloat16 would round with every rank.
+        return Precision("bfloat16", None, "bfloat16", "float32", False, cfg.TRAINER.ROUNDING), notes
+    by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
+    half = None
+    if level == 3 and by_hand:
+        half = fsdp.compute_dtype
+    elif level == 3 and amp.USE_AMP and amp_type(cfg) == "O2":
+        half = amp.DTYPE
+    notes = (*_overridden(cfg, level, half), *_in_vain(cfg, level, _why_not_read(cfg, level, by_hand)))
+    if half:
+        reduce = "float32" if fsdp.fp32_reduce_scatter else half
+        scale = half == "float16" and cfg.ZERO.dynamic_loss_scale
+        return Precision("float32", None, half, reduce, scale), notes
+    autocast = amp.DTYPE if amp.USE_AMP else None
+    scale = autocast == "float16" and cfg.ZERO.dynamic_loss_scale
+    return Precision("float32", autocast, "float32", "float32", scale), notes
+
+
+def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
+    """Notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
+    fsdp = cfg.MODEL.FSDP_CONFIG
+    if fsdp.compute_dtype == (half or "float32"):
+        return ()
+    key = f"config.MODEL.FSDP_CONFIG.compute_dtype={fsdp.compute_dtype}"
+    if level < 3:
+        return (f"{key} has no effect below level 3.",)
+    if half:
+        # O2 with the default "float32", as VISSL's users write it, is no contradiction.
+        return () if fsdp.compute_dtype == "float32" else (f"{key} gives way to AMP_PARAMS.DTYPE={half}.",)
+    reason = "AUTO_SETUP_FSDP derives it from AMP" if fsdp.AUTO_SETUP_FSDP else "mixed_precision is off"
+    return (f"{key} has no effect: {reason}; parameters are computed in float32.",)
+
+
+def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
+    """Why AMP_TYPE decides nothing; empty if it does."""
+    if level < 3:
+        return "parameters are computed in half precision at level 3 only"
+    if by_hand:
+        return "compute_dtype is written by hand"
+    return "" if cfg.MODEL.AMP_PARAMS.USE_AMP else "AMP_PARAMS.USE_AMP is off"
+
+
+def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
+    """Notes on switches that were set and decide nothing."""
+    fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
+    key, notes = "config.MODEL.FSDP_CONFIG", []
+    if why_no_type and amp_type(cfg) == "O2":
+        notes.append(f"{key}.AMP_TYPE={fsdp.AMP_TYPE} has no effect: {why_no_type}.")
+    if not fsdp.mixed_precision and fsdp.AUTO_SETUP_FSDP:
+        notes.append(f"{key}.mixed_precision=False has no effect: AUTO_SETUP_FSDP derives it from AMP.")
+    elif not fsdp.mixed_precision and level < 3:
+        notes.append(f"{key}.mixed_precision=False has no effect below level 3.")
+    elif not fsdp.mixed_precision and fsdp.compute_dtype not in HALF:
+        notes.append(f"{key}.mixed_precision=False has no effect: compute_dtype is not in half precision.")
+    if amp.DTYPE != AmpParams().DTYPE and not amp.USE_AMP:
+        notes.append("config.MODEL.AMP_PARAMS.DTYPE has no effect: USE_AMP is off.")
+    return tuple(notes)

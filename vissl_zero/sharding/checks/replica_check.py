@@ -1,0 +1,388 @@
+"""Verifies that all ranks train the same model in the same way: before sharding, and before every update.
+
+And notices changes of a model that its shards cannot follow, before they make a wrong update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vissl_zero import collectives
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.state.shard import Shard
+from vissl_zero.sharding.torch_private import (
+    is_building_data_parallel,
+    left_to_itself,
+    local_tensor,
+    num_gradient_hooks,
+    own_modules,
+    own_parameters,
+    runs_in_data_parallel,
+    set_left_to_itself,
+)
+
+
+class ModelsDifferError(VisslZeroError):
+    """The ranks did not build the same model, so that training it together would be wrong from the first step."""
+
+
+def require_equal_models(model: nn.Module, device: torch.device) -> None:
+    """Compare parameters and buffers across ranks: names, shapes, ``requires_grad``, and values by checksums.
+
+    Every rank must call it. Tensors on the meta device have no values yet and are compared by name and shape.
+
+    Raises:
+        ModelsDifferError: on every rank, with the first parameter that differs.
+    Cost: a gather of a few bytes, one all-reduce of 4 numbers per tensor; one pass over the tensors.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    params = list(model.named_parameters())
+    named = [*params, *model.named_buffers()]
+    require_equal("parameters or buffers", [f"{name}, of shape {tuple(t.shape)}" for name, t in named])
+    require_equal("what is trained", [f"requires_grad={p.requires_grad} of {name}" for name, p in params])
+    sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
+    _require_equal_values([name for name, _ in named], sums)
+
+
+def require_equal(what: str, facts: Sequence[str]) -> None:
+    """Compare ``facts`` across ranks. Collective over the world; every rank calls it with the same ``what``.
+
+    Raises:
+        ModelsDifferError: on every rank, with the first fact that differs.
+    Cost: a gather of 8 bytes a rank; more only where it raises.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16])
+    if len(set(digests)) == 1:
+        return
+    # Digests differ: only now send the facts themselves, to name the first that does.
+    lists: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, list(facts))
+    other = next(rank for rank, found in enumerate(lists) if found != lists[0])
+    pairs = zip_longest(lists[0], lists[other], fillvalue="nothing")
+    first, second = next((a, b) for a, b in pairs if a != b)
+    raise ModelsDifferError(
+        f"The ranks differ in {what}: rank 0 has {first}, rank {other} has {second}. "
+        "Build model, optimizer and settings in the same way on every rank."
+    )
+
+
+@contextmanager
+def equal_values(
+    fill: Callable[[nn.Module, str], None], model: nn.Module, device: torch.device
+) -> Iterator[Callable[[nn.Module, str], None]]:
+    """``fill``, for sharding ``model`` within; what it gave to parameters on the meta device is compared afterwards.
+
+    Raises:
+        ModelsDifferError: on every rank, with the first parameter that differs.
+    Cost: one all-reduce of 4 numbers per tensor; one pass over the tensors.
+    """
+    bare = {name for name, param in model.named_parameters() if param.is_meta}
+    sums: dict[str, Tensor] = {}
+
+    def filled(module: nn.Module, name: str) -> None:
+        fill(module, name)
+        for key, param in module.named_parameters(prefix=name):
+            if key in bare - sums.keys():  # more than this may have been filled with what is in it
+                sums[key] = _checksum(param)
+
+    yield filled
+    if collectives.world_size() > 1 and sums:
+        _require_equal_values(list(sums), torch.stack(list(sums.values())).to(device))
+
+
+def _require_equal_values(names: Sequence[str], sums: Tensor) -> None:
+    if differing := _differing(sums):
+        raise ModelsDifferError(
+            f"The ranks start from different weights: {names[differing[0]]} differs between them. "
+            "Draw the initial weights from one seed, or load them from one file, on every rank."
+        )
+
+
+class StepCheck:
+    """Compares, before every update, what must be the same on all ranks.
+
+    Args:
+        device: of the model; used where the process group has no CPU backend.
+    """
+
+    def __init__(self, device: torch.device):
+        self._is_needed = collectives.world_size() > 1
+        self._device = device
+        # The facts are the host's: on the CPU they need no wait for a GPU.
+        if self._is_needed and "cpu" in dist.get_backend_config():
+            self._device = torch.device("cpu")
+
+    def require_equal(
+        self, problem: str | None, facts: Mapping[str, int], marks: Sequence[bool] = ()
+    ) -> Sequence[bool]:
+        """Raise on every rank if one of them has a problem, or if facts differ.
+
+        Args:
+            problem: why this rank cannot update.
+            facts: numbers of 32 bits by what they say; the same names on every rank.
+            marks: equally many on every rank.
+        Returns:
+            For each mark whether any rank has set it.
+        Raises:
+            VisslZeroError: on every rank; nothing was updated.
+        Cost: one all-reduce of a few numbers, and 8 bytes for each mark.
+        """
+        if self._is_needed:
+            values = [int(problem is not None), *facts.values()]
+            sent = [*values, *(-value for value in values), *marks]
+            bounds = torch.tensor(sent, dtype=torch.int64, device=self._device)
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+            found = bounds.tolist()
+            # Ranks agree on a value where its maximum is its minimum.
+            has_problem, *differs = (found[i] != -found[i + len(values)] for i in range(len(values)))
+            marks = [bool(mark) for mark in found[2 * len(values) :]]
+            if problem is None and has_problem:
+                raise VisslZeroError("No update was made: another rank cannot continue; see its message.")
+            if problem is None and (names := [fact for fact, d in zip(facts, differs, strict=True) if d]):
+                raise VisslZeroError(f"No update was made: the ranks differ in {names[0]}.")
+        if problem is not None:
+            raise VisslZeroError(problem)
+        return marks
+
+
+def digest_of(*values: object) -> int:
+    """32 bits of the text of ``values``; the same in every process."""
+    return zlib.crc32(repr(values).encode())
+
+
+def _checksum(param: Tensor) -> Tensor:
+    """Two numbers (2,) that change with any value and with the order of values, rare coincidences apart."""
+    if param.is_meta or not param.numel() or param.is_complex():
+        return torch.zeros(2, dtype=torch.float64)
+    # NaN is unequal to itself, so equal models that hold one would be refused.
+    flat = param.detach().flatten().nan_to_num()
+    flat = flat if flat.is_floating_point() else flat.double()
+    ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
+    return torch.stack([flat.sum(dtype=torch.float64), (flat * ramp).sum(dtype=torch.float64)])
+
+
+def _differing(values: Tensor) -> list[int]:
+    """Rows of ``values`` that are not the same on every rank; the same list everywhere."""
+    # One maximum of a value and of its negative gives both bounds in a single message.
+    bounds = torch.stack([values, -values])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    rows = (bounds[0] != -bounds[1]).reshape(len(values), -1).any(dim=1)
+    return rows.nonzero().flatten().tolist()
+
+
+_FIRST_PASSES = 2
+_MOVED = (
+    "The memory of {} was replaced after sharding began (by model.to(...), .half() or .data = ...), so updates would "
+    "be lost. Do that before initialize(); afterwards, write in place."
+)
+_MISSING = (
+    "{} is not in the model any more, and would not be trained: the model was changed after initialize(). Replace "
+    "layers before it; write new values into the parameter in place."
+)
+_ADDED = (
+    "{} was not in the model that was given to initialize(), and would be neither trained nor saved. Replace or add "
+    "layers before initialize(), or build model and optimizer again."
+)
+
+
+class ParameterGuard:
+    """Looks after the parameters of one model between steps.
+
+    Args:
+        module: already sharded.
+        shards: this rank's part of every parameter.
+        optimizer: that runs on them; from now on only inside ``own_step``.
+    """
+
+    def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
+        shards = list(shards)
+        self._module = module
+        self._shards = [shard for shard in shards if not shard.is_on_disk]
+        self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
+        self._places = {shard.name: _place(shard) for shard in self._shards}
+        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+        self._known = {id(param): name for name, param in module.named_parameters()}
+        # An engine that puts all parameters into one has others in the model.
+        self._is_followed = all(id(shard.source) in self._known for shard in shards)
+        self._tables = _tables(module)
+        _FirstPasses(module, self._refuse_moved)
+        self._is_own_step = False
+        self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
+        self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    def accept_hooks(self) -> None:
+        """The hooks that parameters have by now are sharding's own."""
+        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Around a step that sharding makes itself."""
+        self._is_own_step = True
+        try:
+            yield
+        finally:
+            self._is_own_step = False
+
+    def problem(self) -> str | None:
+        """The first change that an update would not see, as a sentence for people; None if there is none."""
+        if self._is_followed and (problem := self._rebuilt()) is not None:
+            return problem
+        for shard in self._shards:
+            source = shard.source
+            if source.requires_grad and shard.name in self._frozen:
+                return (
+                    f"{shard.name} was frozen when sharding began, and now has requires_grad, but would not be "
+                    "trained. Give it to initialize() with requires_grad=True, and freeze it afterwards."
+                )
+            if self._is_moved(shard):
+                return _MOVED.format(shard.name)
+            if num_hooks(source) != self._num_hooks[shard.name]:
+                return (
+                    f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "
+                    "update uses. Set it before initialize() at levels 0 to 2, or put a hook on a module's output."
+                )
+        return None
+
+    def _rebuilt(self) -> str | None:
+        """The first parameter that was taken out of the model or put into it; one may change its name (pruning)."""
+        tables = _tables(self._module)
+        if tables == self._tables:
+            return None
+        found = {id(param): name for name, param in self._module.named_parameters()}
+        for key, name in self._known.items():
+            if key not in found:
+                return _MISSING.format(name)
+        for key, name in found.items():
+            if key not in self._known:
+                return _ADDED.format(name)
+        self._tables = tables
+        return None
+
+    def _is_moved(self, shard: Shard) -> bool:
+        return _place(shard) != self._places[shard.name]
+
+    def _refuse_moved(self) -> None:
+        moved = next((shard.name for shard in self._shards if self._is_moved(shard)), None)
+        if moved is not None:
+            raise VisslZeroError(_MOVED.format(moved))
+
+    def _refuse_foreign_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer is self._optimizer and not self._is_own_step:  # a copy of it may be tried out
+            raise VisslZeroError(
+                "step() was called on the optimizer that was given to initialize(), which has no gradients. "
+                "Call step() of the optimizer that initialize() returned."
+            )
+
+
+class _FirstPasses:
+    """Looks at a model after its first forward passes: a layer that converts itself does so there.
+
+    The backward pass would end in torch's words before a step could say what is wrong.
+    """
+
+    def __init__(self, module: nn.Module, look: Callable[[], None]):
+        self._look, self._num_left = look, _FIRST_PASSES
+        self._hook = module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._num_left -= 1
+        if not self._num_left:
+            self._hook.remove()
+        self._look()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _look_at_nothing  # a copy is a plain model
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _nothing_to_look_at, ()
+
+
+def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
+    """In a copy, where the hook was."""
+
+
+def _nothing_to_look_at() -> Callable[..., None]:
+    return _look_at_nothing
+
+
+def _place(shard: Shard) -> object:
+    """What must stay of a parameter: where its values lie, if the optimizer updates them under another name."""
+    source = shard.source
+    if shard.local is source:
+        return source.dtype, source.device, source.shape
+    # The tensor itself: to_local() would return a new view, and record it for autograd.
+    return local_tensor(source).data_ptr()
+
+
+def _tables(module: nn.Module) -> list[list[int]]:
+    """Which parameters and modules each module has, by identity."""
+    return [
+        [id(part) for part in (*own_parameters(owner).values(), *own_modules(owner).values())]
+        for owner in module.modules()
+    ]
+
+
+def num_hooks(source: Tensor) -> int:
+    """How many hooks a parameter has, before and after its gradient is accumulated."""
+    return num_gradient_hooks(source)
+
+
+def mark_sharded(model: nn.Module) -> None:
+    """Have ``DistributedDataParallel`` end in a sentence instead of averaging gradients a second time.
+
+    Around the model itself it is refused when it is built; around a module that holds the model, in the forward pass,
+    or, if there are DTensors, which it cannot broadcast, when it asks for them.
+    """
+    set_left_to_itself(model, _NotToBeWrapped())
+    model.register_forward_pre_hook(_refuse_to_run_inside)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        model.__dict__["named_parameters"] = partial(_named_or_refused, model.named_parameters)
+
+
+def is_marked_sharded(model: nn.Module) -> bool:
+    """Whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
+    return isinstance(left_to_itself(model), _NotToBeWrapped)
+
+
+def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:
+    # DistributedDataParallel asks module by module; other calls need not pay for a walk over the stack.
+    if kwargs.get("recurse") is False and is_building_data_parallel():
+        raise VisslZeroError(_AVERAGED_TWICE)
+    return named(*args, **kwargs)
+
+
+def _refuse_to_run_inside(model: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled() and runs_in_data_parallel() and is_marked_sharded(model):
+        raise VisslZeroError(_AVERAGED_TWICE)
+
+
+_AVERAGED_TWICE = (
+    "This model was given to initialize(), which averages its gradients; DistributedDataParallel would do it a "
+    "second time. Call the model as it is: leave it out of accelerator.prepare(...), fabric.setup(...) and the "
+    "like. docs/initialize.md has the lines for accelerate, Lightning and Hugging Face's Trainer."
+)
+
+
+class _NotToBeWrapped:
+    """Where ``DistributedDataParallel`` looks for what to leave alone, before it changes anything of a model."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise VisslZeroError(_AVERAGED_TWICE)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()  # a copy is a plain model

@@ -1,0 +1,375 @@
+"""Level 3 of fairscale: its FullyShardedDataParallel around every unit. CUDA only.
+
+It cuts parameters flat, alone or joined with others; a shard is one rank's part of one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.internal.containers import apply_to_tensors
+from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
+from torch import Tensor, nn
+
+from vissl_zero.models.bare import Fill
+from vissl_zero.models.model import is_recomputing
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, PlannedUnit, WrapPlan
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.shard import MIN_ROW_NORM, Shard
+
+
+@dataclass(eq=False)
+class FlatShard(Shard):
+    """A run of elements of one parameter, which need not begin or end with a row.
+
+    FSDP flattens a parameter, or all parameters of a unit joined end to end, and gives each rank one equal piece, the
+    last ones padded. What a piece holds of one parameter is a segment. So norms, groups, frozen parameters and saved
+    state are those of single parameters, joined or not, and padding is never trained.
+
+    Attributes:
+        source: fairscale's parameter: this rank's piece, except inside forward and backward.
+        local: 1-d view of the segment in that piece.
+        start: where in the piece it begins.
+        is_joined: whether the piece holds other parameters too.
+        has_grad: whether the loss has reached the parameter since its gradient was last forgotten. The gradient of a
+            joined one is there, and zero, in any case.
+    """
+
+    start: int = 0
+    is_joined: bool = False
+    has_grad: bool = True
+
+    def local_grad(self) -> Tensor | None:
+        """See ``Shard``."""
+        grad = self.source.grad
+        if grad is None or not self.has_grad:
+            return None
+        return grad.reshape(-1)[self.start : self.start + self.local.numel()]
+
+    def forget_grad(self) -> None:
+        """See ``Shard``."""
+        super().forget_grad()
+        self.has_grad = not self.is_joined
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """See ``Shard``. Costs one all-reduce of the parameter."""
+        # Each element is in the piece of one rank, so the sum over ranks is the parameter.
+        flat = self.local.new_zeros(self.full_shape.numel())
+        flat[self.first_element : self.first_element + self.local.numel()] = self.local
+        dist.all_reduce(flat)
+        return flat.view(self.full_shape)
+
+    @torch.no_grad()
+    def normalize_rows(self) -> None:
+        """See ``Shard``. Costs one all-reduce of a number per row."""
+        places = torch.arange(self.local.numel(), device=self.local.device) + self.first_element
+        # Pieces are cut anywhere, so a row's norm may be a sum over ranks.
+        rows = places // self.full_shape[1:].numel()
+        squares = self.local.new_zeros(self.full_shape[0]).index_add_(0, rows, self.local.square())
+        dist.all_reduce(squares)
+        self.local.div_(squares.sqrt().clamp_(min=MIN_ROW_NORM)[rows])
+
+
+def segments_of(
+    root: FullyShardedDataParallel,
+) -> Iterator[tuple[FullyShardedDataParallel, list[FlatShard]]]:
+    """List the units under ``root``, each with this rank's segment of every parameter it took. Not a collective.
+
+    Segments have full names (a tied parameter the first of its names) and come in the unit's order.
+    """
+    units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    for unit, facts in zip(units, root.local_metadata_dict()["param_metadata"], strict=True):
+        segments: list[FlatShard] = []
+        for source, pieces in zip(unit.params, facts["params"].values(), strict=True):
+            names = [f"{facts['fsdp_path']}.{name}".lstrip(".") for name in pieces["names"]]
+            segments += _cut(source, names, pieces["shapes"])
+        yield unit, segments
+
+
+def _cut(source: nn.Parameter, names: list[str], shapes: list[torch.Size]) -> Iterator[FlatShard]:
+    """Return the segments in this rank's piece of parameters joined in the order given."""
+    piece = source.detach().view(-1)
+    begin = dist.get_rank() * piece.numel()
+    offset = 0
+    for name, shape in zip(names, shapes, strict=True):
+        first = min(max(begin - offset, 0), shape.numel())
+        stop = min(max(begin + piece.numel() - offset, 0), shape.numel())
+        # A parameter in another rank's piece has an empty segment here, so that all ranks have the same names.
+        start = offset + first - begin if first < stop else 0
+        local = nn.Parameter(piece[start : start + stop - first], requires_grad=source.requires_grad)
+        yield FlatShard(
+            name, source, local, shape, first, start=start, is_joined=len(names) > 1, has_grad=len(names) == 1
+        )
+        offset += shape.numel()
+
+
+# fairscale 0.4.13, its last version, uses what torch has renamed since. Both names work, and it will not change.
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch\.distributed\._(all_gather|reduce_scatter)_base` is a private function",
+    category=FutureWarning,
+)
+
+
+class FsdpUnit(FullyShardedDataParallel):
+    """One unit of the wrap plan.
+
+    Beyond fairscale's own: it may be run again in the backward pass by activation checkpointing around it, its inputs
+    are cast to the dtype it computes in, the loss need not depend on all of its parameters, and those of joined
+    parameters that it does depend on are noted.
+
+    Args:
+        module: the layers; parameters that inner units have taken are left to them.
+        use_sync: wait for the GPU before and after each forward pass.
+        options: fairscale's.
+    """
+
+    def __init__(self, module: nn.Module, use_sync: bool, **options: Any):
+        super().__init__(module, **options)
+        self._use_sync = use_sync
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the parameters and run the module."""
+        if is_recomputing():
+            # Called in the middle of the backward pass, fairscale's own forward would reset this unit's state:
+            # it would free what the backward pass is about to use. The parameters are freed when that is done.
+            self._rebuild_full_params()
+            return self.module(*args, **kwargs)
+        if self._use_sync:
+            torch.cuda.synchronize()
+        if self.mixed_precision:
+            # At the root fairscale itself would cast to float16, whatever the parameters are in.
+            args, kwargs = apply_to_tensors(self._cast, args), apply_to_tensors(self._cast, kwargs)
+        outputs = super().forward(*args, **kwargs)
+        if self._use_sync:
+            torch.cuda.synchronize()
+        return outputs
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Like fairscale's, but at the end of the backward pass a unit may be one that the loss does not depend on."""
+        is_unused = self.training_state in (TrainingState.IDLE, TrainingState.BACKWARD_PRE)
+        if not (state is TrainingState.BACKWARD_POST and is_unused):
+            super().assert_state(state)
+
+    def _lazy_init(self) -> None:
+        """Like fairscale's, but for all units: the end of a backward pass visits those that were never called, too."""
+        is_first = self._is_root is None
+        super()._lazy_init()
+        if is_first and self._is_root:
+            for unit in self.modules():
+                if isinstance(unit, FsdpUnit):
+                    for param in unit.params:
+                        unit._init_param_attributes(param)
+
+    def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+        """Gather the parameters for the backward pass before any of it runs, whichever output it comes from.
+
+        fairscale hooks the outputs one by one, and leaves out those that it takes for an inner unit's by the ``id`` of
+        tensors that may be gone, so that now and then a backward pass meets parameters that are not there.
+        """
+        if self._output_pre_backward_hook_registered is not None:
+            self._output_pre_backward_hook_registered.clear()
+        return super()._register_pre_backward_hooks(_joined(outputs))
+
+    def _prep_grads_for_backward(self) -> None:
+        """Like fairscale's, which takes the reduced gradient of a single element for one that was never reduced.
+
+        Their shapes are the same; it would add the next micro-batch's to it and reduce both.
+        """
+        for param in self.params:
+            if param._is_sharded and param.grad is not None and param.grad.shape == param._fp32_shard.shape:
+                param._saved_grad_shard, param.grad = param.grad.data, None
+        super()._prep_grads_for_backward()
+
+    def _wait_for_post_backward(self) -> None:
+        """Like fairscale's, which leaves parameters of the root whole where this backward pass did not reach them."""
+        self.drop_whole()
+        super()._wait_for_post_backward()
+
+    def watch(self, segments: Sequence[FlatShard]) -> None:
+        """Note which of ``segments``, those of this unit, the loss reaches.
+
+        The gradient of joined parameters has zeros where it does not: nothing tells them from a gradient of zero.
+        """
+        if any(segment.is_joined for segment in segments):
+            inner = self.module.module
+            inner.register_forward_pre_hook(lambda *_: _watch(inner._unflattened_param_views, segments))
+
+    def drop_whole(self) -> None:
+        """Forget full parameters that are kept from an earlier forward pass; the shards are about to change."""
+        if self.has_full_params or (self._is_root and self.params):
+            self._free_full_params()
+            self._use_fp32_param_shard()
+
+
+class _Joined(torch.autograd.Function):
+    """The identity, whose backward pass waits for the gradients of all its outputs. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def _joined(outputs: Any) -> Any:
+    """Put all tensors of ``outputs`` that require a gradient behind one node of the graph."""
+    found: list[Tensor] = []
+    apply_to_tensors(lambda tensor: found.append(tensor) if tensor.requires_grad else None, outputs)
+    if len(found) < 2 or not torch.is_grad_enabled():
+        return outputs
+    joined = iter(_Joined.apply(*found))
+    return apply_to_tensors(lambda tensor: next(joined) if tensor.requires_grad else tensor, outputs)
+
+
+def _watch(views: Sequence[Tensor], segments: Sequence[FlatShard]) -> None:
+    for view, segment in zip(views, segments, strict=True):
+        if view.requires_grad and view.grad_fn is not None:
+            view.register_hook(_marker(segment))
+
+
+def _marker(segment: FlatShard) -> Callable[[Tensor], None]:
+    def mark(grad: Tensor) -> None:
+        segment.has_grad = True
+
+    return mark
+
+
+_WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module"}  # what fairscale puts into names
+
+
+class FlatSharded(ShardedModel):
+    """A model of which each rank keeps a piece of every parameter, cut flat. See ``ShardedModel``.
+
+    Gradients are reduced to pieces in every micro-batch.
+    """
+
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
+        order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
+        root, units = _wrap(module, plan, setup.wrap_plan, setup.device, setup.fill)
+        self._units: list[FsdpUnit] = []
+        segments: list[FlatShard] = []
+        for unit, its_segments in segments_of(root):
+            assert isinstance(unit, FsdpUnit)
+            unit.watch(its_segments)
+            self._units.append(unit)
+            segments += its_segments
+        segments.sort(key=lambda segment: order[segment.name])
+        whole_bytes = _whole_bytes(plan, setup.wrap_plan, units)
+        wrap_plan = dataclasses.replace(setup.wrap_plan, units=units, whole_bytes=whole_bytes)
+        group = dist.group.WORLD
+        super().__init__(dataclasses.replace(setup, module=root, wrap_plan=wrap_plan), group, segments)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients of earlier micro-batches wait as pieces; nothing is left for the last one."""
+        return nullcontext()
+
+    def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
+        """See ``ShardedModel``."""
+        return FlatSharded(setup)
+
+    def describe(self) -> str:
+        """See ``ShardedModel``."""
+        num_joined = sum(unit._num_flatten_params for unit in self._units)
+        return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
+
+    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+        """See ``ShardedModel``. Hooks and extra state of the model are left out: its parameters are joined here."""
+        return self.full_teacher_state() if of_teacher else self.full_state()
+
+    def _before_shards_change(self) -> None:
+        for unit in self._units:
+            unit.drop_whole()
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in super()._saved_buffers():
+            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), buffer
+
+
+def _wrap(
+    model: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device, fill: Fill
+) -> tuple[FsdpUnit, tuple[PlannedUnit, ...]]:
+    """Wrap unit by unit, inner ones first, in place; the wrapped model, and the units as they came out.
+
+    fairscale wraps one module at a time. Modules that a tied parameter binds are left to the unit around them.
+    """
+    # Groups of our own: fairscale would keep some in a cache that outlives the process group.
+    timeout = timedelta(seconds=plan.timeout_s)
+    groups = {
+        "process_group": dist.new_group(timeout=timeout),
+        "process_group_reduce_scatter": dist.new_group(timeout=timeout),
+    }
+    root: nn.Module = model
+    units = []
+    for unit in wrap_plan.units:
+        if len(unit.modules) > 1:
+            continue
+        name = unit.modules[0]
+        module = model.get_submodule(name)
+        fill(module, name)
+        module.to(device)
+        # fairscale marks the parameters that inner units have taken.
+        own = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
+        if not own and name != ROOT:
+            continue
+        # Before wrapping: afterwards the wrapper would be among the parents.
+        references = _references(model, module)
+        options = groups | _options(unit, own, plan) | {"compute_device": device}
+        root = FsdpUnit(module, plan.force_sync_cuda and not unit.is_float32, **options)
+        units.append(dataclasses.replace(unit, num_params=sum(param.numel() for param in own)))
+        for parent, child_name in references:
+            parent._modules[child_name] = root
+    assert isinstance(root, FsdpUnit)
+    return root, tuple(units)
+
+
+def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every place where ``model`` holds ``module``: the parent, and the name of the child there."""
+    return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
+
+
+def _options(unit: PlannedUnit, own: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:
+    """fairscale's options of one unit."""
+    precision = plan.precision
+    is_mixed = precision.compute != precision.master and not unit.is_float32
+    return {
+        # As fairscale has it for batch norm: such a unit is small, and may be called once per resolution.
+        "reshard_after_forward": plan.reshard_after_forward and not unit.is_float32,
+        "mixed_precision": is_mixed,
+        "compute_dtype": dtype_of(precision.compute if is_mixed else precision.master),
+        "buffer_dtype": dtype_of(precision.master),
+        "fp32_reduce_scatter": is_mixed and precision.reduce == precision.master,
+        # fairscale joins parameters only where all of them are trained, or none is.
+        "flatten_parameters": plan.flatten_parameters and len({param.requires_grad for param in own}) == 1,
+        "bucket_cap_mb": plan.bucket_cap_mb,
+        "clear_autocast_cache": plan.clear_autocast_cache,
+        "verbose": plan.verbose,
+    }
+
+
+def _whole_bytes(plan: ShardingPlan, wrap_plan: WrapPlan, units: Sequence[PlannedUnit]) -> int:
+    """See ``WrapPlan``; tied modules are whole with the root, and without resharding everything is, after forward."""
+    itemsize = dtype_of(plan.precision.compute).itemsize
+    if not plan.reshard_after_forward:
+        return itemsize * sum(unit.num_params for unit in units)
+    return wrap_plan.whole_bytes + itemsize * sum(unit.num_params for unit in wrap_plan.units if len(unit.modules) > 1)

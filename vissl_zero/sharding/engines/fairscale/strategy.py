@@ -1,0 +1,358 @@
+"""The fairscale engine: OSS and ShardedDataParallel at levels 1 and 2; level 3 is in ``flat_sharded.py``.
+
+What fairscale cannot do is refused here, each with what to use instead. At levels 1 and 2 each rank updates full
+parameters of its own, and all ranks hold all parameters; OSS deals them out: who updates which, and how the others
+learn of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.collectives import world_size
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.models.bare import Fill
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
+from vissl_zero.sharding.engines.gradient_average import GradientAverage
+from vissl_zero.sharding.model.prepare import prepare
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
+from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.update.stepper import StepResult
+
+_TORCH = "Write config.ZERO.ENGINE=torch"
+
+
+def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
+    """Everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
+    found = []
+    if plan.level == 0:
+        must = "must be 1, 2 or 3 on the fairscale engine: at level 0 there is nothing to shard"
+        found.append(Problem("config.ZERO.LEVEL", "0", must, f"{_TORCH}, which runs level 0."))
+    if plan.level == 3 and not has_streams(device):
+        must = "fairscale shards parameters (level 3) on CUDA only: it needs CUDA's streams"
+        found.append(Problem("config.ZERO.ENGINE", "fairscale", must, f"{_TORCH}, which runs level 3 on any device."))
+    return found + _precision(plan) + _placement(plan)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether ``device`` has streams, which fairscale's FSDP needs."""
+    return device.type == "cuda"
+
+
+def _precision(plan: ShardingPlan) -> list[Problem]:
+    precision = plan.precision
+    if plan.level == 3 and precision.master != "float32":
+        must = "must be float32 at level 3 of the fairscale engine, whose FSDP refuses parameters of any other type"
+        fix = f"{_TORCH}, or config.ZERO.LEVEL=2."
+        return [Problem("config.TRAINER.DTYPE", precision.master, must, fix)]
+    if plan.level in (1, 2) and {precision.compute, precision.reduce} != {precision.master}:
+        must = (
+            f"must be {precision.master} at levels 1 and 2 of the fairscale engine, which keep one copy of parameters"
+        )
+        fix = (
+            f"{_TORCH}, or config.ZERO.LEVEL=3, or config.MODEL.AMP_PARAMS.USE_AMP=true for half precision by autocast."
+        )
+        return [Problem("config.MODEL.FSDP_CONFIG.compute_dtype", precision.compute, must, fix)]
+    return []
+
+
+def _placement(plan: ShardingPlan) -> list[Problem]:
+    found = []
+    if plan.shard_group_size > 1 and plan.shard_group_size != world_size():
+        must = "must be -1 on the fairscale engine, which shares one copy of the state among all ranks"
+        found.append(Problem("config.ZERO.SHARD_GROUP_SIZE", str(plan.shard_group_size), must, f"{_TORCH}."))
+    for kind, offload in (("optimizer", plan.offload_optimizer), ("param", plan.offload_params)):
+        if offload.device != "none":
+            key = f"config.ZERO.offload_{kind}_config.device"
+            must = "must be none on the fairscale engine"
+            found.append(Problem(key, offload.device, must, f"{_TORCH}, which offloads."))
+    return found
+
+
+@STRATEGIES.register("fairscale")
+class FairscaleStrategy(Strategy):
+    """fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (level 3 on CUDA)."""
+
+    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
+        if found := problems(plan, device):
+            raise ConfigError(found)
+
+    def _shard(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        device: torch.device,
+        fill: Fill,
+    ) -> ShardedModel:
+        """See ``Strategy``. Collective; the process group must be up.
+
+        Raises:
+            ConfigError: group sizes that do not divide the world.
+            ModelsDifferError: the ranks hold different weights.
+        """
+        wrap_plan = prepare(model, plan, device)
+        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
+        sharded: ShardedModel
+        if plan.level == 3:
+            sharded = FlatSharded(setup)
+        else:
+            fill(model, "")
+            model.to(device)
+            sharded = OptimizerSharded(setup) if plan.level == 1 else GradientSharded(setup)
+        if plan.verbose and collectives.rank() == 0:
+            logging.getLogger(__name__).info("%s", sharded.describe())
+        return sharded
+
+
+@dataclass(eq=False)
+class OwnedShard(Shard):
+    """A parameter that every rank holds and one rank updates.
+
+    Attributes:
+        source: the full parameter, on every rank.
+        local: the same memory on its owner, empty elsewhere.
+        owner: rank that updates it.
+        has_grad: whether the loss has reached it since the gradient was last forgotten. A gradient that lives in a
+            communication buffer is there, and zero, in any case.
+    """
+
+    owner: int = 0
+    has_grad: bool = True
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank updates it."""
+        return self.owner == dist.get_rank()
+
+    def local_grad(self) -> Tensor | None:
+        """See ``Shard``; gradients that other ranks own are ignored."""
+        return self.source.grad if self.is_owned and self.has_grad else None
+
+    def held(self) -> Tensor:
+        """See ``Shard``: the full parameter."""
+        return self.source.detach()
+
+    def held_shape(self) -> torch.Size:
+        """See ``Shard``."""
+        return self.source.shape
+
+    @torch.no_grad()
+    def normalize_rows(self) -> None:
+        """See ``Shard``. Every rank does it to its whole copy, with the same result."""
+        divide_by_norms(self.source)
+
+    def share(self) -> None:
+        """Copy it from its owner to all ranks. Collective; costs one broadcast."""
+        dist.broadcast(self.source.detach(), src=self.owner)
+
+
+def deal(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
+    """Assign every trained parameter to a rank, and lay out those of a rank in one flat buffer. Not a collective.
+
+    OSS gives each parameter in turn to the rank that has least. Largest first, the fullest rank then has at most 4/3 of
+    the best partition's (https://doi.org/10.1137/0117039); in the model's order it can have nearly twice an even share.
+    """
+    trained = {name for group in groups for name in group.params}
+    params = [param for name, param in module.named_parameters() if name in trained]
+    # The SGD is a placeholder: OSS asks for an optimizer before the shards that ours is to run on can be known.
+    return OSS(sorted(params, key=Tensor.numel, reverse=True), optim=torch.optim.SGD, lr=0.0)
+
+
+def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
+    """Build a shard of every parameter of ``module``: trained ones by their owner, frozen ones whole on every rank."""
+    owners = {
+        param: rank
+        for rank, groups in enumerate(oss.partition_parameters())
+        for group in groups
+        for param in group["params"]
+    }
+    for name, param in module.named_parameters():
+        if param not in owners:
+            yield whole_shard(name, param)
+            continue
+        is_owned = owners[param] == dist.get_rank()
+        # Empty elsewhere, so that only the owner's optimizer makes state of any size.
+        local = param.detach() if is_owned else param.detach().new_empty((0, *param.shape[1:]))
+        yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
+
+
+def run_inside(oss: OSS, optimizer: torch.optim.Optimizer) -> None:
+    """Make ``oss.step`` run ``optimizer``, which is over this rank's shards, and then broadcast what it updated.
+
+    OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have the same
+    groups and the same state: there is nothing to copy.
+    """
+    oss.optim = optimizer
+    oss.param_groups = optimizer.param_groups
+    oss.state = optimizer.state
+
+
+DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
+
+
+class _OwnedByRank(ShardedModel):
+    """What levels 1 and 2 have in common. See ``ShardedModel``.
+
+    Args:
+        setup: as in ``ShardedModel``.
+        oss: has dealt its parameters.
+        model: what to call, where that is a wrapper around the model.
+    """
+
+    def __init__(self, setup: ModelSetup, oss: OSS, model: nn.Module | None = None):
+        build_optimizer = setup.build_optimizer
+        assert build_optimizer is not None  # a teacher of these levels is a whole copy
+        shards = list(owned_shards(setup.module, oss))
+        self._owned = [shard for shard in shards if isinstance(shard, OwnedShard)]
+
+        def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
+            optimizer, adaptation = build_optimizer(local_groups)
+            run_inside(oss, optimizer)
+            return oss, adaptation
+
+        # Beside the parameters that it owns, a rank holds all others in full.
+        elsewhere = sum(shard.source.nbytes for shard in self._owned if not shard.is_owned)
+        wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=elsewhere)
+        group = dist.group.WORLD
+        super().__init__(
+            dataclasses.replace(setup, build_optimizer=build_inside, wrap_plan=wrap_plan), group, shards, model
+        )
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``ShardedModel``. All parameters are whole on every rank."""
+        return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
+
+    def _after_shards_change(self) -> None:
+        """Each rank was given the parameters that it owns; it gets the others from their owners."""
+        for shard in self._owned:
+            shard.share()
+
+    def describe(self) -> str:
+        """See ``ShardedModel``."""
+        shares = [0] * dist.get_world_size()
+        for shard in self._owned:
+            shares[shard.owner] += shard.source.numel()
+        even = -(-sum(shares) // len(shares))
+        lines = [
+            f"ZeRO level {self._plan.level} by fairscale over {len(shares)} ranks, {sum(shares):,} trained parameters, "
+            f"{self._moment()}",
+            f"  dealt out as full tensors: the fullest rank updates {max(shares):,}, an even share is {even:,}",
+        ]
+        if self._wrap_plan.checkpointed:
+            lines.append(f"  recomputed in backward: {', '.join(self._wrap_plan.checkpointed)}")
+        return "\n".join(lines)
+
+    def _moment(self) -> str:
+        """Describe what is whole on a rank, and when."""
+        raise NotImplementedError
+
+
+class OptimizerSharded(_OwnedByRank):
+    """Level 1: OSS over averaged gradients. Parameters and gradients are whole on every rank."""
+
+    def __init__(self, setup: ModelSetup):
+        self._means = GradientAverage(list(setup.module.parameters()), setup.plan.timeout_s)
+        super().__init__(setup, deal(setup.module, setup.groups))
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged in the last micro-batch."""
+        return self._means.micro_batch(is_last)
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return self._means.backward_pass()
+
+    def _moment(self) -> str:
+        return "optimizer state sharded; parameters and gradients whole"
+
+
+class GradientSharded(_OwnedByRank):
+    """Level 2: OSS and fairscale's ShardedDataParallel, which reduces each gradient to the rank that owns it.
+
+    Gradients of small parameters live in one buffer per rank they go to, as long as they fit; they stay whole on every
+    rank. Those that do not fit are freed where they are not owned. Between micro-batches all are whole.
+    """
+
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
+        oss = deal(module, setup.groups)
+        self._buffer_size = DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
+        self._parallel = ShardedDataParallel(
+            module,
+            oss,
+            broadcast_buffers=False,  # batch norm is synchronised, or differs between ranks on purpose
+            sync_models_at_startup=False,  # all ranks were found to hold the same
+            reduce_buffer_size=self._buffer_size,
+            # Would lay all parameters out afresh at every change between training and evaluation.
+            auto_refresh_trainable=False,
+        )
+        self._parallel.refresh_trainable()  # lays the parameters out for good: shards can point at them now
+        super().__init__(setup, oss, self._parallel)
+        self._is_last = True
+        self._reduced: set[str] = set()
+        for shard in self._owned:
+            shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+        self._parameter_guard.accept_hooks()
+        self.zero_grad()
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Gradients are reduced in the backward pass of the last micro-batch; before it they add up on each rank."""
+        self._is_last = is_last
+        if is_last:
+            yield
+        else:
+            # Without it, gradients that add up over micro-batches are silently wrong under fairscale.
+            with self._parallel.no_sync():
+                yield
+
+    def step(self) -> StepResult:
+        """See ``ShardedModel``.
+
+        Raises:
+            VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
+                has not reduced it.
+        """
+        if missed := [shard.name for shard in self._owned if shard.has_grad and shard.name not in self._reduced]:
+            raise VisslZeroError(
+                f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
+                "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
+            )
+        return super().step()
+
+    def zero_grad(self) -> None:
+        """See ``ShardedModel``. In place: a gradient set to None leaves fairscale's buffers (fairscale #354)."""
+        self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
+        for shard in self._owned:
+            shard.local.grad = None
+            shard.has_grad = False
+        self._reduced.clear()
+
+    def _note(self, shard: OwnedShard, param: nn.Parameter) -> None:
+        """Note that the backward pass has just added to the gradient of ``shard``."""
+        shard.has_grad = True
+        if self._is_last:
+            self._reduced.add(shard.name)
+
+    def _moment(self) -> str:
+        size = f"{self._buffer_size:,} elements a rank" if self._buffer_size else "one tensor each"
+        return f"optimizer state and gradients sharded, gradients reduced in buffers of {size}; parameters whole"

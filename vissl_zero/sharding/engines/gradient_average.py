@@ -1,0 +1,292 @@
+"""Average the gradients of parameters that every rank holds whole, whatever the loss is made of.
+
+``DistributedDataParallel`` finds out from the outputs of ``forward`` which gradients to expect. It misses the gradients
+of losses that are made in another way (outputs in dataclasses, methods other than ``forward``, hooked features,
+gradient penalties, two backward passes), and says nothing. The mean here starts from the gradients themselves.
+
+Means whose sum always runs in the order of ranks make levels agree bit for bit. A library's all-reduce and
+reduce-scatter add up in an order that depends on sizes, places and algorithms, and float addition is not associative.
+Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
+does not depend on what else travels with it. Gradients in half precision are summed in float32, and their mean is
+rounded once. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
+go through ``sharding/engines/cpu_communicator.py``, which adds up in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.sharding.engines.cpu_communicator import add_in_order
+from vissl_zero.sharding.torch_private import call_after_backward, call_on_gradient, real_grad, set_real_grad
+
+# As DistributedDataParallel has it.
+BUCKET_BYTES = 25 * 2**20
+
+
+class GradientAverage:
+    """The mean over all ranks of each gradient, taken by the end of every backward pass.
+
+    Parameters are packed into buckets in the order in which gradients are expected, the last parameters first. A bucket
+    is sent as soon as all its gradients exist, while the backward pass continues; the others follow at its end. A
+    gradient that only some ranks have counts as zero on the others; one that no rank has stays None. Ranks may run
+    different numbers of backward passes: a rank that has no more sends zeros.
+
+    Args:
+        params: the same on every rank, in the order of the model; those without ``requires_grad`` are left out.
+        timeout_s: of a collective.
+        bucket_bytes: gradients sent at once.
+
+    Attributes:
+        sent_bytes: of gradients, as a ring all-reduce sends them.
+
+    Cost per backward pass: one all-reduce of the gradients, and two of at most two bytes per parameter.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], timeout_s: float, bucket_bytes: int = BUCKET_BYTES):
+        self._params = [param for param in params if param.requires_grad and param.numel()]
+        self._is_needed = collectives.world_size() > 1 and bool(self._params)
+        self._buckets = _buckets(self._params, bucket_bytes)
+        self.sent_bytes = 0
+        self._is_active = True
+        self._is_driven = False
+        self._is_open = False
+        self._is_callback_queued = False
+        self._ready: set[nn.Parameter] = set()
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._present: list[bool] = []  # of the parameters in the buckets that were sent
+        self._opening: tuple[Tensor, dist.Work] | None = None
+        if not self._is_needed:
+            return
+        self._group = dist.group.WORLD
+        if self._params[0].device.type == "cpu":
+            # Not in the way of batch norm's collectives, whose order among these depends on timing.
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        call_on_gradient(self._params, self._on_gradient)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch: gradients add up on this rank until the last one."""
+        self._is_active = is_last
+        yield
+        if not (self._is_needed and is_last):
+            return
+        if self._is_open:
+            self._end_round()
+        # Not before all ranks have said that they have no more: one that left early would keep the others waiting.
+        while self._agree_to_open(False):  # another rank has run one more backward pass
+            self._is_open = True
+            self._end_round()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward pass that the caller runs: under reentrant checkpointing, autograd hides where it ends."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+        if self._is_open:
+            self._end_round()
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        if not self._is_active:
+            return
+        if not self._is_open:
+            self._is_open = True
+            # Waited for in _end_round only: the backward pass runs on meanwhile.
+            self._opening = self._announce(True)
+        if not (self._is_driven or self._is_callback_queued):
+            self._is_callback_queued = True
+            call_after_backward(self._after_backward)
+        self._ready.add(param)
+        # Buckets are sent in one fixed order, or ranks would pair different ones.
+        while len(self._sent) < len(self._buckets) and self._ready.issuperset(self._buckets[len(self._sent)]):
+            self._send_next()
+
+    def _after_backward(self) -> None:
+        self._is_callback_queued = False
+        if self._is_open:
+            self._end_round()
+
+    def _announce(self, is_opening: bool) -> tuple[Tensor, dist.Work]:
+        """Say whether a round of means begins here, or this rank's micro-batch has ended."""
+        flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._params[0].device)
+        return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _agree_to_open(self, is_opening: bool) -> bool:
+        flag, work = self._announce(is_opening)
+        work.wait()
+        return bool(flag)
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        grads = [real_grad(param) for param in bucket]
+        packed = [_zeros(p) if grad is None else _packed(p, grad) for p, grad in zip(bucket, grads, strict=True)]
+        flat = torch.cat(packed)
+        flat = flat.to(_wide(bucket))
+        self._present += [grad is not None for grad in grads]
+        for param in bucket:
+            set_real_grad(param, None)  # it is in the bucket; reentrant checkpointing may add another one
+        self._sent.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        self.sent_bytes += flat.nbytes * 2 * (collectives.world_size() - 1) // collectives.world_size()
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
+        """End the backward pass: send the rest, and replace the gradients with their means."""
+        while len(self._sent) < len(self._buckets):
+            self._send_next()
+        # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by
+        # one.
+        late = [real_grad(param) for bucket in self._buckets for param in bucket]
+        flags = [*self._present, *(grad is not None for grad in late)]
+        table = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
+        work = dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if self._opening is not None:
+            self._opening[1].wait()
+        for _, sent in self._sent:
+            sent.wait()
+        work.wait()
+        # A gradient that no rank has must stay None: zero would still move parameters by decay and momentum.
+        is_present, is_late = table.view(2, -1).tolist()
+        places = iter(zip(is_present, is_late, late, strict=True))
+        for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
+            # Divided here, since gloo has a sum and no mean.
+            flat /= collectives.world_size()
+            flat = flat.to(bucket[0].dtype)
+            for param, values in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+                found, found_late, extra = next(places)
+                mean = _unpacked(param, values) if found else None
+                # The table is the same on every rank, so all take part in the same further all-reduces.
+                if found_late:
+                    total = (torch.zeros_like(param) if extra is None else extra).to(_wide([param]))
+                    dist.all_reduce(total, group=self._group)
+                    total = total.div_(collectives.world_size()).to(param.dtype)
+                    mean = total if mean is None else mean.add_(total)
+                set_real_grad(param, mean)
+        self._sent = []
+        self._ready.clear()
+        self._present = []
+        self._opening = None
+        self._is_open = False
+
+
+def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype after another, the last ones first, in lists of about ``bucket_bytes``."""
+    buckets: list[list[nn.Parameter]] = []
+    num_bytes = 0
+    for param in reversed(params):
+        if not buckets or num_bytes + param.nbytes > bucket_bytes or buckets[-1][0].dtype != param.dtype:
+            buckets.append([])
+            num_bytes = 0
+        buckets[-1].append(param)
+        num_bytes += param.nbytes
+    return buckets
+
+
+def _wide(params: Sequence[Tensor]) -> torch.dtype:
+    """The format in which their gradients are summed."""
+    return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+
+
+def _zeros(param: nn.Parameter) -> Tensor:
+    return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+
+
+def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """The elements of ``grad`` in the order in which the parameter's own lie in memory."""
+    if param.is_contiguous():
+        return grad.reshape(-1)
+    laid_out = torch.empty_like(param)  # keeps channels_last and other dense formats
+    laid_out.copy_(grad)
+    return laid_out.as_strided((param.numel(),), (1,))
+
+
+def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
+    """The reverse of ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
+    if param.is_contiguous():
+        return values.view(param.shape)
+    return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
+
+
+class OrderedReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``, which asks for no more than these two methods."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce; see the module."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        # Asked for a sum, torch divides by itself.
+        add_in_order(received.view(group.size(), -1).unbind(), output_tensor, is_mean=op == dist.ReduceOp.AVG)
+
+
+class OrderedMeans:
+    """Averages the gradients of full parameters over all ranks after each micro-batch, and adds them up.
+
+    Sharded gradients are averaged in every micro-batch too, so the sums over micro-batches run in one order.
+
+    Args:
+        params: the same on every rank.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]):
+        self._params = [param for param in params if param.requires_grad]
+
+    @contextmanager
+    def micro_batch(self, is_last: bool = True) -> Iterator[None]:
+        """Around forward and backward of one micro-batch. Collective at its end: an all-to-all and an all-gather."""
+        earlier = [real_grad(param) for param in self._params]
+        for param in self._params:
+            set_real_grad(param, None)
+        yield
+        self._average()
+        for param, grad in zip(self._params, earlier, strict=True):
+            if grad is not None:
+                added = real_grad(param)
+                set_real_grad(param, grad if added is None else grad.add_(added))
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """A gradient that only some ranks have is zero on the others."""
+        world_size = collectives.world_size()
+        if world_size == 1 or not self._params:
+            return
+        present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
+        # Ranks must agree on the list first: the exchange below needs equal sizes everywhere.
+        used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
+        chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
+        if not chosen:
+            return
+        found = [(param, real_grad(param)) for param in chosen]
+        grads = [torch.zeros_like(param) if grad is None else grad for param, grad in found]
+        sizes = [grad.numel() for grad in grads]
+        # Padded so that each rank sums an equal share.
+        flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size, dtype=_wide(grads))
+        torch.cat([grad.reshape(-1) for grad in grads], out=flat[: sum(sizes)])
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        mine = torch.empty_like(flat[: len(flat) // world_size])
+        add_in_order(received.view(world_size, -1).unbind(), mine, is_mean=True)
+        dist.all_gather(list(flat.view(world_size, -1).unbind()), mine)
+        for param, part in zip(chosen, flat[: sum(sizes)].split(sizes), strict=True):
+            set_real_grad(param, part.view(param.shape).to(param.dtype))

@@ -1,0 +1,335 @@
+"""Levels 1 to 3: one mechanism, torch's ``fully_shard``; the level is only *when* things are gathered and reduced.
+
+Level 3 frees the full parameters of a unit after its forward pass and gathers them again for its backward pass. Levels
+1 and 2 keep them until the end of the step's last backward pass. Level 2 reduces gradients to shards in every backward
+pass; level 1 keeps them whole, without communication, until the last one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.models.bare import Fill
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, open_communicator
+from vissl_zero.sharding.engines.gradient_average import OrderedMeans, OrderedReduceScatter
+from vissl_zero.sharding.engines.torch.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
+from vissl_zero.sharding.engines.torch.unit_transfers import (
+    PackedAllGather,
+    UnitOnDisk,
+    packing_of,
+    stored_params,
+    use_communicator,
+)
+from vissl_zero.sharding.model.float8 import sent_weights
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan
+from vissl_zero.sharding.offload.parameter_store import (
+    DiskShard,
+    HostShard,
+    ParameterStore,
+    disk_shard,
+    host_shard,
+    needs_host_shards,
+)
+from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of
+from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
+from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
+
+
+class FullySharded(ShardedModel):
+    """A model of which each rank keeps a part. See ``ShardedModel``.
+
+    Attributes:
+        comm: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
+    """
+
+    def __init__(self, setup: ModelSetup):
+        module, plan, device, build_optimizer = setup.module, setup.plan, setup.device, setup.build_optimizer
+        mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
+        trained = setup.trained
+        self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
+        store = stored_parameters(stored_params(module, setup.wrap_plan, trained, mesh), plan.offload_params)
+        _refuse_scripted(module)
+        with ExitStack() as undo:
+            if store is not None:
+                undo.callback(store.close)  # or its files would stay
+            _wrap(module, plan, setup.wrap_plan, mesh, store, setup.fill)
+            wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
+            guard_modules(wrapped)
+            # Modules that are bound by a tied parameter are one unit.
+            self._units = list({unit_state(unit): unit for unit in wrapped}.values())
+            self._is_last = True
+            # fully_shard cannot cut these, so their gradients travel apart from the units.
+            self._scalar_means: OrderedMeans | None = None
+            if plan.deterministic:
+                self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
+            group = mesh.get_group(mesh.ndim - 1)
+            self.comm: CpuCommunicator | None = None
+            if device.type == "cpu" and group.size() > 1:
+                self.comm = open_communicator(group, plan.timeout_s)
+            names = {part: name or "(model)" for name, part in module.named_modules()}
+            titles = [" + ".join(names[part] for part in modules_of(unit_state(unit))) for unit in self._units]
+            # The communicator compares the order of units at once, but only among the ranks of a shard group.
+            is_recording = self.comm is None or group.size() < dist.get_world_size()
+            # Levels 1 and 2 gather once a step, and level 3 in every pass.
+            sent = sent_weights(module) if plan.level == 3 else set()
+            self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording, sent=sent)
+            if self.comm is not None:
+                # A teacher on disk would hold one more unit while the student has three.
+                tell, keeps_buffers = self._guard.tell, store is None or build_optimizer is not None
+                self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers, sent)
+            else:
+                _use_collectives(self._units, group.size(), plan.deterministic, sent)
+            shards = [disk_shard(shard, store) for shard in shards_of(module, group)]
+            if needs_host_shards(plan, device):
+                pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
+                shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
+            elif build_optimizer is not None:
+                # A scalar's gradient is this rank's own until step() averages it: a loop that read it would differ
+                # between ranks.
+                shards = [shard if shard.source.dim() else hide_gradient(shard) for shard in shards]
+            _show_to_loop(shards)
+            if build_optimizer is not None:
+                build_optimizer = offloaded(build_optimizer, plan, store, shards)
+            elif store is not None:
+                self._own_store = store
+            super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards, comm=self.comm)
+            module.register_load_state_dict_pre_hook(lambda *_: self._before_shards_change())
+            # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
+            # one alone.
+            for root in _outermost(module):
+                lazy_init(root)
+            undo.pop_all()
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Between micro-batches levels 1 and 2 keep parameters whole, and level 1 keeps gradients whole.
+
+        Where the order of sums is fixed, level 1 reduces in every micro-batch, as level 2 does.
+        """
+        # Only on a change: the calls visit every unit.
+        if is_last != self._is_last:
+            for unit in self._units:
+                if self._plan.level == 1 and not self._plan.deterministic:
+                    unit.set_requires_gradient_sync(is_last, recurse=False)
+                if self._plan.level < 3:
+                    unit.set_reshard_after_backward(is_last, recurse=False)
+            self._is_last = is_last
+        with nullcontext() if self._scalar_means is None else self._scalar_means.micro_batch():
+            yield
+        self._guard.end_micro_batch()
+
+    def zero_grad(self) -> None:
+        """See ``ShardedModel``."""
+        super().zero_grad()
+        self._guard.forget()
+
+    def close(self) -> None:
+        """See ``ShardedModel``."""
+        super().close()
+        if self._own_store is not None:
+            self._own_store.close()
+
+    def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
+        """See ``ShardedModel``."""
+        return FullySharded(setup)
+
+    def _buffers_in_use(self) -> list[Tensor]:
+        """See ``ShardedModel``."""
+        return [*self._comm_buffers(), *self.comm.buffers()] if self.comm else []
+
+    @contextmanager
+    def _backward_pass(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # torch's own messages name neither the cause in the user's loop nor the fix.
+            if "storage of size 0" in str(error):
+                raise VisslZeroError(FREED) from error
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise VisslZeroError(OF_PARAMETERS) from error
+            raise
+
+    def _facts(self) -> dict[str, int]:
+        """See ``ShardedModel``."""
+        what = "which units they ran, or in which order. All ranks must run the same ones, or use level 0"
+        return super()._facts() | {what: self._guard.order()}
+
+    def _has_gradients(self) -> list[bool]:
+        """See ``ShardedModel``: where some rank had a gradient, all have been given zeros."""
+        sources = [shard.source for shard in self._trained]
+        return [not isinstance(source, DTensor) or self._guard.has_gradient(source) for source in sources]
+
+    def _average_replicated(self) -> None:
+        """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce.
+
+        Parameters without an element are left alone too, and have nothing to average.
+        """
+        scalars = [shard.source for shard in self._trained if shard.source.dim() == 0]
+        if not scalars or self._scalar_means is not None:
+            return
+        # In float64, so that scalars of different formats share one message.
+        table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
+        # Over all ranks, not the shard group: every rank of the world holds the scalars.
+        dist.all_reduce(table)
+        for scalar, (total, num_present) in zip(scalars, table, strict=True):
+            # The second is read, and waited for, only without the first.
+            if real_grad(scalar) is not None or num_present > 0:
+                set_real_grad(scalar, (total / dist.get_world_size()).to(scalar.dtype))
+
+    def _before_shards_change(self) -> None:
+        """At levels 1 and 2 a forward pass without gradient leaves parameters whole; they would be out of date."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def _outermost(module: nn.Module) -> list[FSDPModule]:
+    """The model, or of a container of models each of them."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _outermost(child)]
+
+
+def _show_to_loop(shards: Sequence[Shard]) -> None:
+    """Have sharded parameters read and write their values where they rest, and refuse gradients of a loop's own."""
+    for shard in shards:
+        if isinstance(shard.source, ShardedTensor):
+            if isinstance(shard, DiskShard | HostShard):
+                shard.source.store = shard
+            if shard.source.requires_grad:
+                shard.source.register_hook(_refuse_penalty)
+
+
+def _refuse_penalty(grad: Tensor) -> NoReturn:
+    """The gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
+    raise VisslZeroError(OF_PARAMETERS)
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            must = "must not be compiled by torch.jit where parameters are sharded: its parameters cannot be replaced"
+            fix = "Give the module that it was compiled from, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            raise ConfigError([Problem(name or "model", type(part).__name__, must, fix)])
+
+
+def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
+    """All ranks in one dimension, or replicas x shards where a shard group is smaller than the world."""
+    world_size = dist.get_world_size()
+    if num_shards == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    places = torch.arange(world_size).view(-1, num_shards)
+    timeout = timedelta(seconds=timeout_s)  # a mesh that makes its own groups gives them torch's half hour
+    replicas, _ = dist.new_subgroups_by_enumeration(places.T.tolist(), timeout=timeout)
+    shards, _ = dist.new_subgroups_by_enumeration(places.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([replicas, shards], device.type, places, mesh_dim_names=("replicate", "shard"))
+
+
+def _wrap(
+    module: nn.Module,
+    plan: ShardingPlan,
+    wrap_plan: WrapPlan,
+    mesh: DeviceMesh,
+    store: ParameterStore | None,
+    fill: Fill,
+) -> None:
+    """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
+    # fully_shard cuts the first dimension, which these lack: they stay replicated.
+    scalars = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+    for position, unit in enumerate(wrap_plan.units):
+        modules = [module.get_submodule(name) for name in unit.modules]
+        for name, part in zip(unit.modules, modules, strict=True):
+            # Unit by unit, so that a rank never holds all full parameters.
+            fill(part, name)
+            for param in part.parameters():
+                if not (isinstance(param, DTensor) or param.is_contiguous()):
+                    param.data = param.data.contiguous()  # shards are rows
+        replaced = [_Replaced(part, name, param) for part in modules for name, param in part.named_parameters()]
+        fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            mesh=mesh,
+            reshard_after_forward=plan.level == 3,
+            mp_policy=_policy(unit, plan.precision),
+            ignored_params=scalars,
+            offload_policy=_offload_policy(plan, mesh),
+        )
+        for old in replaced:
+            old.mark()
+        if store is not None:
+            # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
+            names = {param: name for name, param in module.named_parameters()}
+            UnitOnDisk(modules[0], position, names, store)
+    for scalar in scalars:
+        # fully_shard moves what it cuts and leaves ignored parameters where they are.
+        scalar.data = scalar.data.to(mesh.device_type)
+
+
+class _Replaced:
+    """A full parameter that ``fully_shard`` replaces: the new one gets its flags, and it is not to be used any more."""
+
+    def __init__(self, part: nn.Module, name: str, param: nn.Parameter):
+        self._part, self._name, self._flags = part, name, dict(vars(param))
+        self._find = weakref.ref(param)  # or a rank would hold all full parameters at once
+
+    def mark(self) -> None:
+        old, new = self._find(), self._part.get_parameter(self._name)
+        if old is not new:
+            vars(new).update({key: value for key, value in self._flags.items() if key not in vars(new)})
+            if type(old) is nn.Parameter:
+                old.__class__ = ReplacedParameter
+
+
+def _use_collectives(
+    units: Sequence[FSDPModule], num_ranks: int, is_ordered: bool, sent: Collection[nn.Parameter]
+) -> None:
+    """Where there is no communicator, which sums in the order of ranks as it is: torch's own, or those of GPUs."""
+    for unit in units:
+        if is_ordered:
+            unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
+        if num_ranks > 1 and (packing := packing_of(unit, sent)):
+            unit.set_custom_all_gather(PackedAllGather(packing))  # type: ignore[arg-type]
+
+
+def _value_and_presence(scalar: nn.Parameter) -> Tensor:
+    grad = real_grad(scalar)
+    if grad is None:
+        return torch.zeros(2, dtype=torch.float64, device=scalar.device)
+    return torch.stack([grad.double(), grad.new_ones((), dtype=torch.float64)])
+
+
+def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
+    """Keeps shards in host memory, unless they are there anyway; gradients follow them, and the update runs there."""
+    if plan.offload_params.device == "none" or mesh.device_type == "cpu":
+        return OffloadPolicy()
+    # Shards that are dropped once they are copied to the device must have been copied by then: not from pinned memory.
+    is_pinned = plan.offload_params.pin_memory and plan.offload_params.device == "cpu"
+    return CPUOffloadPolicy(pin_memory=is_pinned)
+
+
+def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
+    master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
+    # Batch norm in a unit of half parameters fails ("expected scalar type BFloat16 but found Float"), so it has a unit
+    # of its own, which hands on the format of its input.
+    if unit.is_float32 and precision.rounding:
+        return MixedPrecisionPolicy()  # it takes bfloat16 as it is, at level 0 too, and sums in its own format
+    if unit.is_float32:
+        return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
+    if compute == master:
+        return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)

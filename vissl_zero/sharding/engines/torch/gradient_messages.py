@@ -1,0 +1,358 @@
+"""Gradients on their way from the backward pass, where they are whole, to the ranks that need a part of them.
+
+They and updated parameters are packed into messages of limited size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES, CpuCommunicator, add_in_order
+from vissl_zero.sharding.state.shard import RowShard
+from vissl_zero.sharding.torch_private import (
+    call_after_backward,
+    call_on_gradient,
+    foreach_copy_,
+    is_in_backward,
+    is_nested_backward,
+    real_grad,
+    set_real_grad,
+)
+
+
+class ParameterMessages:
+    """After a step, every rank sends its updated rows to all others, straight into their parameters.
+
+    Args:
+        messages: as for the gradients.
+        comm: among the ranks that share the parameters.
+    """
+
+    def __init__(self, messages: Sequence[Message], comm: CpuCommunicator):
+        self._messages, self._comm = messages, comm
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Copy each row from the rank that updates it to all others. Collective; moves (N-1)/N of all."""
+        for message in self._messages:
+            self._post(message)
+        self._comm.finish()
+
+    def _post(self, message: Message) -> None:
+        # The views are made each time: if kept, those of small parameters would outweigh the parameters.
+        views = [
+            [piece.view(piece.shard.source.detach(), rank) for piece in message.pieces]
+            for rank in range(self._comm.num_ranks)
+        ]
+        mine = self._comm.rank
+
+        def fill(out: Tensor) -> None:
+            foreach_copy_(_slices(message, views[mine], out), views[mine])
+
+        def drain(received: Sequence[Tensor]) -> None:
+            for rank, values in enumerate(received):
+                # This rank's rows are where the optimizer wrote them.
+                if rank != mine:
+                    foreach_copy_(views[rank], _slices(message, views[rank], values))
+
+        dtype = message.pieces[0].shard.source.dtype
+        self._comm.post(message.payload, dtype, fill, drain, is_scatter=False)
+
+
+def _slices(message: Message, views: Sequence[Tensor], values: Tensor) -> list[Tensor]:
+    """Where each view lies in a rank's part of a message."""
+    pairs = zip(message.pieces, views, strict=True)
+    return [values[piece.offset : piece.offset + view.numel()] for piece, view in pairs]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of every rank's part of one parameter.
+
+    Attributes:
+        shard: the parameter.
+        spans: per rank, begin and end in the full parameter, flattened; shorter than ``numel`` where its part ends.
+        offset: place in the part that a message has for each rank.
+        numel: elements for the rank that gets most.
+    """
+
+    shard: RowShard
+    spans: tuple[tuple[int, int], ...]
+    offset: int
+    numel: int
+
+    def view(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's elements of ``whole``, the parameter or its gradient."""
+        start, stop = self.spans[rank]
+        return whole.view(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is sent at once.
+
+    Attributes:
+        pieces: in the order in which they lie in each rank's part, one behind the other.
+        start: place of the payload for this rank among the payloads of all messages.
+        payload: elements for each rank; as many flags as pieces follow, which say whether there was a gradient.
+    """
+
+    pieces: tuple[Piece, ...]
+    start: int
+    payload: int
+
+    @property
+    def stop(self) -> int:
+        """End of the payload for this rank."""
+        return self.start + self.payload
+
+    @property
+    def num_flagged(self) -> int:
+        """Elements for each rank, flags included."""
+        return self.payload + len(self.pieces)
+
+
+def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> list[Message]:
+    """Pack parameters one behind the other, large ones in several messages, small ones together.
+
+    Args:
+        shards: in the order in which gradients are expected.
+        num_ranks: that share the state.
+        capacity: most elements a rank's part of a message may have.
+    """
+    messages: list[Message] = []
+    pieces: list[Piece] = []
+    payload = 0
+
+    def close() -> None:
+        nonlocal payload, pieces
+        if pieces:
+            messages.append(Message(tuple(pieces), messages[-1].stop if messages else 0, payload))
+        pieces, payload = [], 0
+
+    for shard in shards:
+        done = 0
+        while done < shard.padded_numel:
+            # Each piece takes one more element, its flag; the last 1 is this piece's.
+            room = capacity - payload - len(pieces) - 1
+            numel = min(shard.padded_numel - done, room)
+            if room <= 0 or (pieces and numel < shard.padded_numel - done):  # a cut parameter begins a message
+                close()
+                continue
+            spans = tuple(_cut(shard.span(rank), done, numel) for rank in range(num_ranks))
+            pieces.append(Piece(shard, spans, payload, numel))
+            payload += numel
+            done += numel
+    close()
+    return messages
+
+
+def _cut(span: tuple[int, int], offset: int, numel: int) -> tuple[int, int]:
+    start, stop = span
+    return min(start + offset, stop), min(start + offset + numel, stop)
+
+
+class GradientMessages:
+    """Sends each gradient as soon as autograd has finished it, frees it, and keeps this rank's part of the mean.
+
+    Messages have one fixed order on all ranks: the last parameters of the model first, as the backward pass finishes
+    them. A message waits for those before it, at most until the backward pass ends; a gradient that is still missing
+    then counts as zero. Where other ranks are behind, up to ``MAX_BACKLOG_BYTES`` of gradients are kept, so that the
+    backward pass need not wait.
+
+    All messages together are a round, one per backward pass; segments of reentrant checkpointing belong to the backward
+    pass around them. Ranks may run different numbers of backward passes: each round is announced, and a rank that has
+    no more takes part with zeros.
+
+    Args:
+        shards: the trained parameters in the order of the model.
+        messages: how they are packed, the last parameters first.
+        comm: among the ranks that share them.
+    """
+
+    def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], comm: CpuCommunicator):
+        self._comm = comm
+        self._dtype = shards[0].source.dtype if shards else torch.float32
+        capacity = comm.capacity(self._dtype)
+        self.messages = messages
+        self._reduced = torch.empty(self.messages[-1].stop if self.messages else 0, dtype=self._dtype)
+        self._zeros = torch.zeros(capacity, dtype=self._dtype)
+        self._ones = torch.ones(capacity, dtype=self._dtype)
+        self._is_summing = False  # whether ``_reduced`` holds gradients of this step already
+        self._is_active = True
+        self._ready: set[Tensor] = set()
+        self._sending: dict[Tensor, Tensor | None] = {}
+        self._num_posted = 0
+        self._backlog_bytes = 0
+        self._is_open = False
+        self._is_driven = False
+        self._is_callback_queued = False
+        self._num_opening = 0.0
+        self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
+        for shard in shards:
+            call_on_gradient([shard.source], self._on_gradient)
+            shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
+
+    def start(self, *, is_active: bool) -> None:
+        """Before a micro-batch. Inactive: gradients add up on this rank instead."""
+        self._is_active = is_active
+
+    def finish(self) -> None:
+        """After a micro-batch: wait until no rank has gradients left to send."""
+        if not (self._is_active and self.messages):
+            return
+        self.settle()
+        # Ranks leave together: while one still opens a round, all others take part in it with zeros.
+        while self._announce(False, wait=True):
+            self._end_round()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward pass that the caller runs."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Between backward passes: send everything that is left. Collective if a round is open."""
+        # In the middle of a backward pass more gradients are to come; only its end may close the round.
+        if self._is_open and not is_in_backward():
+            self._end_round()
+
+    def forget(self) -> None:
+        """A new step begins: the next round overwrites the sums of this one."""
+        self._is_summing = False
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if not self._is_active:
+            return
+        # Other ranks may have no gradients in this pass: the announcement makes them join with zeros.
+        if not self._is_open:
+            self._is_open = True
+            self._announce(True)
+        # With a plain loss.backward(), only autograd knows when the pass ends.
+        if not (self._is_driven or self._is_callback_queued):
+            self._is_callback_queued = True
+            call_after_backward(self._after_backward)
+        self._ready.add(param)
+        self._backlog_bytes += param.nbytes
+        # The order of messages is fixed, or ranks would pair different ones: an early gradient waits for those before
+        # it.
+        while (
+            self._num_posted < len(self.messages)
+            and self._is_complete(self.messages[self._num_posted])
+            and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._comm.can_post())
+        ):
+            self._post_next()
+
+    def _is_complete(self, message: Message) -> bool:
+        return all(piece.shard.source in self._ready for piece in message.pieces)
+
+    def _after_backward(self) -> None:
+        self._is_callback_queued = False
+        # torch also calls this when a segment of reentrant checkpointing ends, and the pass around it has gradients
+        # left.
+        if self._is_open and not is_nested_backward():
+            self._end_round()
+
+    def _announce(self, is_opening: bool, *, wait: bool = False) -> bool:
+        """Tell all ranks that a round begins here, or that none does. With ``wait``: whether one begins anywhere."""
+
+        def say(out: Tensor) -> None:
+            out.fill_(is_opening)
+
+        def take(received: Sequence[Tensor]) -> None:
+            self._num_opening = float(sum(received))
+
+        # As one more message, so that it keeps its place among those of the gradients.
+        self._comm.post(1, self._dtype, say, take, is_scatter=False)
+        if wait:
+            self._comm.finish()
+        # Meaningful with wait only: without, the answers of this announcement are still to come.
+        return self._num_opening > 0
+
+    def _end_round(self) -> None:
+        """The backward pass has ended: send the rest, and receive everything that is under way."""
+        is_begun = True
+        while is_begun:
+            while self._num_posted < len(self.messages):
+                self._post_next()
+            self._comm.finish()
+            self._ready.clear()
+            self._sending.clear()
+            self._num_posted = self._backlog_bytes = 0
+            self._is_open = False
+            self._is_summing = True
+            # Reentrant checkpointing adds to a gradient after it was sent, where segments share a parameter.
+            is_begun = any(real_grad(source) is not None for source in self._last_use)
+            if is_begun:
+                self._announce(True)
+
+    @torch.no_grad()
+    def _post_next(self) -> None:
+        index = self._num_posted
+        self._num_posted += 1
+        message, is_sum = self.messages[index], self._is_summing
+        for piece in message.pieces:
+            source = piece.shard.source
+            if source not in self._sending:
+                # Taken out of .grad, or another backward pass would add to a gradient that was already sent.
+                self._sending[source] = real_grad(source)
+                set_real_grad(source, None)
+        self._comm.post(
+            message.num_flagged,
+            self._dtype,
+            lambda out: self._fill(message, out),
+            lambda received: self._take(message, received, is_sum=is_sum),
+            is_scatter=True,
+        )
+        for piece in message.pieces:
+            # Its last piece is in the buffer by now, so the memory of the gradient can be freed.
+            if self._last_use[piece.shard.source] == index:
+                self._sending[piece.shard.source] = None
+                self._backlog_bytes -= piece.shard.source.nbytes
+
+    def _fill(self, message: Message, out: Tensor) -> None:
+        grads = [self._sending[piece.shard.source] for piece in message.pieces]
+        # Flags distinguish a zero gradient from none: a parameter that no rank has a gradient for is skipped.
+        flags = self._ones[: len(grads)]
+        if any(grad is None for grad in grads):
+            flags = torch.tensor([float(grad is not None) for grad in grads], dtype=self._dtype)
+        parts = []
+        for rank in range(self._comm.num_ranks):
+            for piece, grad in zip(message.pieces, grads, strict=True):
+                missing = piece.numel
+                if grad is not None:
+                    # Autograd may lay a gradient out in another way than its parameter, and a piece is a run of flat
+                    # elements.
+                    parts.append(piece.view(grad.contiguous(), rank))
+                    missing -= parts[-1].numel()
+                # All ranks' parts have one length, so that a message can be cut by position; short ones are padded.
+                if missing:
+                    parts.append(self._zeros[:missing])
+            parts.append(flags)
+        torch.cat(parts, out=out)
+
+    def _take(self, message: Message, received: Sequence[Tensor], *, is_sum: bool) -> None:
+        mine = self._reduced[message.start : message.stop]
+        # The first round of a step overwrites the last step's result; further rounds add to it.
+        total = torch.empty_like(mine) if is_sum else mine
+        add_in_order([part[: message.payload] for part in received], total, is_mean=True)
+        if is_sum:
+            mine += total
+        # What was received is valid only during this call: take the flags now.
+        num_present = torch.stack([part[message.payload :] for part in received]).sum(0).tolist()
+        for piece, number in zip(message.pieces, num_present, strict=True):
+            shard = piece.shard
+            if number and shard.reduced is None:
+                begin = message.start + piece.offset
+                # A view, set once: later pieces and rounds fill the same memory.
+                shard.reduced = self._reduced[begin : begin + shard.local.numel()].view_as(shard.local)

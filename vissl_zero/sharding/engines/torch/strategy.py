@@ -1,0 +1,215 @@
+"""The torch engine: which class runs a level, and the classes with which every rank holds the parameters whole.
+
+``fully_shard`` runs levels 1 to 3 (``fully_sharded.py``). ``Replicated`` is level 0: gradients are averaged.
+``ReplicatedParameters`` is levels 1 and 2 on the CPU: gradients and updated rows travel in messages. ``fully_shard``
+runs these levels too, and does so where this cannot: on GPUs, in half precision, with replicas of shard groups. It
+copies every gradient and parameter in and out of buffers, which on a CPU, where communication is copying, costs as much
+as the communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.bare import Fill
+from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
+from vissl_zero.optim.elementwise import single_rounded
+from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.sharding.checks.replica_check import num_hooks
+from vissl_zero.sharding.engines.cpu_communicator import open_communicator
+from vissl_zero.sharding.engines.gradient_average import GradientAverage, OrderedMeans
+from vissl_zero.sharding.engines.torch.fully_sharded import FullySharded
+from vissl_zero.sharding.engines.torch.gradient_messages import GradientMessages, ParameterMessages, plan_messages
+from vissl_zero.sharding.model.prepare import prepare
+from vissl_zero.sharding.offload.tier import offloaded
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.shard import RowShard, row_shards
+from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.update.stepper import StepResult
+
+
+@STRATEGIES.register("torch")
+class TorchStrategy(Strategy):
+    """Replicas at level 0, fully_shard at 1 to 3."""
+
+    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
+        _check(plan)
+
+    def _shard(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        build_optimizer: OptimizerFactory,
+        plan: ShardingPlan,
+        device: torch.device,
+        fill: Fill,
+    ) -> ShardedModel:
+        """See ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
+
+        Raises:
+            ConfigError: group sizes that do not divide the world.
+            ModelsDifferError: the ranks hold different weights.
+        """
+        if plan.deterministic and not plan.needs_whole_tensors:  # those see the same tensors at every level
+            build_optimizer = _single_rounded(build_optimizer)
+        wrap_plan = prepare(model, plan, device)
+        if plan.verbose and collectives.rank() == 0:
+            logging.getLogger(__name__).info("%s", wrap_plan.describe())
+        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
+        if plan.level == 0:
+            fill(model, "")
+            model.to(device)
+            return Replicated(setup)
+        if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
+            fill(model, "")
+            model.to(device)
+            return ReplicatedParameters(setup)
+        # Only here: the classes above keep the parameters themselves, and with them their hooks.
+        _refuse_hooked(model)
+        return FullySharded(setup)
+
+
+def _refuse_hooked(model: nn.Module) -> None:
+    """``fully_shard`` puts other tensors in the place of parameters, so a hook on one would never run."""
+    hooked = [name for name, param in model.named_parameters() if num_hooks(param)]
+    if hooked:
+        must = "must have no hooks where fully_shard replaces parameters: they would never run"
+        fix = "Put the hook on a module's output, or use ZeRO level 0, or level 1 or 2 on the CPU."
+        raise ConfigError([Problem("model", f"{hooked[0]} has a hook", must, fix)])
+
+
+def _single_rounded(build_optimizer: OptimizerFactory) -> OptimizerFactory:
+    def factory(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, Adaptation | None]:
+        optimizer, adaptation = build_optimizer(groups)
+        return single_rounded(optimizer), adaptation
+
+    return factory
+
+
+def _check(plan: ShardingPlan) -> None:
+    precision = plan.precision
+    if plan.level == 0 and plan.offload_optimizer.device != "none":
+        key, value = "config.ZERO.offload_optimizer_config.device", repr(plan.offload_optimizer.device)
+        must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
+        raise ConfigError([Problem(key, value, must, "Write level 1, 2 or 3, or device: none.")])
+    if plan.level == 0 and not precision.rounding and {precision.compute, precision.reduce} != {precision.master}:
+        problem = Problem(
+            "config.MODEL.FSDP_CONFIG.compute_dtype",
+            precision.compute,
+            f"must be {precision.master} at ZeRO level 0, where parameters have no second copy to compute with",
+            "Set config.MODEL.AMP_PARAMS.USE_AMP=true for half precision by autocast, or config.ZERO.LEVEL=1 or above.",
+        )
+        raise ConfigError([problem])
+
+
+class Replicated(ShardedModel):
+    """A whole model on every rank; on a single rank, the model and nothing else. See ``ShardedModel``.
+
+    Attributes:
+        means: of the gradients; in a deterministic run they are taken after every micro-batch, in the order of ranks.
+    """
+
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
+        params = list(module.parameters())
+        self.means = OrderedMeans(params) if plan.deterministic else GradientAverage(params, plan.timeout_s)
+        # No group: gradients are averages on every rank, so each finds the same norms by itself.
+        super().__init__(setup, group=None)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged in the last micro-batch; in all of them where the order of sums is fixed."""
+        return self.means.micro_batch(is_last)
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return self.means.backward_pass() if isinstance(self.means, GradientAverage) else nullcontext()
+
+    def retire_gradients(self) -> None:
+        """See ``ShardedModel``."""
+        if self._loss_scale is not None:  # the step has divided them by the scale, which the next ones have
+            super().retire_gradients()
+
+
+class ReplicatedParameters(ShardedModel):
+    """A model that every rank holds in full, and of which each rank updates a part. See ``ShardedModel``.
+
+    Attributes:
+        comm: among all ranks.
+    """
+
+    def __init__(self, setup: ModelSetup):
+        module, plan = setup.module, setup.plan
+        group = dist.group.WORLD
+        assert group is not None
+        self.comm = open_communicator(group, plan.timeout_s)
+        for param in module.parameters():
+            # Messages carry runs of a flattened parameter.
+            param.data = param.data.contiguous()
+        shards = list(row_shards(module, setup.trained, group.size(), group.rank()))
+        rows = [shard for shard in shards if isinstance(shard, RowShard)]
+        self._means: GradientAverage | None = None
+        # Reversed: the backward pass finishes the last parameters first.
+        messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
+        # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
+        if plan.keep_gradients:
+            self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
+        else:
+            self._gradients = GradientMessages(rows, messages, self.comm)
+        self._parameters = ParameterMessages(messages, self.comm)
+        assert setup.build_optimizer is not None  # a teacher of these levels is a whole copy
+        build_optimizer = offloaded(setup.build_optimizer, plan, None, shards)
+        # The shards are views: what they share memory with is whole already.
+        wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=0)
+        setup = dataclasses.replace(setup, build_optimizer=build_optimizer, wrap_plan=wrap_plan)
+        super().__init__(setup, group, shards, comm=self.comm)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one.
+
+        Where the order of sums is fixed, level 1 does as level 2.
+        """
+        if self._means is not None:
+            with self._means.micro_batch(is_last):
+                yield
+            return
+        self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
+        yield
+        # Not in a finally: after an error on this rank, waiting for the others could last until the timeout.
+        self._gradients.finish()
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return (self._gradients if self._means is None else self._means).backward_pass()
+
+    def step(self) -> StepResult:
+        """See ``ShardedModel``."""
+        result = super().step()
+        if not result.skipped:
+            # A skipped step has changed nothing to tell.
+            self._parameters.share()
+        return result
+
+    def zero_grad(self) -> None:
+        """See ``ShardedModel``."""
+        super().zero_grad()
+        if self._means is None:
+            self._gradients.forget()
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See ``ShardedModel``. All parameters are whole on every rank."""
+        return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
+
+    def _after_shards_change(self) -> None:
+        """What was set are the rows that this rank updates: send them to the others."""
+        self._parameters.share()

@@ -1,0 +1,516 @@
+"""Guards ``fully_shard`` units: ranks that use them differently are refused before data are mixed.
+
+torch reduces only the gradients that a rank has, and gathers whatever unit a rank happens to run. If ranks differ,
+parts of different parameters of equal size would be combined silently. So before each message of a unit, ranks tell
+each other which unit it is for, and an absent gradient counts as zero.
+
+``fully_shard`` has no hooks at these moments, so methods of a unit's parameter group are extended on the object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from types import GeneratorType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.checks.replica_check import digest_of
+from vissl_zero.sharding.checks.waiting import waiting
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.state.sharded_tensor import real_gradients
+from vissl_zero.sharding.torch_private import (
+    call_on_gradient,
+    finish_unit_after_backward,
+    forward_hooks,
+    gather_hook,
+    group_of,
+    has_saved_tensor_hooks,
+    is_being_gathered,
+    is_in_functional_transform,
+    is_in_reentrant_checkpoint,
+    local_tensor,
+    modules_of,
+    name_of,
+    num_writes,
+    own_parameters,
+    owner_of,
+    put_before_moves,
+    unit_state,
+)
+
+_GATHER, _REDUCE = range(2)
+_WHAT = ("gathers", "reduces gradients of")
+_END = -1
+
+_FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all saved tensors are checked
+
+FREED = (
+    "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "
+    "unit instead of its output, or changed its output in place. Return them from forward(), write y = y + 1, or use "
+    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+)
+
+TAKEN_APART = (
+    "{} is used from outside of {}, a sharded unit, where its parameters are not gathered. Call the unit itself: the "
+    "model, not one of its layers or another method; block(x), not block.layer(x). Or name other units by a method "
+    "zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
+)
+
+
+NOT_MULTIPLIED = (
+    "{} is read by another module than its layer, which did not run. Ranks send it in float8, and that layer alone "
+    "rounds it so: ZeRO level 3 would train otherwise than levels 0 to 2. Leave the layer out of "
+    "config.MODEL.FLOAT8.LAYERS (zero.float8), or do without GATHER (float8_gather). No update was made."
+)
+
+
+OF_PARAMETERS = (
+    "The loss is made of parameters themselves (a penalty on weights?), and each rank holds only a part of them. Use "
+    "the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or use "
+    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+)
+
+
+class UnitGuard:
+    """Watches over the units of one model. It lives as long as the model.
+
+    Args:
+        names: full names of the modules of each unit, the same on every rank.
+        units: in the same order; one of the modules of each.
+        comm: over which all messages of the units go; None where torch's own collectives carry them.
+        is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
+            all ranks.
+        sent: parameters that travel in float8.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        units: Sequence[FSDPModule],
+        comm: CpuCommunicator | None,
+        *,
+        is_recording: bool,
+        sent: Collection[nn.Parameter] = (),
+    ):
+        self._names = list(names)
+        self._sent = sent
+        self._comm = comm
+        self._is_recording = is_recording
+        self._present: set[int] = set()
+        self._ran: list[int] = []
+        for number, (name, unit) in enumerate(zip(names, units, strict=True)):
+            state: Any = unit_state(unit)
+            # torch makes no group for a unit whose parameters are all scalars, or in units inside it.
+            if group_of(state) is not None:
+                _GuardedUnit(name, number, state, self)
+
+    def has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether this rank had a gradient of the sharded ``param`` since ``forget``."""
+        return id(param) in self._present
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._present.clear()
+        self._ran.clear()
+
+    def order(self) -> int:
+        """A digest of which units were gathered and reduced since ``forget``, and in which order."""
+        return digest_of(self._ran)
+
+    def tell(self, number: int, *, is_reduce: bool) -> None:
+        """Before a message of unit ``number``: all ranks must be at the same one.
+
+        Raises:
+            VisslZeroError: on every rank, before any data are mixed.
+        """
+        self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
+
+    def end_micro_batch(self) -> None:
+        """All ranks must have run equally many units by now; raises like ``tell``. Collective."""
+        self._announce(_END)
+        # Announcements are read up to a few messages later; none may be open when the optimizer steps.
+        if self._comm is not None:
+            self._comm.finish()
+
+    def record(self, number: int, *, is_reduce: bool) -> None:
+        """Record a message that is not announced to the other ranks, to compare it before the update."""
+        if self._is_recording:
+            self._ran.append(2 * number + (_REDUCE if is_reduce else _GATHER))
+
+    def _announce(self, tag: int) -> None:
+        if self._comm is not None:
+            self._comm.announce(tag, self._require_equal)
+
+    def _require_equal(self, tags: Sequence[int]) -> None:
+        other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
+        if other is not None:
+            raise VisslZeroError(
+                f"Ranks run different units: rank 0 of the shard group {self._title(tags[0])} and rank {other} "
+                f"{self._title(tags[other])}. At ZeRO level 3 all ranks must run the same units in the same order, in "
+                "forward and backward passes; no update was made. Put layers that only some ranks use into one unit "
+                "(zero_units() of the model), let every rank run them, or use level 0, 1 or 2."
+            )
+
+    def _title(self, tag: int) -> str:
+        if tag == _END:
+            return "has ended its step"
+        return f"{_WHAT[tag % 2]} {self._names[tag // 2]}"
+
+
+class _GuardedUnit:
+    def __init__(self, name: str, number: int, state: Any, guard: UnitGuard):
+        self._name, self._number, self._state, self._guard = name, number, state, guard
+        self._group = group = group_of(state)
+        self._is_watching_gradients = False
+        self._inner = [
+            module for outer in modules_of(state) for module in outer.modules() if not isinstance(module, FSDPModule)
+        ]
+        self._versions: dict[int, int] = {}
+        self._followed: dict[nn.Module, RemovableHandle] = {}
+        self._is_running = False  # between the unit's entry and its exit in a forward pass
+        infos = [owner_of(param) for param in group.fsdp_params]
+        owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
+        # Until these layers have run, nobody may have used their weights.
+        sent = (param for param in group.fsdp_params if param.sharded_param in guard._sent)
+        self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
+        # Not on the unit's own modules: calling them is what gathers the unit.
+        self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
+        self._num_runs = 0
+        self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
+        self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+        # These may be the methods of a unit on disk, which has wrapped torch's own before.
+        self._unshard, self._wait = group.unshard, group.wait_for_unshard
+        # fully_shard has no public hooks at these moments, so its methods are wrapped on the instance.
+        group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
+        group.pre_backward, group.post_backward = self.pre_backward, self.post_backward
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Refuse what the unit cannot follow."""
+        if is_in_functional_transform():
+            raise VisslZeroError(
+                f"{self._title} runs inside torch.func (jacrev, grad, vmap or the like), which sharded parameters do "
+                "not follow. Use ZeRO level 0, or level 1 or 2 on the CPU."
+            )
+        if is_in_reentrant_checkpoint():
+            raise VisslZeroError(
+                f"{self._title} runs inside torch.utils.checkpoint with use_reentrant=True, whose backward passes "
+                "fully_shard does not follow: gradients would be wrong. Write use_reentrant=False, or use ZeRO level "
+                "0, or level 1 or 2 on the CPU."
+            )
+        self._require_own_parameters()
+        self._follow_hooked()
+        self._num_runs += 1
+        if self._num_runs > _FIRST_RUNS:
+            # A hook on every layer costs time. A loop that uses layers from outside does so from the start.
+            while self._probes:
+                self._probes.pop().remove()
+            self._to_run.clear()
+        self._is_running = True
+        return self._pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Follow tensors that torch does not find in the output."""
+        if isinstance(output, GeneratorType):
+            raise VisslZeroError(
+                f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
+                "Return a list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            )
+        self._require_unwritten()
+        for param in self._to_run.values():
+            if not param.sharded_param.requires_grad:  # of others, a gradient will tell
+                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(param) or self._name))
+        self._is_running = False
+        output = self._post_forward(module, inputs, output)
+        if torch.is_grad_enabled() and not isinstance(output, Tensor):
+            # As torch does with the tensors that it finds in an output.
+            for tensor in _hidden_tensors(output, set()):
+                if tensor.requires_grad:
+                    tensor.register_hook(gather_hook(self._state))
+        return output
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Record that the unit is gathered."""
+        if not is_being_gathered(self._group) and not self._group.is_unsharded:
+            self._guard.record(self._number, is_reduce=False)
+        # torch makes full parameters in the first gather and keeps them: in inference mode they could never be trained.
+        with torch.inference_mode(False), torch.no_grad(), waiting(f"the forward pass (it gathers {self._title})"):
+            self._unshard(async_op)
+
+    def wait(self) -> None:
+        """After the first gather, watch the gradients of the full parameters."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._wait()
+        if not self._is_watching_gradients and self._group.is_unsharded:
+            self._is_watching_gradients = True
+            # torch makes the full parameters in the first gather and keeps these objects, so one hook lasts.
+            trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+            call_on_gradient([param.unsharded_param for param in trained], self.on_gradient)
+
+    def on_gradient(self, param: Tensor) -> None:
+        """A gradient has been accumulated: it must be reduced, also if no output of the unit led to it."""
+        # The parameter was freed before its gradient arrived, so the gradient would never be reduced.
+        if not self._group.is_unsharded:
+            raise VisslZeroError(FREED)
+        for unused in self._to_run.values():
+            if unused.unsharded_param is param:
+                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(unused) or self._name))
+        finish_unit_after_backward(self._state)
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        """Refuse gradients of gradients: parameters are not whole when they are differentiated."""
+        # In a backward pass gradients are on only where it is to be differentiated itself.
+        if torch.is_grad_enabled():
+            raise VisslZeroError(
+                f"A backward pass with create_graph=True runs through {self._title}. Gradients of gradients need "
+                "parameters that ZeRO level 3 has freed by then. Use level 0, or level 1 or 2 on the CPU."
+            )
+        self._pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        """Every rank that has the unit whole reduces all its gradients: an absent one is zero."""
+        group = self._group
+        if group.is_unsharded and group.reduce_grads:
+            has_any = False
+            for param in group.fsdp_params:
+                if not param.sharded_param.requires_grad:
+                    continue
+                has_any = True
+                if param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None:
+                    self._guard._present.add(id(param.sharded_param))
+                else:
+                    # torch reduces only existing gradients. Ranks with different ones would reduce messages of
+                    # different sizes.
+                    param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+            if has_any:
+                self._guard.record(self._number, is_reduce=True)
+        with real_gradients():
+            self._post_backward(*unused)
+
+    @property
+    def _title(self) -> str:
+        return f"unit {self._name}"
+
+    def _require_own_parameters(self) -> None:
+        is_whole = self._group.is_unsharded
+        for param in self._group.fsdp_params:
+            info = owner_of(param)
+            expected = param.unsharded_param if is_whole else param.sharded_param
+            if own_parameters(info.module).get(info.param_name) is not expected:
+                raise VisslZeroError(
+                    f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
+                    "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
+                    "compute with their own parameters. Write into them in place, or use ZeRO level 0, or level 1 or 2 "
+                    "on the CPU."
+                )
+
+    def _require_whole(self, module: nn.Module, inputs: Any) -> None:
+        self._to_run.pop(module, None)
+        if self._group.is_sharded:
+            raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
+
+    def _require_unwritten(self) -> None:
+        """Full parameters are dropped after use: what forward writes into them would be lost.
+
+        A write that torch counts is seen in every pass; one through ``.data`` by comparison: of all parameters in the
+        first passes, then of one in turn; on a GPU, where to compare is to wait, of all in samples.
+        """
+        if not self._group.is_unsharded:
+            return
+        for index, param in enumerate(self._group.fsdp_params):
+            gathered_as = param.param_dtype or param.orig_dtype
+            if param.unsharded_param.dtype != gathered_as:
+                raise VisslZeroError(
+                    f"{name_of(param) or self._name} is converted from {gathered_as} to "
+                    f"{param.unsharded_param.dtype} in the forward pass of {self._title}, which its shards do not "
+                    "follow. Convert it before initialize(), or compute with a converted copy."
+                )
+            version = num_writes(param.unsharded_param)
+            is_written = self._versions.setdefault(index, version) != version
+            if not is_written and self._is_compared(index, param):
+                is_written = not _has_rows_of_shard(param)
+            if is_written:
+                raise VisslZeroError(
+                    f"{name_of(param) or self._name} is written in the forward pass of {self._title}, which sharding "
+                    "would lose. Write into parameters after optimizer.step(), or compute with a changed copy."
+                )
+
+    def _is_compared(self, index: int, param: Any) -> bool:
+        if self._num_runs <= _FIRST_RUNS:
+            return True
+        if param.unsharded_param.device.type == "cpu":
+            return self._num_runs % len(self._group.fsdp_params) == index
+        return self._num_runs % _SAMPLED_RUNS == 0
+
+    def _follow_hooked(self) -> None:
+        """A module's forward hook may keep its output: a backward pass from there must find parameters whole.
+
+        For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
+        """
+        for module in self._inner:
+            is_hooked = any(not _is_follower(hook) for hook in forward_hooks(module).values())
+            if is_hooked and module not in self._followed:
+                handle = module.register_forward_hook(self._gather_before_backward, prepend=True)
+                self._followed[module] = handle
+            elif not is_hooked and module in self._followed:
+                self._followed.pop(module).remove()
+
+    def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Not where the module runs for another unit that shares it (RegNet's one ReLU): this one may be done by then.
+
+        It would be gathered once more, and stay whole to the end of the backward pass.
+        """
+        if self._is_running and torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(gather_hook(self._state))
+
+
+def _is_follower(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) is _GuardedUnit._gather_before_backward
+
+
+@torch.no_grad()
+def _has_rows_of_shard(param: Any) -> bool:
+    """Whether the full parameter holds the values of this rank's rows."""
+    local = local_tensor(param.sharded_param)
+    # A shard that is elsewhere would have to be read or copied for each comparison.
+    if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
+        return True
+    start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
+    whole = param.unsharded_param.detach()[start : start + len(local)]
+    expected = local.detach().to(whole.dtype)
+    # NaN is unequal to itself: a run that has diverged must not be taken for one that writes.
+    return torch.equal(whole, expected) or torch.equal(whole.nan_to_num(), expected.nan_to_num())
+
+
+def guard_modules(modules: Sequence[FSDPModule]) -> None:
+    """Make modules of units say why they cannot be copied, moved or saved, and run as units in ``forward`` too."""
+    for module in modules:
+        assert isinstance(module, nn.Module)
+        # copy and pickle look for these on the object before its class.
+        module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
+        save: Any = getattr(module, "save_pretrained", None)
+        if save is not None:
+            module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
+        put_before_moves(module, _apply_or_refuse)
+        type(module).__init_subclass__ = classmethod(_refuse_subclass)  # type: ignore[assignment,method-assign]
+        group = group_of(unit_state(module))
+        module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
+
+
+class _Forward:
+    """What runs as the ``forward`` of a module that is a unit."""
+
+    def __init__(self, module: nn.Module, group: Any):
+        self._module, self._group, self._forward = module, group, module.forward
+        self._num_runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._group is not None and self._group.is_sharded:  # module.forward(...): no hook has gathered the unit
+            return self._module(*args, **kwargs)
+        try:
+            if not self._is_sample():
+                return self._forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory):
+                return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise VisslZeroError(TAKEN_APART.format("A layer", type(self._module).__name__)) from error
+
+    def _is_sample(self) -> bool:
+        """Whether to verify that what this run saves is still there in the backward pass. Not under other hooks."""
+        if self._group is None or not torch.is_grad_enabled() or has_saved_tensor_hooks():
+            return False
+        self._num_runs += 1
+        return self._num_runs <= _FIRST_RUNS or self._num_runs % _SAMPLED_RUNS == 0
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    """Save as torch would. Detached: an output that holds its own node is a cycle, which only ``gc`` frees."""
+    return tensor.detach()
+
+
+def _require_memory(tensor: Tensor) -> Tensor:
+    """Refuse a parameter that has been freed: torch would read it unchecked, and crash or compute with anything."""
+    if tensor.numel() and not tensor.untyped_storage().size():
+        raise VisslZeroError(FREED)
+    return tensor
+
+
+def _apply_or_refuse(
+    module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """``module.to(...)`` and the like. Even where nothing changes, torch would lay out shards of uneven rows anew."""
+    held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
+    if all(fn(tensor) is tensor for tensor in held):
+        return module
+    raise VisslZeroError(
+        "The memory of sharded parameters cannot be replaced (by model.to(...), .half() or the like). Do that before "
+        "initialize()."
+    )
+
+
+def _refuse_subclass(cls: type, **_: Any) -> NoReturn:
+    raise VisslZeroError(
+        f"A class was derived from that of a sharded module, as {cls.__name__} (by higher, parametrize or the like), "
+        "to run it with other parameters. Do that before initialize(), or use ZeRO level 0, or level 1 or 2 on the CPU."
+    )
+
+
+def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained`` of Hugging Face and others, which would save this rank's shards."""
+    if not any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict"))):
+        raise VisslZeroError(
+            "save_pretrained() would write this rank's parts of the parameters. On every rank, write state = "
+            "optimizer.full_state(); then on rank 0, model.save_pretrained(folder, state_dict=state)."
+        )
+    return save(*args, **kwargs)
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    raise VisslZeroError(
+        "A model whose parameters are sharded cannot be copied or pickled: each rank has a part of them. Take full "
+        "weights with full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy "
+        "is a plain model."
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
+    if value is None or isinstance(value, Tensor | nn.Module | str | bytes | int | float | Callable):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    items: Sequence[Any] = ()
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, tuple | list | set):
+        items = list(value)
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif hasattr(value, "__dict__"):
+        items = list(vars(value).values())
+        yield from (tensor for item in items for tensor in _tensors(item))
+    for item in items:
+        yield from _hidden_tensors(item, seen)

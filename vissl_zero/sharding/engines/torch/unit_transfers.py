@@ -1,0 +1,404 @@
+"""How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives.
+
+Weights of float8 layers can travel in float8, on GPUs too: then a message is packed, see ``Packing``.
+
+If a unit's shards are on disk, they are read before the all-gather, and gradients are spilled after the backward pass.
+``fully_shard`` has no hook at these moments (2.11 to 2.13), so three methods of the unit's parameter group are
+extended on the object: ``unshard`` and ``wait_for_unshard``, between which shards are read, and ``post_backward``,
+after which they have gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from vissl_zero.collectives import all_gather_into
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.model.float8 import Rows, packed, unpacked
+from vissl_zero.sharding.model.wrap_plan import WrapPlan
+from vissl_zero.sharding.offload.layout import StoredParam
+from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.torch_private import (
+    gather_of,
+    group_of,
+    is_being_gathered,
+    local_tensor,
+    set_local_tensor,
+    set_shard_data,
+    shard_data,
+    unit_state,
+)
+
+_MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+class Tell(Protocol):
+    """The signature of ``UnitGuard.tell``."""
+
+    def __call__(self, number: int, *, is_reduce: bool) -> None: ...
+
+
+def use_communicator(
+    units: Sequence[FSDPModule],
+    comm: CpuCommunicator,
+    tell: Tell,
+    keeps_buffers: bool = True,
+    sent: Collection[nn.Parameter] = (),
+) -> Callable[[], list[Tensor]]:
+    """Make ``units`` communicate through ``comm``, and gather each only when it is needed.
+
+    Fetching ahead hides the time of a network. Here gathering is a copy by the same core that computes, and a unit
+    fetched ahead would occupy more memory.
+
+    Args:
+        units: of one model; their places here are their numbers.
+        comm: among the ranks that share it.
+        tell: called before each message with the number of its unit.
+        keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
+        sent: parameters that travel in float8.
+    Returns:
+        A function that lists the buffers they have taken so far.
+    """
+    buffer = _Buffer(keeps_buffers)
+    for number, unit in enumerate(units):
+        packing = packing_of(unit, sent)
+        gather, reduce = _AllGather(comm, buffer, number, tell, packing), _ReduceScatter(comm, buffer, number, tell)
+        # torch's own base classes have private names, and ask for no more than these two methods
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
+    return lambda: list(buffer.by_dtype.values())
+
+
+class _Buffer:
+    """One buffer per dtype that grows to the largest size asked for.
+
+    It serves all units in turn, for gathering and for reducing: each has left it before the next one needs it.
+    """
+
+    def __init__(self, is_kept: bool):
+        self.is_kept = is_kept
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
+
+    def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the first elements of the buffer; whatever it held is lost."""
+        if not self.is_kept:
+            return torch.empty(*size, dtype=dtype)
+        numel = math.prod(size)
+        buffer = self.by_dtype.get(dtype)
+        if buffer is None or buffer.numel() < numel:
+            self.by_dtype[dtype] = buffer = torch.empty(numel, dtype=dtype)
+        return buffer[:numel].view(*size)
+
+
+class Packing:
+    """How what a rank sends of a unit is packed: weights of float8 layers in float8, the rest as it is.
+
+    A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
+
+    Args:
+        shapes: of this rank's part of each parameter, in order, padded; equal on every rank.
+        is_float8: of each parameter, whether it is sent so.
+    """
+
+    _WORD = 16  # bytes, which the size of an element of any format divides
+
+    def __init__(self, shapes: Sequence[torch.Size], is_float8: Sequence[bool]):
+        self._shapes, self._is_float8 = shapes, is_float8
+        self._matrices = [shape for shape, is_sent in zip(shapes, is_float8, strict=True) if is_sent]
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Of a rank's message, whose other parameters have elements of ``itemsize`` bytes."""
+        return sum(self._sizes(itemsize))
+
+    def pack(self, part: Tensor, message: Tensor) -> None:
+        """Write a message (num_bytes,) of the rank's ``part`` (m,) of all parameters."""
+        wide, float8 = self._sorted(part)
+        rows = [packed(weight) for weight in float8]
+        *places, rest = message.split(self._sizes(part.element_size()))
+        pieces = [*wide, *(values for values, _ in rows), *(scales.to(torch.float8_e8m0fnu) for _, scales in rows)]
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece.flatten().view(torch.uint8))
+        rest.zero_()
+
+    def unpack(self, messages: Tensor, parts: Tensor) -> None:
+        """Write the ``parts`` (n, m) of n ranks that their ``messages`` (n, num_bytes) hold."""
+        wide, float8 = self._sorted(parts)
+        pieces = iter(messages.split(self._sizes(parts.element_size()), dim=1))
+        for out in wide:
+            out.copy_(next(pieces).view(parts.dtype))
+        values = [next(pieces).view(torch.float8_e4m3fn).unflatten(1, out.shape[1:]) for out in float8]
+        for out, of_weight in zip(float8, values, strict=True):
+            unpacked(Rows(of_weight, next(pieces).view(torch.float8_e8m0fnu)[..., None]), out)
+
+    def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of parameters in (..., m): those sent as they are (..., k), and weights (..., rows, k)."""
+        found = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
+        weights = [piece for piece, is_sent in found if is_sent]
+        return (
+            [piece for piece, is_sent in found if not is_sent],
+            [weight.unflatten(-1, shape) for weight, shape in zip(weights, self._matrices, strict=True)],
+        )
+
+    def _sizes(self, itemsize: int) -> list[int]:
+        """Bytes of a message's pieces."""
+        wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
+        found = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
+        return [*found, -sum(found) % self._WORD]
+
+
+def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
+    """How to pack the messages of a unit; None: it has none of the parameters ``sent``."""
+    group = group_of(unit_state(unit))
+    params = [] if group is None else group.fsdp_params
+    is_float8 = [param.sharded_param in sent for param in params]
+    return Packing([param.padded_sharded_param_size for param in params], is_float8) if any(is_float8) else None
+
+
+def gather_packed(
+    packing: Packing, output: Tensor, messages: Tensor, rank: int, gather: Callable[[Tensor, Tensor], Any]
+) -> None:
+    """``output`` (N * m,), which holds this rank's part, gets those of the others; ``messages`` (N, num_bytes) is room.
+
+    This rank's own stays unrounded, as ``UnitGuard`` expects: its layers round what all others have got rounded.
+
+    Collective, through ``gather``, which is given where to write all messages, flat, and this rank's among them.
+    """
+    parts = output.view(len(messages), -1)
+    packing.pack(parts[rank], messages[rank])
+    gather(messages.flatten(), messages[rank])
+    for others in (slice(0, rank), slice(rank + 1, None)):
+        packing.unpack(messages[others], parts[others])
+
+
+class PackedAllGather:
+    """The all-gather of a unit on GPUs, with its message packed; on the stream that it is called on."""
+
+    def __init__(self, packing: Packing):
+        self._packing = packing
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        gather = partial(all_gather_into, group=group)
+        if output_tensor.dtype == torch.uint8:
+            gather(output_tensor, input_tensor)
+            return
+        num_bytes = self._packing.num_bytes(output_tensor.element_size())
+        messages = output_tensor.new_empty(group.size(), num_bytes, dtype=torch.uint8)
+        gather_packed(self._packing, output_tensor, messages, group.rank(), gather)
+
+
+class _AllGather:
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell, packing: Packing | None = None):
+        self._comm, self._buffer, self._number, self._tell, self._packing = comm, buffer, number, tell, packing
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._buffer.get(size, dtype)
+
+    def unused(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
+
+        It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
+
+        Args:
+            numel: of all that this rank sends in the next gather.
+            dtype: of it.
+        """
+        num_ranks = self._comm.num_ranks
+        if not self._buffer.is_kept or num_ranks == 1:
+            return None
+        return self._buffer.get((num_ranks, numel), dtype)[(self._comm.rank + 1) % num_ranks]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self._tell(self._number, is_reduce=False)
+        # torch sends a unit of several number formats as bytes, in which we cannot tell its parameters apart.
+        if self._packing is None or output_tensor.dtype == torch.uint8:
+            self._comm.all_gather(output_tensor, input_tensor)
+            return
+        size = self._comm.num_ranks, self._packing.num_bytes(output_tensor.element_size())
+        messages = self._buffer.get(size, torch.uint8)
+        gather_packed(self._packing, output_tensor, messages, self._comm.rank, self._comm.all_gather)
+
+
+class _ReduceScatter:
+    """``fully_shard`` asks for the input, then for the output, which lives on as the gradient.
+
+    The two are told apart by size: the output is one of ``num_ranks`` parts of the input before it.
+    """
+
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
+        self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
+        self._input_numel: int | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        numel = math.prod(size)
+        if numel * self._comm.num_ranks == self._input_numel:
+            return torch.empty(*size, dtype=dtype)
+        self._input_numel = numel
+        return self._buffer.get(size, dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op in _MEANS, op
+        self._input_numel = None
+        self._require_own_memory(output_tensor)
+        self._tell(self._number, is_reduce=True)
+        self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
+
+    def _require_own_memory(self, output: Tensor) -> None:
+        """Require that a gradient has memory of its own: the next unit writes into the buffer."""
+        kept = self._buffer.by_dtype.get(output.dtype)
+        if kept is not None and kept.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+            raise VisslZeroError(
+                f"torch {torch.__version__} asks for a unit's gradient before, or with another size than, the memory "
+                "that is reduced into it, so the gradient would lie in memory that the next unit overwrites. Use "
+                "torch 2.11 to 2.13, or ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+            )
+
+
+class UnitOnDisk:
+    """Keeps the shards of one unit in a store, except while they are being gathered.
+
+    Args:
+        unit: just wrapped, with its shards in memory; those that the store knows are moved there.
+        position: of the unit in the store.
+        names: full names of the unit's parameters, by the parameter as the model holds it now.
+        store: of the shards.
+    """
+
+    def __init__(self, unit: nn.Module, position: int, names: dict[nn.Parameter, str], store: ParameterStore):
+        self._position = position
+        self._store = store
+        self._group = group_of(unit_state(unit))
+        params = [] if self._group is None else self._group.fsdp_params
+        indices = {store.layout.index_of.get(names[param.sharded_param]): param for param in params}
+        self._params: dict[int, Any] = {index: param for index, param in indices.items() if index is not None}
+        if self._group is not None and self._group.device.type == "cpu":
+            # A gather on the CPU overlaps with nothing, and would take the memory of a second unit. On every rank, also
+            # one that holds nothing of this unit: all must gather in one order.
+            cast(Any, unit).set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
+        if not self._params:
+            return
+        store.write({index: shard_data(param) for index, param in self._params.items()})
+        for param in self._params.values():
+            # The model keeps only the shape: a read outside of a gather must fail, not give old values.
+            set_local_tensor(param.sharded_param, local_tensor(param.sharded_param).to("meta"))
+        self._drop()
+        group = self._group
+        self._unshard, self._wait, self._post_backward = group.unshard, group.wait_for_unshard, group.post_backward
+        group.unshard, group.wait_for_unshard, group.post_backward = self.unshard, self.wait, self.post_backward
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Read the shards, then gather them."""
+        # In the other cases torch returns at once and gathers nothing, so nothing must be read.
+        if not is_being_gathered(self._group) and not self._group.is_unsharded:
+            self._fetch()
+        self._unshard(async_op)
+
+    def wait(self) -> None:
+        """When they have been gathered, drop the shards."""
+        self._wait()
+        self._drop()
+        if self._group.device.type == "cpu":
+            self._group.comm_ctx.all_gather_state = None  # kept for the sake of a stream
+
+    def post_backward(self, *unused: Any) -> None:
+        """When gradients have been reduced, move them to the disk."""
+        self._post_backward(*unused)
+        if self._group.device.type == "cpu":
+            self._group.comm_ctx.reduce_scatter_states.clear()  # kept for the sake of a stream
+        grads: dict[int, Tensor] = {}
+        for index, param in self._params.items():
+            if (grad := param.sharded_param.grad) is not None:
+                if param.grad_offload_event is not None:
+                    # The copy to the host may be under way still.
+                    param.grad_offload_event.synchronize()
+                    param.grad_offload_event = None
+                grads[index] = grad.to_local().reshape(-1)
+                param.sharded_param.grad = None
+        if grads:
+            self._store.add_grads(grads)
+
+    def _fetch(self) -> None:
+        outs = {}
+        room, first = self._unused_memory(), 0
+        for index, param in self._params.items():
+            numel = param.padded_sharded_param_size.numel()
+            data = torch.empty(numel, dtype=param.orig_dtype) if room is None else room[first : first + numel]
+            first += numel
+            # torch gathers parts of equal length; beyond this rank's rows lies padding.
+            data[self._store.layout.params[index].num_elements :].zero_()
+            set_shard_data(param, data)
+            outs[index] = data
+        self._store.fetch(self._position, outs)
+
+    def _unused_memory(self) -> Tensor | None:
+        """Room for all shards that saves the clearing of fresh pages, or None."""
+        gather, params = gather_of(self._group), self._group.fsdp_params
+        dtype = params[0].orig_dtype
+        # Elsewhere the message has another format, or is not made of these shards alone.
+        if not isinstance(gather, _AllGather) or any(
+            (p.param_dtype or dtype, p.orig_dtype) != (dtype,) * 2 for p in params
+        ):
+            return None
+        return gather.unused(sum(param.padded_sharded_param_size.numel() for param in params), dtype)
+
+    def _drop(self) -> None:
+        for param in self._params.values():
+            if not shard_data(param).is_meta:
+                set_shard_data(param, torch.empty_like(shard_data(param), device="meta"))
+
+
+def stored_params(
+    module: nn.Module, wrap_plan: WrapPlan, trained: set[str], mesh: DeviceMesh
+) -> list[list[StoredParam]]:
+    """Return the shards of each unit that ``fully_shard`` will cut, before it has cut them.
+
+    Args:
+        module: not yet wrapped; may be on the meta device.
+        wrap_plan: its units.
+        trained: full names of the parameters that the optimizer updates.
+        mesh: of the ranks.
+    """
+    num_shards, shard_index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    names = {param: name for name, param in module.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    units = []
+    for unit in wrap_plan.units:
+        own = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
+        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim() and param.numel()]
+        taken |= set(own)
+        units.append(
+            [
+                StoredParam(
+                    names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained
+                )
+                for param in own
+            ]
+        )
+    return units
+
+
+def _num_local(param: Tensor, num_shards: int, shard_index: int) -> int:
+    """Elements of this rank's rows, dealt as ``torch.chunk`` does."""
+    rows_each = -(-param.shape[0] // num_shards)
+    num_rows = min(max(param.shape[0] - shard_index * rows_each, 0), rows_each)
+    return num_rows * param.shape[1:].numel()

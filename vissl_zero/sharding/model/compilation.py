@@ -1,0 +1,165 @@
+"""``torch.compile``, unit by unit: inside the unit, so that gathering, recomputing and reducing stay outside.
+
+A graph holds the layers of one unit on one resolution; nothing in it knows of ranks or levels. Identical blocks share
+their graphs, and a unit whose graph cannot be made runs as it is, and is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from vissl_zero import collectives
+from vissl_zero.models.keyed_random import KeyedDropout, KeyedDropPath, change_drawing
+from vissl_zero.models.model import Unit
+from vissl_zero.sharding.model.batch_norm import BatchNorm
+from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, has_forward_hooks, left_out_of_graphs
+
+_log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 32
+# They look at what changes from step to step, or talk to other ranks: a graph ends before each, and another one begins.
+_EAGER_LAYERS = (BatchNorm, KeyedDropout, KeyedDropPath)
+_PATIENCE = 100  # forward passes with hooks inside before a unit is reported as never compiled
+
+
+def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) -> None:
+    """Have ``units`` of ``model`` compiled when they first run; in place. Not a collective.
+
+    A unit that holds others is left alone: those are compiled. So are, for the time being, units with forward hooks on
+    a layer inside (checks of the first steps), which a graph could not call.
+
+    Args:
+        model: not sharded yet.
+        units: to compile.
+        backend: of ``torch.compile``: "inductor", or "aot_eager", which traces and makes no code.
+    """
+    chosen = set(units)
+    names = {
+        unit: name
+        for name, unit in model.named_modules()
+        if unit in chosen and not any(part in chosen for part in unit.modules() if part is not unit)
+    }
+    for unit in names:
+        for layer in unit.modules():
+            if isinstance(layer, _EAGER_LAYERS):
+                layer.forward = MethodType(left_out_of_graphs(type(layer).forward), layer)  # type: ignore[method-assign]
+    change_drawing(left_out_of_graphs)
+    compiler = _Compiler(names, backend)
+    for unit in names:
+        compiler.install(unit)
+
+
+class _Compiler:
+    """Compiles the units of one model, and reports its progress and what it could not compile.
+
+    Args:
+        names: of the units.
+        backend: what makes code of a graph.
+    """
+
+    def __init__(self, names: dict[nn.Module, str], backend: str):
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary(names)
+        self._backend = backend
+        self._num_units = len(names)
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._refused: dict[str, str] = {}
+        self._current = ""
+        self._is_first_run = False
+        self._num_done = 0
+        self._started = 0.0
+        self._num_heard: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary(dict.fromkeys(names, 0))
+
+    def install(self, unit: nn.Module) -> None:
+        """Replace the body of ``unit`` with the compiled one. In place."""
+        name = "apply_layers" if isinstance(unit, Unit) else "forward"
+        given = getattr(getattr(unit, name), "__func__", None)
+        if given is None:
+            self._say_eager(self._names[unit], "its forward pass is not a method of its class")
+            self._num_units -= 1
+            return
+        shapes = tuple((key, tuple(param.shape), param.dtype) for key, param in unit.named_parameters())
+        kind = (given, tuple(type(layer) for layer in unit.modules()), shapes)
+        if kind not in self._compiled:
+            self._compiled[kind] = compiled(given, self._make, MAX_GRAPHS)
+        in_graphs, is_first = self._compiled[kind], True
+        name_of_unit = self._names[unit]
+        inner = [layer for layer in unit.modules() if layer is not unit]
+
+        def run(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_first
+            if self_ is not unit or self._is_heard(unit, inner):  # a copy has layers of its own
+                return given(self_, *args, **kwargs)
+            self._current = name_of_unit
+            if not is_first:
+                return in_graphs(self_, *args, **kwargs)
+            with self._first_run(unit):
+                result = in_graphs(self_, *args, **kwargs)
+            is_first = False
+            return result
+
+        run.__name__ = name  # what a pickled method is found by
+        setattr(unit, name, MethodType(run, unit))
+
+    def _is_heard(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
+        """Whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
+        if not any(has_forward_hooks(layer) and not isinstance(layer, FSDPModule) for layer in inner):
+            return False
+        self._num_heard[unit] += 1
+        if self._num_heard[unit] == _PATIENCE:
+            self._say_eager(self._names[unit], "a layer inside it has forward hooks")
+        return True
+
+    @contextmanager
+    def _first_run(self, unit: nn.Module) -> Iterator[None]:
+        name = self._names[unit]
+        self._started = self._started or time.perf_counter()
+        if self._num_done == 0:
+            _say("Compiling %d units as they first run; this step and the next ones take longer.", self._num_units)
+        self._is_first_run, began, tracing = True, time.perf_counter(), Tracing()
+        try:
+            yield
+        finally:
+            self._is_first_run = False
+            self._num_done += 1
+            took, total = time.perf_counter() - began, time.perf_counter() - self._started
+            if tracing.has_failed():
+                self._say_eager(name, "torch cannot trace it")
+            if took > 1.0 or self._num_done == self._num_units:
+                _say("Compiled %d of %d units (%s), %.0f s so far.", self._num_done, self._num_units, name, total)
+
+    def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Code for a graph, or the graph itself where that fails."""
+        began = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of inductor on its own affairs
+                return compile_graph(self._backend, graph, inputs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the graph can run as it is
+            first, *_ = [*str(error).strip().splitlines(), ""]
+            self._say_eager(self._current, f"{type(error).__name__}: {first[:200]}")
+            return graph.forward
+        finally:
+            took = time.perf_counter() - began
+            if took > 1.0 and not self._is_first_run:  # for training after evaluation, or for another shape
+                _say("Compiled another graph of %s, %.0f s.", self._current or "the model", took)
+
+    def _say_eager(self, name: str, why: str) -> None:
+        if name not in self._refused:
+            self._refused[name] = why
+            _log.warning("Uncompiled: %s runs eagerly: %s.", name or "the model", why)
+
+
+def _say(text: str, *values: Any) -> None:
+    if collectives.rank() == 0:
+        _log.warning(text, *values)

@@ -1,0 +1,241 @@
+"""Number formats: what parameters, forward pass and outputs are in, loss scaling for float16, rounding for bfloat16.
+
+The training loop has no case for any of it: it gives images in the master precision and gets float32 (or float64) back.
+
+Parameters in bfloat16 are updated in float32, a few elements at a time, and the results are rounded. Between a bfloat16
+and the next lie 1/256 to 1/128 of it, so that rounding to the nearest would drop most updates. Two ways keep them.
+Stochastic rounding goes up or down by chance, in proportion to how near each neighbour is: the mean of the results is
+the unrounded value. Its bits are a function of the seed, the parameter's name, how often it was updated and the
+element's place in the full tensor, so that levels, cuts and numbers of ranks do not change them. Kahan sums round to
+the nearest and keep the rest, in bfloat16 too, as optimizer state: value and rest together have 16 bits.
+Sources: https://arxiv.org/abs/2010.06192 (both); https://doi.org/10.1145/363707.363723 (Kahan).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vissl_zero.models.keyed_random import element_bits, stable_hash
+from vissl_zero.optim.adaptation import Adaptation
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.offload.state_place import UpdateKernel, UpdatePiece
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.state.shard import Shard
+
+if TYPE_CHECKING:  # it reads this file
+    from vissl_zero.optim.adaptation import OptimizerFactory
+
+
+@dataclass
+class LossScale:
+    """The factor the loss is multiplied by. Halves after a step with an inf or NaN, doubles after many without.
+
+    The rule and its constants are those of https://arxiv.org/abs/1710.03740 and of torch.amp.GradScaler. Equal on all
+    ranks as long as every rank is given the same outcome of every step.
+
+    Attributes:
+        scale: the factor now.
+        growth_interval: steps without inf after which it doubles.
+        good_steps: steps without inf since it last changed.
+    """
+
+    # A power of two, so that scaling and unscaling change no digit of a gradient.
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, found_inf: bool) -> None:
+        """Adapt the scale to what the last step, done or skipped, found in the gradients."""
+        if found_inf:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """For checkpoints."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as ``"bfloat16"``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def cast_to_master(model: nn.Module, precision: Precision) -> nn.Module:
+    """Cast parameters and buffers to the master format, in place.
+
+    Batch norm stays in float32 under parameters in bfloat16: its running statistics would no longer move.
+    """
+    model.to(dtype=dtype_of(precision.master))
+    for module in model.modules():
+        if precision.rounding and isinstance(module, _BatchNorm):
+            module.float()
+    return model
+
+
+def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Make ``model.forward`` enter autocast, where asked for, and give its outputs in float32 at least. In place.
+
+    The method is replaced rather than the model wrapped, so that names carry no prefix and hooks stay outside. Where
+    nothing is computed in half precision the model is left as it is.
+    """
+    if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
+        return
+    given = model.__dict__.get("forward")
+
+    def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(type(self).forward, self) if given is None else given
+        if precision.autocast is None:
+            return widened(forward(*args, **kwargs))
+        with torch.autocast(device.type, dtype_of(precision.autocast)):
+            outputs = forward(*args, **kwargs)
+        return widened(outputs)
+
+    # A bound method: a deep copy of the model gets one that is bound to the copy.
+    model.forward = MethodType(in_precision, model)
+
+
+def widened(outputs: Any) -> Any:
+    """Convert half-precision tensors to float32, in any nesting of tuples, lists, dicts and dataclasses."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.dtype in _HALF else outputs
+    if isinstance(outputs, MutableMapping):
+        changed = copy.copy(outputs)  # subclasses have constructors of their own
+        for key, value in outputs.items():
+            changed[key] = widened(value)
+        return changed
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(widened, outputs))
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(map(widened, outputs))
+    if is_dataclass(outputs) and not isinstance(outputs, type):
+        return replace(outputs, **{f.name: widened(getattr(outputs, f.name)) for f in fields(outputs) if f.init})
+    return outputs
+
+
+NARROW = torch.bfloat16
+_DROPPED_BITS = 16  # of a float32, whose first 16 bits are the bfloat16
+_REST, _COUNT = "rounding_rest", "num_roundings"
+
+
+def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
+    """``wide`` as bfloat16, each element one of its two neighbours; the mean over ``bits`` is ``wide``.
+
+    Args:
+        wide: (n,) float32; inf and NaN stay what they are, and what bfloat16 can hold stays as it is.
+        bits: (n,) integers; the lowest 16 bits are used.
+    """
+    mask = (1 << _DROPPED_BITS) - 1
+    # Sign and magnitude: adding to the magnitude's last bits carries into the kept ones as often as they are large.
+    moved = wide.view(torch.int32) + (bits & mask).to(torch.int32)
+    rounded = moved.bitwise_and_(~mask).view(torch.float32)
+    return torch.where(wide.isfinite(), rounded, wide).to(NARROW)
+
+
+class RoundedKernel(UpdateKernel):
+    """Widens pieces in bfloat16, has the optimizer update them in float32, and rounds. See ``UpdateKernel``.
+
+    Pieces in other formats are updated as they are.
+
+    Args:
+        optimizer: built over float32 proxies.
+        shards: by position of the parameter.
+        rounding: "stochastic" or "kahan".
+        seed: of the run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], rounding: str, seed: int):
+        key, instead = "config.TRAINER.DTYPE, zero.rounding", "config.TRAINER.DTYPE=float32 (no zero.rounding)"
+        super().__init__(optimizer, key, "bfloat16", instead)
+        self._shards, self._is_stochastic, self._seed = shards, rounding == "stochastic", seed
+        if self._is_stochastic:
+            self.scalars[_COUNT] = 0
+        else:
+            self.keys = (*self.keys, _REST)
+
+    def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
+        """See ``UpdateKernel``."""
+        return NARROW if key == _REST else torch.promote_types(param, torch.float32)
+
+    @torch.no_grad()
+    def update(self, pieces: Sequence[UpdatePiece]) -> None:
+        """See ``UpdateKernel``."""
+        wide = [self._widened(piece) for piece in pieces]
+        super().update(wide)
+        for given, own in zip(pieces, wide, strict=True):
+            if given.values.dtype == NARROW:
+                self._round(given, own.values)
+
+    def _widened(self, piece: UpdatePiece) -> UpdatePiece:
+        values, grad = piece.values, piece.grad
+        if values.dtype == NARROW:
+            values, grad = values.float(), grad.float()
+            if not self._is_stochastic:
+                values += piece.state[_REST]
+        for factor, param_factor in self._shards[piece.tensor].noted or ():
+            grad = grad * factor
+            if param_factor is not None:
+                grad.addcmul_(values, param_factor)
+        return replace(piece, values=values, grad=grad)
+
+    def _round(self, piece: UpdatePiece, wide: Tensor) -> None:
+        if not self._is_stochastic:
+            piece.values.copy_(wide)
+            piece.state[_REST].copy_(wide.sub_(piece.values))
+            return
+        shard, count = self._shards[piece.tensor], piece.state[_COUNT]
+        key = stable_hash(self._seed, "rounding", count, shard.name)
+        bits = element_bits(key, shard.first_element + piece.start, len(wide), wide.device)
+        piece.values.copy_(stochastically_rounded(wide, bits))
+        piece.state[_COUNT] = count + 1
+
+
+def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Sequence[Shard]) -> OptimizerFactory:
+    """``build_optimizer`` for parameters in bfloat16, where the plan has them; else as it is. Not a collective.
+
+    Args:
+        build_optimizer: of the base optimizer.
+        plan: number formats, seed.
+        shards: that are to be trained, all in memory.
+    Raises:
+        ConfigError: (from the result) the optimizer cannot be run on pieces.
+    """
+    precision = plan.precision
+    if not precision.rounding:
+        return build_optimizer
+    by_local = {id(shard.local): shard for shard in shards}
+
+    def factory(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, Adaptation | None]:
+        params = [list(group["params"]) for group in groups]
+        own = [by_local[id(param)] for together in params for param in together]
+        for shard in own:
+            shard.noted = []
+            if not shard.local.is_contiguous():
+                shard.local.data = shard.local.data.contiguous()  # pieces are runs
+        device = own[0].local.device if own else torch.device("cpu")
+        proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
+        optimizer, adaptation = build_optimizer(proxies)
+        kernel = RoundedKernel(optimizer, own, precision.rounding, plan.seed)
+        return StreamedOptimizer(kernel, params, None, is_fast_init=False), adaptation
+
+    return factory

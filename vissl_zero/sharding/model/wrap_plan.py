@@ -1,0 +1,326 @@
+"""Which modules become units, which stay float32, which are recomputed: decided here, carried out elsewhere.
+
+Pure: nothing here changes the model or needs a process group, so that a plan can be printed and tested anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import ShardingPlan
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """Modules whose parameters are gathered, resharded and reduced together.
+
+    Attributes:
+        modules: full module names; more than one where tied parameters bind them; ``("",)`` is the model itself.
+        kind: "block" (a unit of the model), "layer" (large enough for ``wrap_threshold``), "norm" (batch norm kept in
+            float32) or "root" (whatever no other unit holds).
+        num_params: elements it owns, those of units inside it not counted.
+        is_float32: computes in the master precision although the rest computes in half.
+        is_checkpointed: recomputed in backward.
+    """
+
+    modules: tuple[str, ...]
+    kind: str
+    num_params: int
+    is_float32: bool = False
+    is_checkpointed: bool = False
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """All units of a model, inner ones before those that hold them, the root last.
+
+    Attributes:
+        level: ZeRO level.
+        num_ranks: ranks that share one copy of the state.
+        compute: dtype that parameters have in forward and backward.
+        units: in the order in which they are to be wrapped.
+        checkpointed: names of the units that are recomputed in backward (at level 0 too).
+        whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
+            (``param_facts.gathered_bytes``).
+    """
+
+    level: int
+    num_ranks: int
+    compute: str
+    units: tuple[PlannedUnit, ...]
+    checkpointed: tuple[str, ...] = ()
+    whole_bytes: int = 0
+
+    def describe(self) -> str:
+        """Format a table for people: one line per unit, and what is whole on a rank at each moment."""
+        total = sum(unit.num_params for unit in self.units)
+        largest = max((unit.num_params for unit in self.units), default=0)
+        lines = [f"ZeRO level {self.level} over {self.num_ranks} ranks, {total:,} parameters, {_MOMENT[self.level]}"]
+        if self.level:
+            width = max(len(_title(unit)) for unit in self.units)
+            for unit in self.units:
+                lines.append(f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {self._remarks(unit)}")
+            lines.append(
+                f"  largest unit {largest:,} parameters, each rank keeps about {-(-total // self.num_ranks):,}"
+            )
+        if self.checkpointed:
+            lines.append(f"  recomputed in backward: {', '.join(self.checkpointed)}")
+        return "\n".join(lines)
+
+    def _remarks(self, unit: PlannedUnit) -> str:
+        remarks = ["float32" if unit.is_float32 else self.compute]
+        if unit.is_checkpointed:
+            remarks.append("recomputed")
+        if len(unit.modules) > 1:
+            remarks.append("bound by a tied parameter")
+        return ", ".join(remarks)
+
+
+_MOMENT = {
+    0: "replicated",
+    1: "optimizer state sharded; gradients whole until the last micro-batch",
+    2: "optimizer state and gradients sharded; parameters whole from first use to the end of backward",
+    3: "all state sharded; parameters whole only where they are being used",
+}
+
+
+def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
+    """Decide the units of ``model``.
+
+    Args:
+        model: whole, not yet wrapped. Its own ``zero_units()`` are taken if it has any, else its repeated blocks.
+        plan: level, threshold, checkpointing and precision.
+        num_ranks: ranks that share one copy of the state.
+    Raises:
+        ConfigError: activation checkpointing is asked of a model without ``Unit``s.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [names[block] for block in model_units(model) if block in names]
+    checkpointed = _checkpointed(model, blocks, plan)
+    # A container of models has no forward pass that could gather anything: each of its models is a root.
+    kinds: dict[str, str] = {ROOT: "root"}
+    if not _is_callable(model) and not list(model.parameters(recurse=False)):
+        kinds = dict.fromkeys((names[child] for child in _called_first(model)), "root")
+    if plan.level:
+        kinds |= dict.fromkeys(_large_layers(model, plan.wrap_threshold), "layer")
+        # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
+        # any case.
+        kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
+        if plan.precision.compute != plan.precision.wide:
+            kinds |= dict.fromkeys(_batch_norms(model), "norm")
+    groups = _resolve_ties(model, kinds)
+    order = {name: position for position, name in enumerate(_inner_first(model))}
+    owned = _owned_elements(model, kinds)
+    units = [
+        PlannedUnit(
+            modules=group,
+            kind=kinds[group[0]],
+            num_params=sum(owned[name] for name in group),
+            is_float32=kinds[group[0]] == "norm",
+            is_checkpointed=any(name in checkpointed for name in group),
+        )
+        # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
+        # then.
+        for group in sorted(groups, key=lambda group: max(order[name] for name in group))
+    ]
+    return WrapPlan(plan.level, num_ranks, plan.precision.compute, tuple(units), tuple(checkpointed))
+
+
+def model_units(model: nn.Module) -> list[nn.Module]:
+    """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
+
+    A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
+    which can be called: containers of containers are looked into.
+    """
+    units = getattr(model, "zero_units", None)
+    if callable(units):
+        return [unit for unit in units() if _has_parameters(unit)]
+    return list(_repeated_blocks(model))
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    blocks = list(module.children())
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    if is_container and is_repeated and all(_has_parameters(block) and _is_callable(block) for block in blocks):
+        yield from blocks
+    else:
+        for child in blocks:
+            yield from _repeated_blocks(child)
+
+
+def _called_first(container: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside that have a forward pass."""
+    for child in container.children():
+        if _is_callable(child):
+            yield child
+        else:
+            yield from _called_first(child)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _large_layers(model: nn.Module, threshold: int) -> list[str]:
+    """Modules of any type that own, themselves, at least ``threshold`` parameters; none if it is 0."""
+    if threshold <= 0:
+        return []
+    hidden = {  # nn.MultiheadAttention reads the weight of this child without calling it, so hooks on it never run
+        f"{name}.out_proj".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return [
+        name
+        for name, module in model.named_modules()
+        if name
+        and name not in hidden
+        and _is_callable(module)
+        and _elements(module.parameters(recurse=False)) >= threshold
+    ]
+
+
+def _batch_norms(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if name and isinstance(module, _BatchNorm) and module.affine]
+
+
+def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ...]]:
+    """Bind units that share a parameter; drop from ``kinds`` those that share one with a unit around them.
+
+    A parameter must be sharded once, and be whole whenever any module that uses it runs.
+    """
+    while True:
+        owners: dict[Tensor, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            owner = _owner(name.rpartition(".")[0], kinds)
+            if owner not in owners.setdefault(param, []):
+                owners[param].append(owner)
+        nested = {
+            inner
+            for shared in owners.values()
+            for inner in shared
+            if any(outer != inner and _is_inside(inner, outer) for outer in shared)
+        }
+        if not nested:
+            break
+        # Parameters of a unit that is dropped go to the one around it, which may tie more: look once more.
+        for name in nested:
+            del kinds[name]
+    groups = {name: {name} for name in kinds}
+    for shared in owners.values():
+        merged = set().union(*(groups[name] for name in shared))
+        for name in merged:
+            groups[name] = merged
+    unique = {id(group): group for group in groups.values()}
+    positions = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return [tuple(sorted(group, key=positions.__getitem__)) for group in unique.values()]
+
+
+def _owner(module_name: str, kinds: dict[str, str]) -> str:
+    """Return the innermost unit that holds a module."""
+    while module_name not in kinds:
+        module_name = module_name.rpartition(".")[0]
+    return module_name
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return outer == ROOT or inner.startswith(outer + ".")
+
+
+def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
+    owned = dict.fromkeys(kinds, 0)
+    for name, param in model.named_parameters():
+        owned[_owner(name.rpartition(".")[0], kinds)] += param.numel()
+    return owned
+
+
+def _inner_first(model: nn.Module) -> Iterator[str]:
+    """List module names, children before parents, in forward order among siblings."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            yield from walk(child, f"{prefix}.{name}".lstrip("."))
+        yield prefix
+
+    return walk(model, ROOT)
+
+
+def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -> list[str]:
+    """Names of the units to recompute: those that are named, every n-th, or up to VISSL's block ends per stage."""
+    if not plan.is_recomputed:
+        return []
+    candidates = [name for name in blocks if isinstance(model.get_submodule(name), Unit)]
+    if not candidates:
+        problem = Problem(
+            "config.MODEL.ACTIVATION_CHECKPOINTING",
+            "true",
+            "needs a model made of units, and this trunk has none",
+            "Use a built-in trunk, put the blocks of yours into vissl_zero.models.model.Unit, or turn it off.",
+        )
+        raise ConfigError([problem])
+    if plan.checkpoint_blocks:
+        return _named_units(candidates, plan.checkpoint_blocks)
+    if any(plan.stage_checkpoints):
+        return _stage_units(model, plan.stage_checkpoints)
+    return candidates[:: plan.checkpoint_every]
+
+
+def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of the candidates that are named, in the model's order."""
+    problems = []
+    for name in names:
+        if name not in candidates:
+            fix = f"The blocks are {candidates[0]} to {candidates[-1]}.{did_you_mean(name, candidates)}"
+            problems.append(
+                Problem(
+                    "config.MODEL.ACTIVATION_CHECKPOINTING.BLOCKS", repr(name), "must name blocks of the model", fix
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    return [name for name in candidates if name in names]
+
+
+def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
+    """Return the units of each stage up to its last block end.
+
+    VISSL cuts a stage at every block end and recomputes each piece as a whole; here every block up to the last end is
+    recomputed by itself, which keeps the same memory bound or a lower one and gives the same numbers.
+    """
+    stages = getattr(getattr(model, "trunk", model), "stages", None)
+    names = {module: name for name, module in model.named_modules()}
+    if stages is None or len(ends) > len(stages):
+        problem = Problem(
+            "config.MODEL.TRUNK.REGNET.stage_checkpoints",
+            str([list(stage) for stage in ends]),
+            f"must be a list of block ends per stage, for {0 if stages is None else len(stages)} stages",
+            "Use config.MODEL.ACTIVATION_CHECKPOINTING instead, which works with every trunk.",
+        )
+        raise ConfigError([problem])
+    return [
+        names[block]
+        for stage, stops in zip(stages, ends, strict=False)
+        for block in list(stage)[: max(stops, default=0)]
+    ]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _elements(params: Iterator[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _title(unit: PlannedUnit) -> str:
+    return " + ".join(name or "(model)" for name in unit.modules)

@@ -1,0 +1,136 @@
+"""Facts of parameters that decide what a level gathers and stores: whole, sharded, sent and on a disk, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.float8 import sent_weights
+from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
+from vissl_zero.sharding.offload.layout import kept_in_memory
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """A parameter as far as memory goes.
+
+    Attributes:
+        shape: of the whole.
+        itemsize: bytes of an element.
+        unit: first module of the unit that holds it at level 3.
+        is_trained: an optimizer updates it.
+        is_float8: level 3 sends it in float8.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    unit: str
+    is_trained: bool
+    is_float8: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the full parameter."""
+        return torch.Size(self.shape).numel() * self.itemsize
+
+    def padded(self, num_ranks: int) -> int:
+        """Bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
+        if not self.shape:
+            return self.itemsize
+        return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
+
+    def sent(self, num_ranks: int, share: float) -> float:
+        """Bytes of that part in a message of level 3, which has ``share`` of the bytes in the master format."""
+        if not self.is_float8:
+            return self.padded(num_ranks) * share
+        return self.padded(num_ranks) // self.itemsize + self._rows(num_ranks)  # a scale for each row
+
+    def _rows(self, num_ranks: int) -> int:
+        return -(-self.shape[0] // num_ranks)
+
+
+def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -> dict[str, ParamFacts]:
+    """Facts of all parameters; tied ones once.
+
+    Args:
+        model: whole.
+        wrap_plan: its units at level 3.
+        trained: full names.
+    """
+    owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
+    updated, sent = set(trained), sent_weights(model)
+    found = {}
+    for name, param in model.named_parameters():
+        module = name.rpartition(".")[0]
+        while module not in owners:
+            module = module.rpartition(".")[0]
+        found[name] = ParamFacts(
+            tuple(param.shape),
+            param.element_size(),
+            owners[module],
+            name in updated and param.requires_grad,
+            param in sent,
+        )
+    return found
+
+
+def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
+    """Bytes of each unit while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
+    found: dict[str, int] = {}
+    for param in params.values():
+        if param.shape:
+            # Padding included: torch gathers parts of equal length.
+            found[param.unit] = found.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
+    return found
+
+
+def stored_params(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
+    """Parameters that rest on a disk: all that are cut, but for the first ones, which ``max_in_cpu`` has room for.
+
+    Args:
+        params: facts of a model's parameters.
+        plan: where they rest.
+        num_ranks: that share one copy of the state.
+    """
+    if not plan.offload_params.is_on_disk:
+        return {}
+    # Units as they are wrapped: the root comes last.
+    cut = sorted((item for item in params.items() if item[1].shape), key=lambda item: item[1].unit == ROOT)
+    sizes = (param.padded(num_ranks) // param.itemsize for _, param in cut)
+    keeps = kept_in_memory(sizes, plan.offload_params.max_in_cpu or 0)
+    return {name: param for (name, param), is_kept in zip(cut, keeps, strict=True) if not is_kept}
+
+
+def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
+    """Most bytes of full parameters at any moment of a step, beside the shards, in the format they are computed in.
+
+    At levels 1 and 2 all of them. At level 3 those of a unit and of all units around it: the root is always one. What
+    is fetched ahead on a GPU is counted as communication until it is needed.
+
+    Args:
+        params: facts of a model's parameters.
+        plan: level and number formats.
+        num_ranks: that share one copy of the state.
+    """
+    units = whole_units(params, num_ranks)
+    if plan.level == 0:
+        return 0
+    if plan.level < 3:
+        most = sum(units.values())
+    else:
+        most = max((sum(units[other] for other in units if _is_around(other, unit)) for unit in units), default=0)
+    return int(most * share_of(plan.precision.compute, plan))
+
+
+def _is_around(outer: str, unit: str) -> bool:
+    return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
+
+
+def share_of(dtype: str, plan: ShardingPlan) -> float:
+    """Of the bytes in the master format."""
+    return dtype_of(dtype).itemsize / dtype_of(plan.precision.master).itemsize

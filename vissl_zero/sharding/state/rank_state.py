@@ -1,0 +1,203 @@
+"""This rank's training state as one dict, to resume under the same layout.
+
+``{"layout": {...}, "params": {name: entry}, "optimizer": {"groups": [...], "state": {name: {key: entry or number}}},
+"buffers": {name: tensor}, "loss_scale": {...} or None, "average": {"params": {name: entry}, "buffers": {name: tensor}}
+or None}``, where an entry is ``{"local": tensor, "first_element": int, "full_shape": tuple}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vissl_zero import collectives
+from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.elementwise import complete_momenta
+from vissl_zero.optim.update_rule import element_keys
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.precision import LossScale
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
+from vissl_zero.sharding.state.saved_state import (
+    check_names,
+    check_optimizer,
+    check_same_update,
+    group_facts,
+    state_shards,
+    take_group_options,
+)
+from vissl_zero.sharding.state.shard import Shard, empty_state
+from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
+
+
+def rank_state(
+    plan: ShardingPlan,
+    shards: Mapping[str, Shard],
+    optimizer: torch.optim.Optimizer,
+    buffers: Mapping[str, Tensor],
+    loss_scale: LossScale | None,
+    average: WeightAverage | None = None,
+) -> dict[str, Any]:
+    """Collect this rank's state; tensors are shared with it, not copied. Not a collective."""
+    owned = state_shards(shards, optimizer)
+    names = {id(shard.local): name for name, shard in owned.items()}
+    state: dict[str, dict[str, Any]] = {}
+    for param, values in optimizer.state.items():
+        shard = owned[names[id(param)]]
+        state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
+    return {
+        "layout": layout_of(plan),
+        "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
+        "optimizer": {"groups": group_facts(shards, optimizer), "state": state},
+        "buffers": dict(buffers),
+        "loss_scale": loss_scale.state_dict() if loss_scale else None,
+        "average": None if average is None else _averages(average, shards),
+    }
+
+
+@torch.no_grad()
+def load_rank_state(
+    state: Mapping[str, Any],
+    plan: ShardingPlan,
+    shards: Mapping[str, Shard],
+    optimizer: torch.optim.Optimizer,
+    buffers: Mapping[str, Tensor],
+    loss_scale: LossScale | None,
+) -> None:
+    """Restore what ``rank_state`` gave to a rank of the same layout.
+
+    Raises:
+        CheckpointError: it comes from another layout or another model; nothing was changed.
+    """
+    # All checks come before the first write: a refused state must change nothing.
+    _check_layout(state["layout"], plan)
+    _check_model(state, shards, buffers)
+    _check_groups(state["optimizer"]["groups"], group_facts(shards, optimizer))
+    if (loss_scale is None) != (state["loss_scale"] is None):
+        raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
+    check_optimizer(state["optimizer"]["state"], optimizer)
+    check_same_update(state["optimizer"]["groups"], optimizer.param_groups)
+    for name, shard in shards.items():
+        shard.assign(state["params"][name]["local"])
+    for name, buffer in buffers.items():
+        buffer.copy_(state["buffers"][name])
+    for group, saved in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
+        take_group_options(group, saved)
+    optimizer.state.clear()
+    for name, values in state["optimizer"]["state"].items():
+        local = state_shards(shards, optimizer)[name].local
+        optimizer.state[local] = {key: _value(value, local) for key, value in values.items()}
+    if loss_scale is not None:
+        loss_scale.load_state_dict(state["loss_scale"])
+
+
+@torch.no_grad()
+def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> None:
+    """Take over optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``): this rank's elements.
+
+    Parameters are not touched. Not a collective, but every rank needs the same complete ``state``.
+
+    Raises:
+        CheckpointError: it is of another optimizer, or of other groups or shapes; nothing was changed.
+    """
+    if isinstance(optimizer, StreamedOptimizer):
+        raise CheckpointError(
+            "Optimizer state of plain torch cannot be loaded where state is offloaded to NVMe, or parameters are in "
+            "bfloat16 (rounding)."
+        )
+    names = [group["params"] for group in group_facts(shards, optimizer)]
+    numbers = [group["params"] for group in state["param_groups"]]
+    if [len(own) for own in names] != [len(own) for own in numbers]:
+        raise CheckpointError(
+            f"The saved optimizer has groups of {[len(own) for own in numbers]} parameters, this one of "
+            f"{[len(own) for own in names]}. Build the optimizer that is given to initialize() like the saved one."
+        )
+    pairs = [pair for own, theirs in zip(names, numbers, strict=True) for pair in zip(own, theirs, strict=True)]
+    saved = {name: state["state"][number] for name, number in pairs if number in state["state"]}
+    check_optimizer({name: [k for k, v in own.items() if v is not None] for name, own in saved.items()}, optimizer)
+    check_same_update(state["param_groups"], optimizer.param_groups)
+    owned = state_shards(shards, optimizer)
+    per_element = element_keys(optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer)
+    for name, own in saved.items():
+        for key in per_element & own.keys():
+            if tuple(own[key].shape) != tuple(shards[name].full_shape):
+                raise CheckpointError(
+                    f"{key!r} of {name} has shape {tuple(own[key].shape)} in the saved optimizer, and the parameter "
+                    f"{tuple(shards[name].full_shape)}. Load state of the same model."
+                )
+    for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        # torch numbers parameters where this package names them, so only options are taken over.
+        group.update({key: value for key, value in given.items() if key not in ("params", "param_names", "name")})
+    optimizer.state.clear()
+    for name, own in saved.items():
+        # Where each tensor has one owner, the other ranks keep no state of it.
+        if name not in owned:
+            continue
+        shard = owned[name]
+        optimizer.state[shard.local] = {
+            key: _elements_of(shard, value) if key in per_element else _value(value, shard.local)
+            for key, value in own.items()
+        }
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        complete_momenta(optimizer)
+
+
+def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
+    """Copy this rank's elements of ``whole``, which has the shape of the parameter."""
+    run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
+    dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
+    return empty_state(shard.local, shard.local.shape, dtype).copy_(run.view(shard.local.shape))
+
+
+def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:
+    params = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
+    return {"params": params, "buffers": dict(average.buffers)}
+
+
+def layout_of(plan: ShardingPlan) -> dict[str, Any]:
+    """How the state is cut on this rank."""
+    return {
+        "engine": plan.engine,
+        "level": plan.level,
+        "shard_group_size": plan.shard_group_size,
+        "world_size": collectives.world_size(),
+        "rank": collectives.rank(),
+    }
+
+
+def _entry(shard: Shard, value: Any) -> Any:
+    """Describe a tensor that is cut like the parameter by its place; keep anything else (a step counter)."""
+    if not isinstance(value, Tensor) or value.shape != shard.local.shape:
+        return value
+    return {"local": value, "first_element": shard.first_element, "full_shape": tuple(shard.full_shape)}
+
+
+def _value(entry: Any, local: Tensor) -> Any:
+    if isinstance(entry, dict):
+        values = entry["local"]
+        return empty_state(local, values.shape, values.dtype).copy_(values)
+    # A copy: the saved dict may be loaded again after training has moved on.
+    return entry.clone() if isinstance(entry, Tensor) else entry
+
+
+def _check_layout(there: Mapping[str, Any], plan: ShardingPlan) -> None:
+    here = layout_of(plan)
+    if differing := [key for key in here if here[key] != there.get(key)]:
+        facts = ", ".join(f"{key} {there.get(key)} (here {here[key]})" for key in differing)
+        raise CheckpointError(f"This state was saved with another layout: {facts}. Resume with the same settings.")
+
+
+def _check_model(state: Mapping[str, Any], shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]) -> None:
+    check_names("parameters", state["params"], shards)
+    check_names("buffers", state["buffers"], buffers)
+    for name, shard in shards.items():
+        if (saved := tuple(state["params"][name]["full_shape"])) != tuple(shard.full_shape):
+            raise CheckpointError(f"{name} has shape {saved} in the saved state and {tuple(shard.full_shape)} here.")
+
+
+def _check_groups(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+    if [group["params"] for group in there] != [group["params"] for group in here]:
+        raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")

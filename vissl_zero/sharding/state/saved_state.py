@@ -1,0 +1,472 @@
+"""State that a rank writes so that a run can resume under any layout: each tensor with its place in the full one.
+
+``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
+``restore_state`` reads the runs that this rank needs from such a store, whatever the layout that wrote it.
+``sharding/state/rank_state.py`` has the same layout's form, one dict a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vissl_zero.errors import CheckpointError
+from vissl_zero.optim.elementwise import complete_momenta
+from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
+from vissl_zero.sharding.model.precision import LossScale
+from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates
+from vissl_zero.sharding.state.shard import Shard, empty_state
+from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.torch_private import unsaved_buffers
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of elements of one tensor of the training state, which one rank has to store.
+
+    Attributes:
+        name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
+        full_shape: of the full tensor.
+        first_element: place of the first element in the full tensor, flattened.
+        num_elements: length of the run.
+        dtype: of the elements.
+        read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
+        is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat their offload tier.
+    """
+
+    name: str
+    full_shape: torch.Size
+    first_element: int
+    num_elements: int
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    is_streamed: bool = False
+
+
+class SavedState(Protocol):
+    """A saved state: full tensors by name, of which any run of elements can be read."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a full tensor; None if there is none of that name."""
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the number format of a tensor; None if there is none of that name."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of tensors that begin with ``prefix``."""
+
+    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
+        """Fill ``out`` (1-d) with the elements from ``first_element`` on."""
+
+    def scalars(self, parameter: str) -> Mapping[str, Any]:
+        """Optimizer state of a parameter that is one number each."""
+
+    @property
+    def loss_scale(self) -> Mapping[str, Any] | None:
+        """State of the loss scaler."""
+
+
+MODEL, OPTIMIZER, AVERAGE, TEACHER = "model/", "optimizer/", "average/", "teacher/"
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Full names and values of the buffers that belong into a checkpoint."""
+    for prefix, owner in model.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in unsaved_buffers(owner):
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield what this rank stores of parameters and optimizer state: each element once. Not a collective.
+
+    Ranks that hold the same elements share the work of storing them.
+
+    Raises:
+        CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
+    """
+    for shard in shards.values():
+        yield from _part(MODEL + shard.name, shard, shard.local, shard.values if shard.is_on_disk else None)
+    if isinstance(optimizer, StreamedOptimizer) and optimizer.is_on_disk:
+        yield from _streamed_parts(shards, optimizer)
+        return
+    shards = state_shards(shards, optimizer)
+    names = {id(shard.local): name for name, shard in shards.items()}
+    per_element = _element_keys(optimizer)
+    states: Iterable[tuple[Tensor, Mapping[str, Any]]] = optimizer.state.items()
+    if isinstance(optimizer, WholeTensorOptimizer) and (place := optimizer.on_disk) is not None:
+        yield from _whole_parts(shards, names, place)
+        states = [(param, place.numbers(param)) for param in place]
+    for param, values in states:
+        shard = shards[names[id(param)]]
+        for key, value in values.items():
+            if _is_cut(shard, key, value, per_element):
+                yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
+            # State of another shape cannot be cut like the parameter, but it can be stored where a rank holds the full
+            # one.
+            elif isinstance(value, Tensor) and value.dim() and shard.local.shape == shard.full_shape:
+                yield from _part(f"{OPTIMIZER}{key}/{shard.name}", replace(shard, full_shape=value.shape), value)
+            elif isinstance(value, Tensor) and value.dim():
+                raise CheckpointError(
+                    f"The optimizer's {key!r} of {shard.name} has shape {tuple(value.shape)}, unlike the parameter: "
+                    "it cannot be stored so that another number of ranks could take it."
+                )
+
+
+def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterator[Part]:
+    """Yield what this rank stores of the running average of parameters. Not a collective."""
+    for name, shard in shards.items():
+        yield from _part(AVERAGE + name, shard, average.params[name])
+
+
+def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
+    """Yield what this rank stores of the teacher's parameters. Not a collective."""
+    for name, shard in shards.items():
+        yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
+
+
+@torch.no_grad()
+def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
+    """Fill the teacher's parameters. Not a collective.
+
+    Raises:
+        CheckpointError: the store has no teacher, or another model's.
+    """
+    check_names("the teacher's parameters", {n.removeprefix(TEACHER): n for n in saved.names(TEACHER)}, shards)
+    for name, shard in shards.items():
+        _read_values(saved, TEACHER + name, shard)
+
+
+def restore_average(
+    saved: SavedState, shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]
+) -> WeightAverage | None:
+    """Restore the stored running average of parameters; None if there is none. Its buffers are restored as such."""
+    if not saved.names(AVERAGE):
+        return None
+    average = WeightAverage(shards.values(), buffers)
+    for name, shard in shards.items():
+        _read(saved, AVERAGE + name, shard, average.params[name])
+    return average
+
+
+def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Options of the optimizer's groups, with the full names of their parameters. Not a collective."""
+    names = {id(shard.local): name for name, shard in shards.items()}
+    return [
+        {key: _number(value) for key, value in group.items() if key != "params"}
+        | {"params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set the options of a group to what ``group_facts`` gave, directly or through JSON."""
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        value = _tensor_or_number(tuple(value) if isinstance(value, list) else value)
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            value = group[key].fill_(value.item())  # a schedule may hold the very tensor
+        group[key] = value
+
+
+def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take from saved groups what an optimizer counts there itself (LAMB's ``step``); options stay as they are."""
+    if keys := counter_keys(_inside(optimizer)):
+        by_name = {group.get("name"): group for group in saved}
+        for group in optimizer.param_groups:
+            found = by_name.get(group.get("name"), {})
+            take_group_options(group, {key: found[key] for key in keys & found.keys()})
+
+
+def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Optimizer state that is one number per parameter, of the parameters this rank answers for: ready for JSON."""
+    shards = state_shards(shards, optimizer)
+    names = {id(shard.local): name for name, shard in shards.items()}
+    found: dict[str, dict[str, Any]] = {}
+    per_element = _element_keys(optimizer)
+    if isinstance(optimizer, StreamedOptimizer):
+        items = [(param, optimizer.scalars_of(param)) for param in optimizer.stored_params()]
+    elif isinstance(optimizer, WholeTensorOptimizer) and (place := optimizer.on_disk) is not None:
+        items = [(param, place.numbers(param)) for param in place]
+    else:
+        items = list(optimizer.state.items())  # type: ignore[arg-type]
+    for param, values in items:
+        shard = shards[names[id(param)]]
+        if not _answers_for(shard):
+            continue
+        numbers = {
+            key: _number(value)
+            for key, value in values.items()
+            if not _is_cut(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
+        }
+        # An empty entry, too: it says that the parameter has been updated.
+        found[shard.name] = numbers
+    return found
+
+
+@torch.no_grad()
+def restore_state(
+    saved: SavedState,
+    shards: Mapping[str, Shard],
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+) -> None:
+    """Fill parameters and optimizer state of this rank from a store that any layout may have written.
+
+    Hyperparameters of groups are left as this run has them. Not a collective.
+
+    Raises:
+        CheckpointError: it is of another model or another optimizer; nothing was changed then.
+    """
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    # All checks come before the first write, so that a refused checkpoint leaves the model as it was.
+    _check_saved(saved, shards, optimizer, loss_scale)
+    for name, shard in shards.items():
+        _read_values(saved, MODEL + name, shard)
+    keys_of: dict[str, list[str]] = {}
+    for stored in saved.names(OPTIMIZER):
+        key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
+        keys_of.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    for name, shard in state_shards(shards, optimizer).items():
+        numbers = saved.scalars(name)
+        if id(shards[name].local) not in trained or not (numbers or name in keys_of):
+            continue
+        state: dict[str, Any] = {key: _tensor_or_number(entry) for key, entry in numbers.items()}
+        for key in keys_of.get(name, ()):
+            stored = f"{OPTIMIZER}{key}/{name}"
+            is_whole = shard.local.shape == shard.full_shape  # then state may have a shape of its own
+            shape = saved.shape(stored) if is_whole else shard.local.shape
+            assert shape is not None
+            dtype = saved.dtype(stored)
+            if isinstance(optimizer, StreamedOptimizer):
+                dtype = optimizer.format_of(key, shard.local)
+            elif dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
+                dtype = shard.local.dtype
+            state[key] = empty_state(shard.local, shape, dtype)
+            _read(saved, stored, shard, state[key])
+        # Of state on disk, this writes the records.
+        optimizer.state[shard.local] = state
+    if not isinstance(optimizer, StreamedOptimizer):
+        complete_momenta(_inside(optimizer))
+    if loss_scale is not None and saved.loss_scale is not None:
+        loss_scale.load_state_dict(dict(saved.loss_scale))
+
+
+def _check_saved(
+    saved: SavedState, shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer, loss_scale: LossScale | None
+) -> None:
+    prefixed = {name.removeprefix(MODEL): name for name in saved.names(MODEL)}
+    check_names("parameters", prefixed, shards)
+    for name, shard in shards.items():
+        shape = saved.shape(MODEL + name)
+        if shape != tuple(shard.full_shape):
+            raise CheckpointError(f"{name} has shape {shape} in the checkpoint and {tuple(shard.full_shape)} here.")
+    if (loss_scale is None) != (saved.loss_scale is None):
+        raise CheckpointError("The checkpoint and this run differ in loss scaling. Use the same AMP settings.")
+    held: dict[str, set[str]] = {name: set(saved.scalars(name)) for name in shards}
+    for stored in saved.names(OPTIMIZER):
+        key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
+        held[name].add(key)
+    check_optimizer(held, optimizer)
+
+
+def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.Optimizer) -> None:
+    """Where there is saved state of a parameter, it has all that ``optimizer`` keeps.
+
+    Raises:
+        CheckpointError: it is another optimizer's.
+    """
+    expected = _state_keys(optimizer)
+    for name, keys in held.items():
+        if keys and (missing := expected - set(keys)):
+            raise CheckpointError(
+                f"The checkpoint is of another optimizer: of {name} it holds {', '.join(sorted(keys))}, and not "
+                f"{', '.join(sorted(missing))}. Use the optimizer, and its options, that trained it."
+            )
+
+
+def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Adam and AdamW keep the same state, and an option of their groups tells them apart.
+
+    Raises:
+        CheckpointError: groups that are about to be taken over would make one of the other.
+    """
+    key = "decoupled_weight_decay"
+    if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, groups, strict=True)):
+        raise CheckpointError("The checkpoint is of another optimizer: one of Adam and AdamW, and this is the other.")
+
+
+def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    if isinstance(optimizer, StreamedOptimizer):
+        return frozenset(optimizer.keys)
+    return state_keys(_inside(optimizer))
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that updates, where it is wrapped: fairscale's OSS has it too."""
+    return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
+
+
+def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Mapping[str, Shard]:
+    """Return what the optimizer's state of this rank is cut as: the shards, or the full tensors that it owns."""
+    return optimizer.owned if isinstance(optimizer, WholeTensorOptimizer) else shards
+
+
+def _read_values(saved: SavedState, name: str, shard: Shard) -> None:
+    """Fill a parameter's shard, in memory or on disk."""
+    if shard.is_on_disk:
+        values = torch.empty(shard.local.shape, dtype=shard.local.dtype)
+        _read(saved, name, shard, values)
+        shard.assign(values)
+    else:
+        _read(saved, name, shard, shard.local)
+        shard.publish()
+
+
+def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
+    """Fill ``target``, which is cut as ``shard`` is."""
+    # The last ranks may hold no row of a small tensor.
+    if not target.numel():
+        return
+    if target.is_contiguous():
+        saved.read_into(name, shard.first_element, target.detach().view(-1))
+        return
+    flat = torch.empty(target.numel(), dtype=target.dtype)
+    saved.read_into(name, shard.first_element, flat)
+    target.copy_(flat.view(target.shape))
+
+
+def _own_run(shard: Shard, count: int) -> tuple[int, int]:
+    """Of ``count`` elements, those that this rank stores: its share among the ranks that hold the same."""
+    # One rank's end is the next one's begin, so that the runs leave no gap and do not overlap.
+    return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
+
+
+def _answers_for(shard: Shard) -> bool:
+    """Whether this rank stores what a parameter has once, such as its step counter; true on one rank."""
+    # An empty part may begin at element 0 too: fairscale's full tensors, on ranks that do not own them.
+    return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
+
+
+def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
+    """Whether state has an element for each of the parameter's.
+
+    Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
+    ``mu_product``, ASGD's ``eta``) are recognised by name.
+    """
+    return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key in per_element)
+
+
+def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the state that has a value for each element of a parameter."""
+    if isinstance(optimizer, StreamedOptimizer):
+        return frozenset(optimizer.keys)
+    return element_keys(_inside(optimizer))
+
+
+def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
+    """Return what this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all.
+
+    With ``read``, ``value`` tells the shape only, and ``read`` gives the elements.
+    """
+    begin, end = _own_run(shard, value.numel())
+    if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
+        # A parameter without elements still needs an entry, or a restore would miss its name.
+        first = shard.first_element + begin
+        num_elements, dtype = end - begin, value.dtype
+        if read is None:
+            flat = value.detach().reshape(-1)[begin:end]
+            yield Part(name, shard.full_shape, first, num_elements, dtype, lambda: flat)
+        else:
+            run = partial(_run_of, read, begin, end)
+            yield Part(name, shard.full_shape, first, num_elements, dtype, run, is_streamed=True)
+
+
+def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
+    return read().reshape(-1)[begin:end]
+
+
+def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
+    """State on the disk, read when it is written: all keys of a parameter one after the other, so it is read once."""
+    names = {id(shard.local): name for name, shard in shards.items()}
+    read = _reader(optimizer.read_state)
+    for param in optimizer.stored_params():
+        shard = shards[names[id(param)]]
+        begin, end = _own_run(shard, param.numel())
+        for key in optimizer.keys if begin < end else ():
+            yield Part(
+                f"{OPTIMIZER}{key}/{shard.name}",
+                shard.full_shape,
+                shard.first_element + begin,
+                end - begin,
+                param.dtype,
+                partial(read, param, key, begin, end),
+                is_streamed=True,
+            )
+
+
+def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: WholeStates) -> Iterator[Part]:
+    """As ``_streamed_parts``, of state of full tensors, which may have shapes of its own."""
+    read = _reader(place.__getitem__)
+    for param in place:
+        shard = shards[names[id(param)]]
+        for stored in place.tensors(param):
+            begin, end = _own_run(shard, stored.shape.numel())
+            if begin < end:
+                yield Part(
+                    f"{OPTIMIZER}{stored.key}/{shard.name}",
+                    stored.shape,
+                    begin,
+                    end - begin,
+                    stored.dtype,
+                    partial(read, param, stored.key, begin, end),
+                    is_streamed=True,
+                )
+
+
+def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str, int, int], Tensor]:
+    """Read runs of state on a disk; keep what was read of a parameter until another one is wanted."""
+    latest: list[Any] = [None, {}]
+
+    def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
+        # Kept from one key to the next: each record holds all keys of its elements.
+        if latest[0] is not param:
+            latest[:] = [param, read_state(param)]
+        return latest[1][key].reshape(-1)[begin:end]
+
+    return read
+
+
+def _number(value: Any) -> Any:
+    """Convert a number to JSON, a tensor's with its type."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    return value
+
+
+def _tensor_or_number(entry: Any) -> Any:
+    if isinstance(entry, dict) and entry.keys() == {"dtype", "value"}:
+        return torch.tensor(entry["value"], dtype=getattr(torch, entry["dtype"]))
+    return entry
+
+
+def check_names(kind: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse a state of another model.
+
+    Raises:
+        CheckpointError: names are missing or unknown.
+    """
+    missing, extra = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"The saved state is of another model: {kind} missing from it: {', '.join(missing[:5]) or 'none'}; "
+            f"unknown here: {', '.join(extra[:5]) or 'none'}."
+        )

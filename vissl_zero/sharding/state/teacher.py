@@ -1,0 +1,146 @@
+"""A teacher: a frozen copy of the model that follows it slowly and has a forward pass of its own.
+
+A running average of the weights (``HOOKS.EMA_MODEL``) is the same without a forward pass, kept shard by shard.
+
+It is a companion of the student, sharded with the same plan into the same units, so the rows of the teacher that a
+rank holds belong to the rows of the student that it holds: following is local arithmetic, at every level, engine and
+offload tier. At level 3 a rank holds 1/N of it, and its forward pass gathers each unit once. A method may bring a
+trained model instead: it is sharded in the same way, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vissl_zero.errors import CheckpointError, ConfigError, Problem, VisslZeroError
+from vissl_zero.resolve.resolved import Precision
+from vissl_zero.sharding.state.shard import Shard
+
+if TYPE_CHECKING:
+    from vissl_zero.sharding.sharded_model import ShardedModel
+
+
+class WeightAverage:
+    """Copies of this rank's shards and of the model's buffers, which follow them slowly.
+
+    The average of an element depends on that element alone, so the average of a shard is the shard of the average: it
+    is exact at every level, and costs one more copy of what the rank holds (in memory, also where the shards themselves
+    are on disk). Integer buffers (counters) are copied.
+
+    Args:
+        shards: this rank's part of every parameter.
+        buffers: those that belong into a checkpoint.
+    """
+
+    def __init__(self, shards: Iterable[Shard], buffers: Mapping[str, Tensor]):
+        self._shards = list(shards)
+        self._live_buffers = dict(buffers)
+        self.params = {shard.name: shard.values().clone() for shard in self._shards}
+        self.buffers = {name: tensor.clone() for name, tensor in self._live_buffers.items()}
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """``average = decay * average + (1 - decay) * weight``; a decay of 0 copies. Not a collective."""
+        for shard in self._shards:
+            follow_(self.params[shard.name], shard.values(), decay)
+        for name, buffer in self._live_buffers.items():
+            follow_(self.buffers[name], buffer, decay if buffer.is_floating_point() else 0.0)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange averages and weights, in place. Not a collective."""
+        for shard in self._shards:
+            weight = shard.values().clone()
+            shard.assign(self.params[shard.name])
+            self.params[shard.name].copy_(weight)
+        for name, buffer in self._live_buffers.items():
+            value = buffer.clone()
+            buffer.copy_(self.buffers[name])
+            self.buffers[name].copy_(value)
+
+    @torch.no_grad()
+    def load(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+        """Take over saved averages: entries as ``sharding/state/rank_state.py`` has them.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
+        if params.keys() != self.params.keys() or buffers.keys() != self.buffers.keys():
+            raise CheckpointError("The saved running average is of another model.")
+        for name, average in self.params.items():
+            average.copy_(params[name]["local"])
+        for name, average in self.buffers.items():
+            average.copy_(buffers[name])
+
+
+def require_wide(precision: Precision, what: str) -> None:
+    """Refuse what follows parameters in bfloat16: ``what`` takes steps of less than a last digit, which would be lost.
+
+    Raises:
+        ConfigError: parameters are in bfloat16.
+    """
+    if precision.rounding:
+        must = f"cannot go with {what}, which follows in steps that bfloat16 would lose"
+        raise ConfigError([Problem("config.TRAINER.DTYPE", "'bfloat16'", must, "Write config.TRAINER.DTYPE=float32.")])
+
+
+def follow_(average: Tensor, value: Tensor, decay: float) -> None:
+    """``average = decay * average + (1 - decay) * value``, in place; a decay of 0 copies."""
+    if decay == 0:
+        average.copy_(value)
+    else:
+        # Not lerp_: its vector and scalar code round differently, and shards are cut anywhere.
+        average.mul_(decay).add_(value * (1 - decay))
+
+
+def set_modes(teacher: nn.Module, has_own_statistics: bool) -> None:
+    """Set evaluation mode, so that nothing is dropped at random; batch norm may use its own batches' statistics."""
+    teacher.eval()
+    for module in teacher.modules():
+        if isinstance(module, _BatchNorm):
+            module.train(has_own_statistics)
+
+
+@torch.no_grad()
+def follow(teacher: ShardedModel, student: ShardedModel, momentum: float, unit_rows: Collection[str]) -> None:
+    """``teacher = momentum * teacher + (1 - momentum) * student``, element by element. Not a collective.
+
+    Buffers are left alone: batch norm in a teacher has seen the teacher's activations.
+
+    Args:
+        momentum: 0 copies.
+        unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+    """
+    # Units that are still gathered would keep the teacher of the last step.
+    teacher._before_shards_change()
+    for name, shard in teacher._shards.items():
+        value = student._shards[name].held()
+        if shard.is_on_disk:
+            moved = shard.values()
+            follow_(moved, value.to(moved.device), momentum)
+            shard.assign(moved)
+        else:
+            follow_(shard.local.detach(), value, momentum)
+            shard.publish()
+    for name in unit_rows:
+        teacher._shards[name].normalize_rows()
+
+
+def require_same_layout(teacher: ShardedModel, student: ShardedModel) -> None:
+    """Every shard of the teacher has the elements that the student holds of that parameter.
+
+    Raises:
+        VisslZeroError: a parameter of the teacher is none of the student's, or is cut otherwise.
+    """
+    for name, shard in teacher._shards.items():
+        mate = student._shards.get(name)
+        if mate is None or mate.held_shape() != shard.local.shape:
+            raise VisslZeroError(
+                f"The teacher's {name} is not cut as the student's: this engine joins parameters that the teacher does "
+                "not have with it. Write config.ZERO.ENGINE=torch."
+            )
