@@ -222,7 +222,7 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
         ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
     """
     # Frozen integers (a quantised base, a table of indices) are kept as they are.
-    numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or p.dtype.is_floating_point]
+    numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
     formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:
         if formats.keys() != {torch.bfloat16}:
@@ -259,6 +259,10 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     if settings.level == 0:
         return Precision(master, half, master, master, use_scale), tuple(notes)
     return Precision(master, None, half, master, use_scale), tuple(notes)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _the_only(formats: Mapping[torch.dtype, str]) -> str:

@@ -117,9 +117,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with waiting("optimizer.step()"):
             self._micro_batch.close()
             self._num_micro_batches += 1
-            if self._num_micro_batches == self._accumulation_steps:
-                self._update()
-            self._open_micro_batch()
+            try:
+                if self._num_micro_batches == self._accumulation_steps:
+                    self._num_micro_batches = 0
+                    self._update()
+            finally:  # also after a refusal: a loop that catches the error can continue
+                self._open_micro_batch()
         # After the next micro-batch is open, so that a loop that catches the error can continue.
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
             names = ", ".join(self.last_step.nonfinite_gradients()[:3])
@@ -263,7 +266,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.last_step = self._sharded.step()
         self.num_updates += 1
         self._sharded.retire_gradients()
-        self._num_micro_batches = 0
         if self._follower is not None and not self.last_step.skipped:
             self._sharded.follow(self._follower.decay_at(self.num_updates))
 

@@ -56,6 +56,7 @@ from vissl_zero.sharding.state.saved_state import (
 from vissl_zero.sharding.state.shard import Shard, WholeTensor, shards_of, whole_shard
 from vissl_zero.sharding.state.sharded_tensor import whole
 from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.torch_private import copy_versions
 from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
@@ -455,7 +456,7 @@ class ShardedModel:
             full = whole(entry) if isinstance(entry, Tensor) else entry
             if collectives.rank() == 0:
                 state[name] = full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else copy.deepcopy(full)
-        state._metadata = entries._metadata  # type: ignore[attr-defined]  # versions of modules, which loading reads
+        copy_versions(state, entries)
         return state
 
     def whole_tensors(self) -> list[WholeTensor]:

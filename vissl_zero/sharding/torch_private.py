@@ -272,6 +272,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def without_memory(cls: type, like: Tensor) -> Any:
+    """An object of a class of tensors that has the facts of ``like`` and no memory (``_make_wrapper_subclass``)."""
+    return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+
+def copy_versions(state: Any, given: Any) -> None:
+    """Give a state dict the versions of modules that another one has, which loading reads (``_metadata``)."""
+    state._metadata = given._metadata
+
+
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
     return module._non_persistent_buffers_set
@@ -317,6 +327,7 @@ def same_layout(left: Any, right: Any) -> bool:
 
 
 # For a class of tensors whose operations are caught below: nothing is caught above (``_disabled_torch_function_impl``).
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # a context in which nothing is caught above
 without_functions: Any = torch._C._disabled_torch_function_impl
 
 

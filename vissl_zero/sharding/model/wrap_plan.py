@@ -107,7 +107,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     checkpointed = _checkpointed(model, blocks, plan)
     # A container of models has no forward pass that could gather anything: each of its models is a root.
     kinds: dict[str, str] = {ROOT: "root"}
-    if not _is_callable(model) and not list(model.parameters(recurse=False)):
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
         kinds = dict.fromkeys((names[child] for child in _called_first(model)), "root")
     if plan.level:
         kinds |= dict.fromkeys(_large_layers(model, plan.wrap_threshold), "layer")

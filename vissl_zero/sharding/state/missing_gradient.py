@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.torch_private import real_grad, set_real_grad, without_functions
+from vissl_zero.sharding.torch_private import real_grad, set_real_grad, without_functions, without_memory
 
 _NONE_IS_FINE = "Setting it to None is possible."
 ELSEWHERE = (
@@ -49,7 +49,7 @@ class MissingGradient(Tensor):
     @staticmethod
     def __new__(cls, param: Tensor, why: str) -> MissingGradient:
         """A tensor without memory."""
-        made: MissingGradient = Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        made: MissingGradient = without_memory(cls, param)
         made.why = why
         return made
 

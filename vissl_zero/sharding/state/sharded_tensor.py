@@ -20,9 +20,12 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
 from vissl_zero.sharding.torch_private import (
+    as_plain_tensors,
+    local_tensor,
     operation_name,
     real_grad,
     same_layout,
+    set_local_tensor,
     set_real_grad,
     written_arguments,
 )
@@ -49,6 +52,9 @@ ON_FULL_TENSOR = {
     "along a dimension": "_log_softmax _softmax _unique2 argsort bincount cumprod cumsum flip index_add index_copy "
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
+# A new full tensor of a size that is given; the sharded one lends its type and device.
+NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
+_NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
 _ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
 _ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
 # The tensor itself under another name: memory is shared.
@@ -115,7 +121,7 @@ class ShardedTensor(DTensor):
             raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
         if func in _READ_WHOLE:
             args = (whole(args[0]), *args[1:])
-        with torch._C.DisableTorchFunctionSubclass(), _named(func):
+        with as_plain_tensors(), _named(func):
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -133,6 +139,8 @@ class ShardedTensor(DTensor):
             return _element_wise(func, args, kwargs)
         if base in _ON_FULL_TENSOR:
             return _on_full(func, args, kwargs)
+        if base in _NEW_TENSOR:
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         raise VisslZeroError(_refusal(name))
 
     @property
@@ -174,7 +182,10 @@ class ShardedTensor(DTensor):
 
     def as_computed(self) -> ShardedTensor:
         """The same memory, without history."""
-        found = _like(self, self._local_tensor)
+        local = local_tensor(self)
+        # Of a parameter on a disk, that has no memory; the device is the model's.
+        found = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
+        set_local_tensor(found, local)
         found.store, found.owner = self.store, self if self.owner is None else self.owner
         return found
 
@@ -225,7 +236,7 @@ class ReplacedParameter(nn.Parameter):
                 "place in the model. Read parameters from the model when they are used (self.linear.weight, "
                 "model.parameters()), and build helpers that keep them after initialize()."
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
 
