@@ -59,6 +59,13 @@ setup(
             "mypy",
             "pre-commit",
         ],
+        # DATA.BACKEND=fast.
+        "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],
+        # Data sources; the standard library reads the tars of webdataset.
+        "webdataset": [],
+        "arrow": ["pyarrow>=17"],
+        "lmdb": ["lmdb>=1.5"],
+        "hdf5": ["h5py>=3.11"],
         # Loggers (config.HOOKS.LOGGERS). mlflow-skinny with the two packages of its database: all of mlflow is 1 GB.
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],

@@ -36,13 +36,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimate times in this process instead of measuring them: the order of plans then is the same every time."""
-    target = "vissl_zero.planner.step_time.Rehearsal.seconds"
-    monkeypatch.setattr(target, lambda self, kind, facts, expected_s, num_bytes, prepare: expected_s)
-
-
-@pytest.fixture
 def short_path() -> Iterator[Path]:
     """A folder with a short name, for what keeps sockets in its TMPDIR: their names may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="test_") as name:

@@ -18,7 +18,7 @@ from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 
 # A dozen runs on real ranks, and a forecast of every plan.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("by_roofline")]
+pytestmark = pytest.mark.slow
 
 RECIPE = "digits/supervised"
 COMMON = (

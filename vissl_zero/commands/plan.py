@@ -31,8 +31,6 @@ Lists every combination of level, recomputation, tier and number of micro-batche
 forecast, cheapest first, and marks the cheapest that fits. Needs no data, GPU or processes. Plans use a disk only if
 an nvme_path is given (config.ZERO.offload_optimizer_config.nvme_path=<folder>). Unknown figures are "?" and null,
 never 0.
-vissl-zero plan --calibrate [folder on the disk to measure] measures this machine's CPU in about 10 s and remembers
-it; micro-batches that earlier plans have timed are timed again.
 vissl-zero plan --history <folder> shows forecast against measured memory of all plans of all runs under it.
 Exit codes: 0 every recipe has a plan that fits, 1 some recipe has none, 2 an error in your input.
 """
@@ -43,7 +41,7 @@ _VALUES = {
     "--machine": "config.ZERO.MACHINE_PROFILE",
     "--images": "config.DATA.TRAIN.DATA_LIMIT",
 }
-_FLAGS = ("--calibrate", "--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
+_FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
 NOTHING_FITS = 1
 _PER_MACHINE = 8
 _WIDTH = 220  # columns: a wrapped table is better than a cut one
@@ -58,8 +56,8 @@ def plan(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
-    if arguments[0] in _APART:
-        return _APART[arguments[0]](arguments[1:])
+    if arguments[0] == "--history":
+        return _history(arguments[1:])
     recipes, overrides, is_json, png = _parse(arguments)
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
@@ -87,25 +85,6 @@ def plan(arguments: Sequence[str]) -> int:
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS
 
 
-def _calibrate(words: Sequence[str]) -> int:
-    """Measure this machine, and say what was found."""
-    if len(words) > 1:
-        raise ConfigError("vissl-zero plan --calibrate takes one folder at most. See vissl-zero plan --help.")
-    from vissl_zero.planner.planning import measure_machine
-
-    try:
-        machine, remembered = measure_machine(Path(words[0] if words else ".").expanduser())
-    except OSError as error:
-        problem = Problem(
-            "vissl-zero plan --calibrate", str(error.filename or ""), str(error.strerror), "Name another folder."
-        )
-        raise ConfigError([problem]) from error
-    for name, value in vars(machine).items():
-        print(f"{name}: {value:.3g}" if isinstance(value, float) else f"{name}: {value}")
-    print(f"remembered: {remembered}")
-    return 0
-
-
 def _history(words: Sequence[str]) -> int:
     """Forecast against measured, plan by plan."""
     if len(words) != 1 or not Path(words[0]).is_dir():
@@ -118,9 +97,6 @@ def _history(words: Sequence[str]) -> int:
     logging.getLogger("torch").setLevel(logging.ERROR)
     Console(width=max(_WIDTH, Console().width), soft_wrap=True).print(history_table([*history(Path(words[0]))]))
     return 0
-
-
-_APART = {"--calibrate": _calibrate, "--history": _history}
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:

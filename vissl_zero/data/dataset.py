@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         self.seed = seed
         self.skip_broken = skip_broken
         self.label_type = label_type
-        self._broken: dict[int, BrokenImageError] = {}
+        self._broken: dict[int, tuple[str, str]] = {}  # name and reason: an error would keep its stack and its image
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
         """Load one micro-batch."""
@@ -75,28 +76,27 @@ class MicroBatchDataset(Dataset[Loaded]):
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
-    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Tensor], int | None]:
+    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], int | None]:
         """Crops and label of one sample, or of the first readable image after it."""
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
                 # It could not be decoded before, and a worker lives through all epochs.
                 if index in self._broken:
-                    raise self._broken[index]
-                image = self.source.image(index)
+                    raise BrokenImageError(*self._broken[index])
+                image = self.pipeline.read(self.source, index)
+                # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the
+                # random numbers.
+                seed_sample(self.seed, epoch, sample_id)
+                return self.pipeline.crops(image), self.source.label(index)
             except BrokenImageError as error:
                 if not self.skip_broken:
                     raise
-                self._broken[index] = error
+                self._broken[index] = error.name, error.reason
                 skipped[error.name] = error.reason
-                continue
-            # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the random
-            # numbers.
-            seed_sample(self.seed, epoch, sample_id)
-            return self.pipeline(image), self.source.label(index)
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[tuple[list[Tensor], int | None]], plan: MicroBatchPlan) -> ImageBatch:
+    def _collate(self, samples: Sequence[tuple[list[Any], int | None]], plan: MicroBatchPlan) -> ImageBatch:
         crops = [crops for crops, _ in samples]
         shapes = [tuple(crop.shape) for crop in crops[0]]
         for sample_id, other in zip(plan.sample_ids, crops, strict=True):
@@ -111,7 +111,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         ]
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
         return ImageBatch(
-            images=[torch.stack([sample[crop] for crop in same for sample in crops]) for same in resolutions],
+            images=[self.pipeline.stacked([sample[crop] for crop in same for sample in crops]) for same in resolutions],
             num_crops=[len(same) for same in resolutions],
             targets=self._targets([label for _, label in samples], ids),
             sample_ids=ids,

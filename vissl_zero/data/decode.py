@@ -7,15 +7,16 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
-from vissl_zero.atomic import open_regular
+from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.errors import DataError
 
 # What Pillow itself calls suspicious: a quarter of a GiB as 24-bit pixels. Pillow only warns there; here it is refused,
@@ -25,6 +26,11 @@ MAX_PIXELS = 89_478_485
 # Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "grey": (128, 128, 128), "black": (0, 0, 0)}
+MAX_FILE_BYTES = 2**30
+MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
+_GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
+_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
 
@@ -39,22 +45,94 @@ class BrokenImageError(DataError):
             "Delete or repair the file, or set config.DATA.ON_BROKEN_IMAGE=skip to use another image in its place."
         )
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # an exception is otherwise made again from its message
+        return BrokenImageError, (self.name, self.reason)
 
-def read_image(path: str | Path) -> Image.Image:
-    """The image at ``path`` as 8-bit RGB, wholly decoded.
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes image files in memory; the keys ``DATA.EXIF``, ``DATA.BACKGROUND`` and ``DATA.MAX_PIXELS``.
+
+    Attributes:
+        applies_exif: turn an image as its EXIF orientation says.
+        background: what shines through transparent pixels, red, green and blue; None: the color stored beneath them.
+        max_pixels: most pixels of an image.
+    """
+
+    applies_exif: bool = False
+    background: tuple[int, int, int] | None = None
+    max_pixels: int = MAX_PIXELS
+
+    @staticmethod
+    def of(data_cfg: Mapping[str, Any]) -> Decoder:
+        """Return the decoder that a DATA block asks for."""
+        background = BACKGROUNDS[data_cfg.get("BACKGROUND", "stored")]
+        return Decoder(data_cfg.get("EXIF") == "apply", background, data_cfg.get("MAX_PIXELS", MAX_PIXELS))
+
+    def image(self, data: bytes, name: str | Path) -> Image.Image:
+        """Decode a file to 8-bit RGB.
+
+        Args:
+            data: content of the file.
+            name: of the image, for errors.
+        Raises:
+            BrokenImageError: damaged, truncated, not an image, more than ``max_pixels`` pixels, too slow to decode, or
+                of pixels whose range is not known (floating point, 32-bit integers, 12-bit TIFF).
+        """
+        with _named(name), _limit_of(self.max_pixels):
+            if data[:2] == _GZIP:
+                raise BrokenImageError(str(name), "it is compressed with gzip (unpack it with gunzip)")
+            try:
+                return self._decoded(data, name)
+            except ValueError:
+                # Pillow limits texts and color profiles of a PNG. The pixels need neither.
+                if data[:8] != _PNG:
+                    raise
+                return self._decoded(_without_texts(data), name)
+
+    def _decoded(self, data: bytes, name: str | Path) -> Image.Image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            self.check(*image.size, data, name)
+            turned = ImageOps.exif_transpose(image) if self.applies_exif else image
+            opaque = turned if self.background is None else _on(self.background, turned)
+            return _as_8_bits(opaque, image, name).convert("RGB")
+
+    def check(self, width: int, height: int, data: bytes, name: str | Path) -> None:
+        """Refuse what would take too much memory or time, before any pixel is decoded.
+
+        A progressive JPEG passes over all pixels once a scan, and a scan may be a few bytes long. The limit is of
+        work, not of time, so that every machine refuses the same files.
+        """
+        if width * height > self.max_pixels:
+            raise BrokenImageError(
+                str(name),
+                f"its {width} x {height} pixels are more than the {self.max_pixels:,} that are read (oversized; "
+                "config.DATA.MAX_PIXELS is the limit)",
+            )
+        scans = data.count(_START_OF_SCAN) if data[:2] == _JPEG else 0
+        if scans > MAX_SCANS and scans * width * height > MAX_SCANNED:
+            work = f"its {scans:,} scans of {width} x {height} pixels take too long to decode"
+            raise BrokenImageError(str(name), work)
+
+
+def read_file(path: str | Path) -> bytes:
+    """Read an image file.
 
     Raises:
-        BrokenImageError: missing, damaged, truncated, not an image, more than ``MAX_PIXELS`` pixels, or of pixels whose
-            range is not known (floating point, 32-bit integers, 12-bit TIFF).
+        BrokenImageError: missing, not a regular file, unreadable, or more than ``MAX_FILE_BYTES``.
     """
-    with _named(path), os.fdopen(open_regular(path, follow_links=True), "rb") as file:  # a pipe would block for ever
-        return _decoded(file, path)
+    with _named(path):
+        return read_regular(path, MAX_FILE_BYTES, follow_links=True)  # a pipe would block for ever
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """Read and decode the image at ``path``, as ``Decoder()`` does."""
+    return Decoder().image(read_file(path), path)
 
 
 def decode_image(data: bytes, name: str) -> Image.Image:
-    """An image whose file is in memory, as from a database; ``name`` is what errors call it. Else as ``read_image``."""
-    with _named(name):
-        return _decoded(io.BytesIO(data), name)
+    """Decode an image whose file is in memory, as ``Decoder()`` does; ``name`` is what errors call it."""
+    return Decoder().image(data, name)
 
 
 @contextmanager
@@ -71,10 +149,37 @@ def _named(name: str | Path) -> Iterator[None]:
         raise BrokenImageError(str(name), _reason(error)) from error
 
 
-def _decoded(file: BinaryIO, path: str | Path) -> Image.Image:
-    with Image.open(file, formats=FORMATS) as image:
-        _check_size(image, path)
-        return _as_8_bits(image, path).convert("RGB")
+@contextmanager
+def _limit_of(max_pixels: int) -> Iterator[None]:
+    """Raise Pillow's own limit where more pixels are allowed; it refuses twice its number."""
+    before = Image.MAX_IMAGE_PIXELS
+    if before is not None and max_pixels > before:
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _without_texts(data: bytes) -> bytes:
+    """Copy a PNG without its texts and its color profile."""
+    kept, at = [data[:8]], 8
+    while at + 8 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")  # length, kind, content, checksum
+        if data[at + 4 : at + 8] not in _TEXTS:
+            kept.append(data[at:end])
+        at = end
+    return b"".join(kept)
+
+
+def _on(background: tuple[int, int, int], image: Image.Image) -> Image.Image:
+    """Lay an image that has transparent pixels on a background; others stay as they are."""
+    if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
+        return image
+    if image.mode.startswith("I"):
+        return image  # 16-bit grey with one value for transparent: PNG's; its range is kept instead
+    whole = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", whole.size, (*background, 255)), whole)
 
 
 def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
@@ -99,24 +204,17 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
     return values
 
 
-def _check_size(image: Image.Image, path: str | Path) -> None:
-    """Look at the header's size before any pixel is decoded."""
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise BrokenImageError(
-            str(path), f"its {width} x {height} pixels are more than the {MAX_PIXELS:,} that are read (oversized)"
-        )
-
-
-def _as_8_bits(image: Image.Image, path: str | Path) -> Image.Image:
+def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image.Image:
     """Grey of 16 bits as grey of 8, 65,535 as 255; Pillow's own ``convert`` would cut off all above 255.
+
+    ``file`` is the image as opened, which knows its format.
 
     Pillow reads color of 16 bits as 8 by itself. The value range of a float or 32-bit image is unknown.
     """
-    is_16_bits = image.mode == "I" and image.format in ("PPM", "PNG")  # PNG: before Pillow 10
+    is_16_bits = image.mode == "I" and file.format in ("PPM", "PNG")  # PNG: before Pillow 10
     if image.mode.startswith("I;16") or is_16_bits:
-        depths = _tag(image, _BITS_PER_SAMPLE)
-        if _tag(image, _PHOTOMETRIC) == {0}:
+        depths = _tag(file, _BITS_PER_SAMPLE)
+        if _tag(file, _PHOTOMETRIC) == {0}:
             raise BrokenImageError(str(path), "its 16-bit grey is stored with 0 for white, which is not read")
         if depths <= {16}:
             grey = np.asarray(image).astype(np.uint32)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
-from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline, build_pipeline
+from vissl_zero.data.pipeline import Pipeline, build_eval_pipeline, build_split_pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
@@ -103,7 +103,7 @@ def build_loader(
     """
     cfg = data_cfg[split]
     source = build_source(data_cfg, split, seed)
-    transform = build_pipeline(cfg["TRANSFORMS"], f"config.DATA.{split}.TRANSFORMS")
+    transform = build_split_pipeline(data_cfg, split)
     order = EpochOrder(
         num_samples=len(source),
         micro_batch=batch_per_rank * world_size,

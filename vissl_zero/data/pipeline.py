@@ -13,6 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.components import typed_options
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
 from vissl_zero.registry import TRANSFORMS, Component
 
@@ -25,9 +27,29 @@ def build_eval_pipeline(data_cfg: Mapping[str, Any]) -> Pipeline:
     The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
     """
     if data_cfg["TEST"]["TRANSFORMS"]:
-        return build_pipeline(data_cfg["TEST"]["TRANSFORMS"], "config.DATA.TEST.TRANSFORMS")
-    train = data_cfg["TRAIN"]["TRANSFORMS"]
-    return build_pipeline(derive_eval_transforms(train), "config.DATA.TRAIN.TRANSFORMS")
+        return build_split_pipeline(data_cfg, "TEST")
+    entries = derive_eval_transforms(data_cfg["TRAIN"]["TRANSFORMS"])
+    return _with_backend(data_cfg, entries, "config.DATA.TRAIN.TRANSFORMS")
+
+
+def build_split_pipeline(data_cfg: Mapping[str, Any], split: str) -> Pipeline:
+    """Build the pipeline of the TRANSFORMS of a split ("TRAIN" or "TEST"), for the backend of the DATA block.
+
+    Raises:
+        ConfigError: as ``build_pipeline``; also transforms that the backend does not have.
+    """
+    return _with_backend(data_cfg, data_cfg[split]["TRANSFORMS"], f"config.DATA.{split}.TRANSFORMS")
+
+
+def _with_backend(data_cfg: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
+    if data_cfg.get("BACKEND", "pil") == "pil":
+        return build_pipeline(entries, key)
+    try:
+        from vissl_zero.data.fast.pipeline import build_fast_pipeline
+    except ModuleNotFoundError as error:
+        fix = "Run pip install vissl-zero[fast], or write config.DATA.BACKEND=pil."
+        raise ConfigError([Problem("config.DATA.BACKEND", "fast", f"needs {error.name}", fix)]) from error
+    return build_fast_pipeline(entries, key, Decoder.of(data_cfg))
 
 
 def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -65,8 +87,20 @@ class Pipeline:
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]):
         self.transforms = tuple(transforms)
 
+    def read(self, source: Source, index: int) -> Any:
+        """Read an image as ``crops`` takes it. Raises BrokenImageError."""
+        return source.image(index)
+
     def __call__(self, image: Image.Image) -> list[Tensor]:
-        """The crops of an image, float (3, H, W) each, in the order in which they were made.
+        """Make the crops of an image, float (3, H, W) each; see ``crops``."""
+        return self.crops(image)
+
+    def stacked(self, crops: Sequence[Any]) -> Tensor:
+        """Gather crops of one shape in one new tensor (N, 3, H, W)."""
+        return torch.stack(list(crops))
+
+    def crops(self, image: Any) -> list[Any]:
+        """Make the crops of an image, with their ``shape``, in the order in which they were made.
 
         Raises:
             DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.
@@ -128,7 +162,7 @@ def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
         raise ConfigError([Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name.")])
     name = str(entry["name"])
     component = _find(name, key)
-    arguments = {argument: _argument(value, key) for argument, value in entry.items() if argument != "name"}
+    arguments = {word: argument(value, key) for word, value in entry.items() if word != "name"}
     if component.config is not None:
         arguments = typed_options(component, arguments, f"{key}.{name}")
     try:
@@ -156,7 +190,7 @@ def torchvision_names() -> list[str]:
     return sorted(name for name, thing in everything if inspect.isclass(thing) and not issubclass(thing, Enum))
 
 
-def _argument(value: Any, key: str) -> Any:
+def argument(value: Any, key: str) -> Any:
     """An argument as the constructor wants it: YAML has neither nested transforms nor enumerations."""
     if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
         return InterpolationMode(value)

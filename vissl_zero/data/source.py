@@ -7,7 +7,7 @@ each image, or a row of several labels for each, as VISSL writes those of VOC07.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from vissl_zero.config.components import typed_options
-from vissl_zero.data.decode import read_array
+from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES, require_interface
 
@@ -41,6 +41,33 @@ class Source(Protocol):
         """What to call an image in messages: its path, where it has one."""
 
 
+class EncodedSource:
+    """A source of image files, wherever they lie. A subclass reads a file, and has the rest of ``Source``.
+
+    The fast backend decodes such a file itself, and no larger than needed.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file of an image, not decoded. Raises BrokenImageError."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def image(self, index: int) -> Image.Image:
+        """Read and decode the file. Raises BrokenImageError."""
+        return self.decoder.image(self.encoded(index), self.name(index))
+
+
+def encoded_image(source: Source, index: int) -> bytes | Image.Image:
+    """Return the file of an image where ``source`` has files, else the image."""
+    read = getattr(source, "encoded", None)
+    return source.image(index) if read is None else read(index)
+
+
 @dataclass(frozen=True)
 class SourceRequest:
     """A request for a source: the first argument of every component in ``DATA_SOURCES``.
@@ -55,6 +82,7 @@ class SourceRequest:
         class_names: classes that labels must count by (those of TRAIN, for TEST), or empty to take the source's own.
         dataset_names: DATASET_NAMES, for a source that knows data sets by name.
         path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
+        decoder: decodes files as the DATA block says.
     """
 
     split: str
@@ -65,13 +93,35 @@ class SourceRequest:
     class_names: tuple[str, ...] = ()
     dataset_names: tuple[str, ...] = ()
     path_prefix: tuple[str, str] = ("", "")
+    decoder: Decoder = field(default_factory=Decoder)
 
 
 @dataclass(frozen=True)
-class Subset:
-    """Some images of a source, by index."""
+class _Derived:
+    """A source made of another; image i is image ``_at(i)`` of that one."""
 
     source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _at(self, index: int) -> int:
+        return index
+
+    def image(self, index: int) -> Image.Image:
+        return self.source.image(self._at(index))
+
+    def encoded(self, index: int) -> bytes | Image.Image:
+        return encoded_image(self.source, self._at(index))
+
+    def name(self, index: int) -> str:
+        return self.source.name(self._at(index))
+
+
+@dataclass(frozen=True)
+class Subset(_Derived):
+    """Some images of a source, by index."""
+
     indices: tuple[int, ...]
 
     @property
@@ -82,14 +132,11 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(self.indices[index])
+    def _at(self, index: int) -> int:
+        return self.indices[index]
 
     def label(self, index: int) -> int | None:
         return self.source.label(self.indices[index])
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
 
 
 def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
@@ -116,6 +163,7 @@ def build_source(data_cfg: Mapping[str, Any], split: str, seed: int, class_names
         class_names=tuple(class_names),
         dataset_names=tuple(cfg.get("DATASET_NAMES", ())),
         path_prefix=(cfg.get("REMOVE_IMG_PATH_PREFIX", ""), cfg.get("NEW_IMG_PATH_PREFIX", "")),
+        decoder=Decoder.of(data_cfg),
     )
     options = typed_options(component, cfg.get("SOURCE_PARAMS", {}), f"config.DATA.{split}.SOURCE_PARAMS")
     source: Source = component.build(request, **options)
@@ -256,50 +304,29 @@ def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator,
 
 
 @dataclass(frozen=True)
-class Relabelled:
+class Relabelled(_Derived):
     """A source under labels from elsewhere."""
 
-    source: Source
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(index)
 
     def label(self, index: int) -> int | None:
         return self.labels[index]
 
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
 
 @dataclass(frozen=True, eq=False)
-class MultiLabelled:
+class MultiLabelled(_Derived):
     """A source whose images have several labels each, so that none of them is its class.
 
     Attributes:
-        source: the images.
         matrix: (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
     """
 
-    source: Source
     matrix: np.ndarray
     class_names: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(index)
-
     def label(self, index: int) -> int | None:
         return None
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
 
 
 def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled | MultiLabelled:

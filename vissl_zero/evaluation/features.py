@@ -23,7 +23,7 @@ from vissl_zero.collectives import all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
-from vissl_zero.data.pipeline import Pipeline, build_pipeline
+from vissl_zero.data.pipeline import Pipeline, build_split_pipeline
 from vissl_zero.data.source import Source
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
@@ -235,7 +235,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
     """
     data_cfg: Mapping[str, Any] = run.plan.config["DATA"]
-    pipeline = build_pipeline(data_cfg["TRAIN"]["TRANSFORMS"], "config.DATA.TRAIN.TRANSFORMS")
+    pipeline = build_split_pipeline(data_cfg, "TRAIN")
     dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg["ON_BROKEN_IMAGE"] == "skip")
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0

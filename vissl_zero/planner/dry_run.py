@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +32,7 @@ from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_un
 from vissl_zero.planner.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
-from vissl_zero.planner.step_time import measured_machine
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
-from vissl_zero.resolve.host import torchrun_ranks
 from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
@@ -155,14 +152,11 @@ class Stage:
             return kept_in_part(chosen, budget, self.forecaster)
 
 
-def set_stage(
-    plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None, *, is_timed: bool = False
-) -> Stage:
+def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
         plan: of the run.
-        is_timed: forecasts run micro-batches with real tensors for some seconds, if this machine's CPU is to train.
         check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.
@@ -207,20 +201,18 @@ def set_stage(
         Frozen(plan.config["MODEL"]["TEMP_FROZEN_PARAMS_ITER_MAP"], names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
         fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
-        # Made when they are first used.
-        reals = functools.cache(lambda: _faked(batch, num_local, num_global, dtype_of(precision.master)))
 
-        def run_with(model: Any, teacher: Any, method: Any, images: ImageBatch) -> tuple[torch.Tensor, Any]:
+        def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(0, 0)
-            set_random_key(plan.seed, 0, images.sample_ids)
-            seen, taught = method.see(images), None
+            set_random_key(plan.seed, 0, fakes.sample_ids)
+            seen, taught = method.see(fakes), None
             if teacher is not None:
                 with torch.no_grad():
                     taught = method.run_teacher(teacher, seen)
             settings = plan.config["MODEL"]["FEATURE_EVAL_SETTINGS"]
             if plan.config["TEST_ONLY"] and not settings["EVAL_TRUNK_AND_HEAD"]:
                 # The heads are not used, and there may be no labels for a loss.
-                outputs = [getattr(output, "embeddings", output) for output in model(images.images)]
+                outputs = [getattr(output, "embeddings", output) for output in model(fakes.images)]
                 return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
             outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
@@ -234,7 +226,7 @@ def set_stage(
             world_size=plan.world_size,
             num_nodes=plan.num_nodes,
             device_type=plan.device,
-            run_forward=lambda: run_with(model, teacher, method, fakes),
+            run_forward=run_forward,
             inputs=fakes.images,
             is_averaged=plan.config["HOOKS"]["EMA_MODEL"]["SAVE_EMA_MODEL"],
             is_uniform=True,
@@ -242,7 +234,6 @@ def set_stage(
             loss=method,
             machine=described_machine(plan),
             num_threads=plan.threads_per_rank,
-            run_real=(lambda a, b, c: run_with(a, b, c, reals())) if is_timed and _is_here(plan) else None,
         )
         forecaster = Forecaster(subject, plan.sharding)
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
@@ -300,20 +291,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def described_machine(plan: ResolvedRun) -> MachineProfile | None:
-    """The machine that ``ZERO.MACHINE_PROFILE`` describes; else the measurements of this machine, if there are any.
-
-    With several machines, measurements are ignored: each machine decides separately, and all must decide the same.
-    """
+    """Return the machine that ``ZERO.MACHINE_PROFILE`` describes."""
     profile = plan.config["ZERO"]["MACHINE_PROFILE"]
-    if profile:
-        return read_profile(profile)
-    return measured_machine(plan.device) if plan.num_nodes == 1 else None
-
-
-def _is_here(plan: ResolvedRun) -> bool:
-    """Whether this machine's CPU is to train and this process alone decides: all ranks must choose alike."""
-    is_alone = plan.num_nodes == 1 and torchrun_ranks(os.environ) is None
-    return plan.device == "cpu" and is_alone and not plan.config["ZERO"]["MACHINE_PROFILE"]
+    return read_profile(profile) if profile else None
 
 
 def _data(plan: ResolvedRun) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +21,15 @@ from vissl_zero.models.model import Unit
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
-from vissl_zero.planner.equal_units import recorded
 from vissl_zero.planner.machine_profile import MachineProfile
 from vissl_zero.planner.memory_model import ModelFacts, StepMemory, UpdateFacts, step_memory
 from vissl_zero.planner.step_time import (
-    Rehearsal,
-    Rehearsed,
     cause_of,
     machine_for,
-    real_copies,
-    real_tensor,
     step_seconds,
     work_seconds,
 )
-from vissl_zero.planner.step_trace import Recorder, StepTrace
+from vissl_zero.planner.step_trace import Recorder, StepTrace, record_step
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.memory import Bytes, Storages
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
@@ -108,8 +102,6 @@ class Subject:
         loss: buffers of it are counted.
         machine: whose rates estimate the time; None: what is assumed of the device.
         num_threads: of torch in a rank, on the CPU.
-        run_real: as ``run_forward``, with the model, the teacher and the loss that it is given, which have values; its
-            time is measured in a process that is forked. None: time is estimated alone.
     """
 
     model: nn.Module
@@ -126,7 +118,6 @@ class Subject:
     num_nodes: int = 1
     machine: MachineProfile | None = None
     num_threads: int = 1
-    run_real: Callable[[Any, Any, Any], tuple[Tensor, Any]] | None = None
 
 
 class Forecaster:
@@ -146,9 +137,6 @@ class Forecaster:
         self._model_facts: dict[int, ModelFacts] = {}
         self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
-        self._rehearsal = Rehearsal(subject.num_threads)
-        self._micro_batches: dict[tuple[str, ...], float] = {}
-        self._update_seconds: dict[tuple[int, UpdateRule], float] = {}
         require_float8(subject.model, plan.float8, torch.device("cpu"))
         for module in filter(None, (subject.model, subject.teacher)):
             quantize_layers(module, plan.float8)
@@ -200,7 +188,6 @@ class Forecaster:
                 subject.device_type,
                 step,
                 subject.num_threads,
-                self._rehearsed(plan, trace, facts, num_ranks, rule),
             )
         taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, taught)
@@ -234,11 +221,6 @@ class Forecaster:
         return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
 
     @property
-    def estimated(self) -> list[str]:
-        """What was to be run with real tensors and failed, so that its time is estimated."""
-        return self._rehearsal.failures
-
-    @property
     def has_batch_norm(self) -> bool:
         """Whether samples of a micro-batch share statistics."""
         return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
@@ -249,69 +231,6 @@ class Forecaster:
         if checkpointed not in self._traces:
             self._traces[checkpointed] = self._record(plan, checkpointed)
         return self._traces[checkpointed]
-
-    def _rehearsed(
-        self, plan: ShardingPlan, trace: StepTrace, facts: ModelFacts, num_ranks: int, rule: UpdateRule
-    ) -> Rehearsed:
-        """What of a step was run with real tensors: nothing if the time of another machine is asked for."""
-        subject = self._subject
-        run_real = subject.run_real
-        if run_real is None:
-            return Rehearsed()
-        machine = subject.machine or machine_for(subject.device_type)
-        held = sum(param.num_bytes for param in (*facts.params.values(), *facts.teacher.values()))
-        checkpointed = self._wrap_plan(plan).checkpointed
-        with unset_fake_temporarily():
-            if checkpointed not in self._micro_batches:
-                # Parameters and gradients; activations.
-                num_bytes = 2 * held + trace.input_bytes + max(accumulate(trace.deltas), default=0)
-                expected = work_seconds(trace.work, plan, machine, subject.num_threads)
-                self._micro_batches[checkpointed] = self._rehearsal.seconds(
-                    "micro-batch",
-                    (trace.deltas, trace.work),
-                    expected,
-                    num_bytes,
-                    lambda: self._micro_batch(run_real, plan, checkpointed),
-                )
-            if (num_ranks, rule) not in self._update_seconds:
-                update = facts.updates[num_ranks]
-                num_bytes = 3 * held + update.state_bytes + update.temporary_bytes
-                shapes = [tuple(param.shape) for param in facts.params.values()]
-                self._update_seconds[num_ranks, rule] = self._rehearsal.seconds(
-                    "update",
-                    (shapes, num_ranks, rule, Clipping.of(plan), str(subject.build_optimizer), update),
-                    num_bytes / machine.memory,
-                    num_bytes,
-                    lambda: self._update(plan, num_ranks, rule),
-                )
-        return Rehearsed(self._micro_batches[checkpointed], self._update_seconds[num_ranks, rule])
-
-    def _micro_batch(
-        self, run_real: Callable[[Any, Any, Any], tuple[Tensor, Any]], plan: ShardingPlan, checkpointed: Sequence[str]
-    ) -> Callable[[], None]:
-        """Forward and backward with real tensors, among pretended ranks that have the same images."""
-        subject = self._subject
-        model, teacher, loss = real_copies((subject.model, subject.teacher, subject.loss))
-        _recompute(model, checkpointed)
-
-        def run() -> None:
-            with self._pretended(plan, filter(None, (model, teacher))):
-                value, held = run_real(model, teacher, loss)
-                value.backward()
-                del value, held
-            for param in model.parameters():
-                param.grad = None
-
-        return run
-
-    def _update(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> Callable[[], object]:
-        (model,) = real_copies((self._subject.model,))
-        stepper, shards, _ = _stepper(self._subject, plan, _trained(self._subject, model, num_ranks, rule))
-        random = torch.Generator().manual_seed(0)
-        for shard in shards.values():
-            shard.local.grad = real_tensor(shard.local.detach(), random)
-        stepper.step(())
-        return lambda: stepper.step(())
 
     @contextmanager
     def _pretended(self, plan: ShardingPlan, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -347,7 +266,9 @@ class Forecaster:
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
         try:
             with self._pretended(plan, modules):
-                return recorded(subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others)
+                return record_step(
+                    subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others
+                ).trace
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values

@@ -24,7 +24,7 @@ from vissl_zero.planner.candidates import Budget, Candidate, Found, because, cho
 from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, most_bytes, shortfall, with_option
 from vissl_zero.planner.machine_profile import MachineProfile
-from vissl_zero.planner.step_time import cache_file, calibrate, machine_for, one_thread
+from vissl_zero.planner.step_time import machine_for
 from vissl_zero.resolve.host import RESERVE, free_memory
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -45,7 +45,7 @@ class Planned:
         plan: the run as it would be at level 0.
         candidates: cheapest first.
         budget: of a rank.
-        assumed: sentences on what was assumed of the images and the time.
+        assumed: sentences on what was assumed of the images.
         num_images: of the run.
         machine: whose rates time the candidates.
     """
@@ -99,7 +99,6 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     return FitPlans(options, budget.memory, budget.given, why)
 
 
-@one_thread()
 def plan_run(
     cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
 ) -> Planned:
@@ -119,20 +118,18 @@ def plan_run(
     folder = next((tier.nvme_path for tier in tiers if tier.nvme_path), None)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
-    stage = set_stage(plan, is_timed=True)
+    stage = set_stage(plan)
     stages = [stage]
     if stage.can_split():
         for times in _SPLITS:
             if plan.batch_per_rank % times == 0:
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
                 part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
-                stages.append(set_stage(part, is_timed=True))
+                stages.append(set_stage(part))
     budget = budget_of(cfg, plan, free_bytes)
     candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    estimated = dict.fromkeys(sentence for stage in stages for sentence in stage.forecaster.estimated)
-    assumed = (*stage.assumed, *estimated)
-    return Planned(plan, candidates, budget, assumed, len(stage.loader.source), machine)
+    return Planned(plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
@@ -190,15 +187,6 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
     memory = max(0, memory - RESERVE)
     source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
     return Budget(memory, host, disk, source, given=memory if is_given else None)
-
-
-def measure_machine(folder: Path) -> tuple[MachineProfile, Path]:
-    """Measure this machine's CPU, and the disk of ``folder``, and remember it; what was found, and the file of it.
-
-    Raises:
-        OSError: the folder or that file cannot be written.
-    """
-    return calibrate(folder), cache_file()
 
 
 def _without_choice(cfg: RunConfig) -> RunConfig:

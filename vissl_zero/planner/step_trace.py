@@ -11,7 +11,7 @@ What is computed and moved is summed in such a way that any machine's rates can 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -206,18 +206,16 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         trace: what was noted.
-        births: for each of its deltas, the index of the one that made the storage.
         works: for each of its marks, what was done before it.
     """
 
     def __init__(self, constants: Storages):
         super().__init__()
         self.trace = StepTrace()
-        self.births: list[int] = []
         self.works: list[Work] = []
         self._work = WorkCounter()
         self._constants = constants
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,8 +263,8 @@ class Recorder(TorchDispatchMode):
         key = object_address(tensor.untyped_storage())
         if key not in self._alive:  # it shares a storage with something else
             return tensor.nbytes
-        _, num_bytes, birth = self._alive.pop(key)
-        self._change(-num_bytes, birth)
+        _, num_bytes = self._alive.pop(key)
+        self.trace.deltas.append(-num_bytes)
         return num_bytes
 
     def peak_bytes(self) -> int:
@@ -275,7 +273,7 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Bytes in this account now."""
-        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
+        return sum(num_bytes for _, num_bytes in self._alive.values())
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -286,19 +284,13 @@ class Recorder(TorchDispatchMode):
         if not num_bytes:
             return 0
 
-        birth = len(self.births)
-
         def gone(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
-                self._change(-num_bytes, birth)
+                self.trace.deltas.append(-num_bytes)
 
-        self._alive[key] = weakref.ref(storage, gone), num_bytes, birth
-        self._change(num_bytes, birth)
-        return num_bytes
-
-    def _change(self, num_bytes: int, birth: int) -> None:
+        self._alive[key] = weakref.ref(storage, gone), num_bytes
         self.trace.deltas.append(num_bytes)
-        self.births.append(birth)
+        return num_bytes
 
 
 def record_step(
@@ -308,11 +300,8 @@ def record_step(
     inputs: Sequence[Tensor],
     teacher: nn.Module | None = None,
     others: Sequence[Tensor] = (),
-    unmarked: Collection[nn.Module] = (),
 ) -> Recorder:
     """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
-
-    See ``equal_units.recorded``, which spares most of a deep model.
 
     Args:
         model: prepared (number formats, batch norm, recomputation), of fake tensors.
@@ -321,7 +310,6 @@ def record_step(
         inputs: what every micro-batch holds before it begins.
         teacher: whose units are marked too.
         others: tensors of other accounts (buffers of the loss).
-        unmarked: units that are left out.
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
     if teacher is not None:
@@ -333,9 +321,9 @@ def record_step(
         for param in model.parameters():
             if param.requires_grad:
                 stack.enter_context(_removed(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, names))))
-        stack.enter_context(_marked_units(model, wrap_plan, recorder, False, unmarked))
+        stack.enter_context(_marked_units(model, wrap_plan, recorder, False))
         if teacher is not None:
-            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, True, unmarked))
+            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, True))
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
@@ -376,15 +364,13 @@ def _removed(*handles: RemovableHandle) -> Iterator[None]:
 
 
 @contextmanager
-def _marked_units(
-    model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool, unmarked: Collection[nn.Module]
-) -> Iterator[None]:
+def _marked_units(model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool) -> Iterator[None]:
     """Note where units are entered and left."""
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for unit in wrap_plan.units:
             for name in unit.modules:
-                if name in modules and modules[name] not in unmarked:  # a teacher may have less
+                if name in modules:  # a teacher may have less
                     stack.enter_context(_marked(modules[name], unit.modules[0], recorder, is_teacher))
         yield
 

@@ -22,6 +22,7 @@ from vissl_zero.config.programs import RETRIEVAL
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
+from vissl_zero.resolve.fast_forms import fast_backend
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.placement_plan import micro_batch, ranks
 from vissl_zero.vissl.programs import SEGMENTATION
@@ -264,7 +265,6 @@ def same_origin(cfg: RunConfig, host: Host) -> Problem | None:
 # As the data room reads them; a test holds the two together.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
-_MAX_DEPTH = 32
 
 
 def paths(cfg: RunConfig, host: Host) -> list[Problem]:
@@ -334,10 +334,18 @@ def _missing_part(path: Path) -> tuple[Path, str]:
     return existing, path.absolute().relative_to(existing).parts[0]
 
 
-def image_files(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[str]:
-    """Paths of the images in a folder and below it, hidden ones left out, in no order; lists as it goes."""
-    if depth > _MAX_DEPTH:
-        return
+def image_files(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Paths of the images in a folder and below it, hidden ones left out, in no order; lists as it goes.
+
+    A folder counts once in each folder of the first level (a class may be a link to another), so that links end.
+    """
+    top = os.stat(folder)  # noqa: PTH116 - may be bytes of any encoding
+    yield from _below(folder, None, {(top.st_dev, top.st_ino)})
+
+
+def _below(
+    folder: str | os.PathLike[str], seen: set[tuple[int, int]] | None, top: set[tuple[int, int]]
+) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -345,7 +353,10 @@ def image_files(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[str]
             if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
                 yield entry.path
             elif entry.is_dir():
-                yield from image_files(entry.path, depth + 1)
+                within, facts = set(top) if seen is None else seen, entry.stat()
+                if (own := (facts.st_dev, facts.st_ino)) not in within:
+                    within.add(own)
+                    yield from _below(entry.path, within, top)
 
 
 def num_images(name: str, split: Split, most: int) -> int | None:
@@ -426,4 +437,7 @@ _MIXABLE = {
     "simclr_info_nce_loss": "simclr",
     "moco_loss": "moco",
 }
-DATA_RULES = (mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms, paths, enough)
+DATA_RULES = (
+    *(mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms),
+    *(fast_backend, paths, enough),
+)

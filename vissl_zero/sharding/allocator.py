@@ -28,16 +28,6 @@ def give_back_large_blocks() -> None:
     _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
-def keep_freed_blocks() -> None:
-    """Have glibc keep every freed block of up to 32 MiB for reuse, so that nothing is cleared twice.
-
-    It affects the whole process, for good. Elsewhere than on glibc, and where the user has chosen, it does nothing.
-    """
-    if not any(name in os.environ for name in (*_NAMES, *_OTHER_CHOICES)):
-        _set(_M_MMAP_THRESHOLD, 2**25)
-        _set(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def return_free_pages() -> None:
     """Have glibc return the free pages between blocks in use to the system. Without glibc this does nothing.
 

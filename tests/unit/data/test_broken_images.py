@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gzip
+import io
 import os
+import pickle
 import struct
 import warnings
 import zlib
@@ -12,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.unit.data.conftest import MakeData, save_image
-from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, decode_image, read_image
+from vissl_zero.data.decode import MAX_PIXELS, BrokenImageError, Decoder, decode_image, read_image
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.data.source import relabel
 from vissl_zero.data.sources.disk import read_list
@@ -210,3 +214,46 @@ def test_pixels_whose_range_is_not_known_are_refused(tmp_path, kind, says):
     Image.fromarray(np.array([[0, 1], [0.5, 0.25]]).astype(kind)).save(tmp_path / "image.tif")
     with pytest.raises(BrokenImageError, match=f"its pixels are {says}, with an unknown white level"):
         read_image(tmp_path / "image.tif")
+
+
+def test_a_broken_image_error_survives_pickling_with_its_parts() -> None:
+    error = pickle.loads(pickle.dumps(BrokenImageError("a.jpg", "it is truncated")))
+    assert (error.name, error.reason) == ("a.jpg", "it is truncated") and "a.jpg cannot be used" in str(error)
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_skipping_keeps_no_exception_and_no_image(make_data: MakeData, photos: Path, backend: str) -> None:
+    truncate(photos / "a/1.jpg")
+    data = make_data("disk_folder", photos, broken="skip") | {"BACKEND": backend}
+    loader = build_loader(data, "TRAIN", 1, 4, 0, 1, 1)
+    dataset = loader._stream._loader.dataset
+    first, again = ([list(step[0].images) for step in loader.epoch(epoch)] for epoch in (0, 0))
+    assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert list(dataset._broken) == [1] and all(isinstance(text, str) for text in dataset._broken[1])
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (3000, 2000)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert decode_image(data, "x").size == (3000, 2000)
+    at = data.rindex(b"\xff\xda")
+    scan = data[at:-2]
+    with pytest.raises(BrokenImageError, match="scans of 3000 x 2000 pixels take too long"):
+        decode_image(data[:at] + scan * 5000 + data[-2:], "x")
+
+
+def test_odd_files_are_read_as_documented(tmp_path: Path) -> None:
+    notes = PngInfo()
+    notes.add_text("parameters", "x" * 3_000_000, zip=True)
+    save_image(tmp_path / "x.png", 3)
+    Image.open(tmp_path / "x.png").save(tmp_path / "text.png", pnginfo=notes)
+    assert np.array_equal(np.asarray(read_image(tmp_path / "text.png")), np.asarray(read_image(tmp_path / "x.png")))
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    data = (tmp_path / "clear.png").read_bytes()
+    assert np.asarray(Decoder(background=(0, 0, 255)).image(data, "c"))[0, 0].tolist() == [0, 0, 255]
+    assert np.asarray(Decoder().image(data, "c"))[0, 0].tolist() == [255, 0, 0]
+    with pytest.raises(BrokenImageError, match="compressed with gzip"):
+        decode_image(gzip.compress(data), "c.jpg")
+    with pytest.raises(BrokenImageError, match="4 x 4 pixels are more than the 15"):
+        Decoder(max_pixels=15).image(data, "c")

@@ -9,7 +9,6 @@ import pytest
 from vissl_zero import cli
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
-from vissl_zero.planner import step_time
 from vissl_zero.planner.machine_profile import profile_names, read_profile
 from vissl_zero.planner.planning import plan_run
 
@@ -92,17 +91,3 @@ def test_a_profile_says_what_memory_its_gpus_have():
     words = ["config.DRY_RUN=true", "config.MACHINE.DEVICE=gpu", "config.ZERO.MACHINE_PROFILE=h200x8"]
     budget = plan_run(compose(RECIPE, words).run, RECIPE).budget
     assert budget.memory == 131 * 2**30 - 2**29 and "H200" in budget.source
-
-
-def test_what_was_measured_here_is_remembered_and_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert step_time.measured_machine("cpu") is None
-    machine = step_time.calibrate(tmp_path, seconds=0.3)
-    assert step_time.measured_machine("cpu") == machine
-    assert 1e8 < machine.flops < 1e14 and 1e8 < machine.memory < 1e13 and 1e6 < machine.near_link < 1e12
-    assert 1e-8 < machine.operation_s < 1e-2
-    assert 0 <= machine.message_s < 1 and 0 <= machine.block_s < 0.1 and machine.transfer_s > machine.operation_s
-    planned = plan_run(compose(RECIPE, ["config.DRY_RUN=true", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]).run, RECIPE)
-    assert planned.machine == machine
-    step_time.cache_file().write_text("{")
-    assert step_time.measured_machine("cpu") is None

@@ -20,8 +20,6 @@ from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall,
 from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
-pytestmark = pytest.mark.usefixtures("by_roofline")
-
 RECIPE = "digits/supervised"
 DRY = "config.DRY_RUN=true"
 

@@ -120,6 +120,15 @@ class Data:
     """What is evaluated on; without a source, part of TRAIN."""
     IMG_SIZE: int | None = number(None, least=1, most=65536)
     """Side in pixels of the largest training crop: all sizes in TRANSFORMS are scaled with it; null: as written."""
+    BACKEND: str = choice("pil", "pil", "fast")
+    """What decodes and transforms images. pil: Pillow, as VISSL; fast: arrays of 8 bits (simplejpeg, torch, OpenCV),
+    several times faster; crops have the same boxes. pip install vissl-zero[fast]."""
+    EXIF: str = choice("ignore", "ignore", "apply")
+    """ignore: read pixels as they are stored, as VISSL does; apply: turn an image as its camera noted."""
+    BACKGROUND: str = choice("stored", "stored", "white", "grey", "black")
+    """Color behind transparent pixels; stored: the color that the file has beneath them, as VISSL takes it."""
+    MAX_PIXELS: int = number(89_478_485, least=1, most=2**31)
+    """Most pixels of an image; larger ones count as broken. Pillow's limit for decompression bombs."""
     NUM_DATALOADER_WORKERS: int = number(4, least=0, most=1024)
     """Loader processes per training process; 0: images are loaded in the training process."""
     WORKER_TIMEOUT_S: float | None = number(None, above=0)

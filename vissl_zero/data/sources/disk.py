@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from vissl_zero.data.decode import EXTENSIONS, read_array, read_image
-from vissl_zero.data.source import SourceRequest
+from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
+from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
 
@@ -20,7 +19,7 @@ UNLABELLED = -1
 
 
 @DATA_SOURCES.register("disk_folder")
-class DiskFolder:
+class DiskFolder(EncodedSource):
     """Class folders, or one flat folder of unlabelled images.
 
     A path that holds only folders has a class per folder (images may lie deeper inside it); a path that holds image
@@ -30,6 +29,7 @@ class DiskFolder:
     """
 
     def __init__(self, request: SourceRequest):
+        super().__init__(request.decoder)
         if not request.paths:
             raise DataError(
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
@@ -50,9 +50,9 @@ class DiskFolder:
     def __len__(self) -> int:
         return len(self._files)
 
-    def image(self, index: int) -> Image.Image:
-        """Read and decode the file. Raises BrokenImageError."""
-        return read_image(self.name(index))
+    def encoded(self, index: int) -> bytes:
+        """Read the file. Raises BrokenImageError."""
+        return read_file(self.name(index))
 
     def label(self, index: int) -> int | None:
         label = int(self._labels[index])
@@ -78,8 +78,12 @@ def list_images(root: Path, key: str) -> list[tuple[str | None, str]]:
     try:
         entries = sorted(_visible(root), key=lambda entry: entry.name)
         flat = any(_is_image(entry) for entry in entries)
+        top = identity(root.stat())
+        seen = {top}
         found: list[tuple[str | None, str]] = [
-            (None if flat else entry.name, file) for entry in entries for file in _beneath(entry)
+            (None if flat else entry.name, file)
+            for entry in entries
+            for file in _beneath(entry, seen if flat else {top})
         ]
     except OSError as error:
         raise DataError(
@@ -100,15 +104,27 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
 
 
-def _beneath(entry: os.DirEntry[str], depth: int = 0) -> Iterator[str]:
-    """Paths of the images at or below ``entry``, sorted."""
+def _beneath(entry: os.DirEntry[str], seen: set[tuple[int, int]], depth: int = 0) -> Iterator[str]:
+    """Paths of the images at or below ``entry``, sorted; folders that were seen are passed over, so that links end.
+
+    Args:
+        entry: a file or folder.
+        seen: device and inode of folders; those found are added.
+        depth: of the entry.
+    """
     if depth > 32:
-        raise OSError(40, "more than 32 folders deep (a link that points to a folder above it?)", entry.path)
+        raise OSError(40, "more than 32 folders deep", entry.path)
     if _is_image(entry):
         yield entry.path
-    elif entry.is_dir():
+    elif entry.is_dir() and (own := identity(entry.stat())) not in seen:
+        seen.add(own)
         for child in sorted(_visible(entry), key=lambda child: child.name):
-            yield from _beneath(child, depth + 1)
+            yield from _beneath(child, seen, depth + 1)
+
+
+def identity(folder: os.stat_result) -> tuple[int, int]:
+    """Return device and inode, which no two folders share."""
+    return folder.st_dev, folder.st_ino
 
 
 def _check_known(classes: list[str], request: SourceRequest) -> None:
@@ -135,7 +151,7 @@ def _nothing_in(root: Path, key: str) -> str:
 
 
 @DATA_SOURCES.register("disk_filelist")
-class DiskFilelist:
+class DiskFilelist(EncodedSource):
     """Image files listed in a ``.npy`` array of paths or in a text file, one path a line.
 
     Several lists are joined, in the order of DATA_PATHS. A path that starts with REMOVE_IMG_PATH_PREFIX gets
@@ -148,6 +164,7 @@ class DiskFilelist:
     """
 
     def __init__(self, request: SourceRequest):
+        super().__init__(request.decoder)
         key = f"config.DATA.{request.split}.DATA_PATHS"
         if not request.paths:
             raise DataError(f"disk_filelist needs a list of images: set {key}=[<paths.npy>].")
@@ -164,9 +181,9 @@ class DiskFilelist:
     def __len__(self) -> int:
         return len(self._files)
 
-    def image(self, index: int) -> Image.Image:
-        """Read and decode the file. Raises BrokenImageError."""
-        return read_image(self.name(index))
+    def encoded(self, index: int) -> bytes:
+        """Read the file. Raises BrokenImageError."""
+        return read_file(self.name(index))
 
     def label(self, index: int) -> int | None:
         """None: a list of files has no labels."""

@@ -1,0 +1,195 @@
+"""One image on its way to crops: a file that is decoded when its crops are known, or pixels of 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.fast.color import Colors
+
+_EIGHTHS = (1, 2, 4, 8)  # by how much a JPEG may be decoded smaller: by leaving out frequencies of its cosine transform
+_EXIF_ORIENTATION = b"Exif\0\0"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A box of an image, resized.
+
+    Attributes:
+        top, left, height, width: of the box, in pixels of the image.
+        size: height and width of the result.
+        mode: "bilinear" or "bicubic", both over all pixels that a pixel of the result covers, as Pillow does.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+    size: tuple[int, int]
+    mode: str = "bilinear"
+
+    @property
+    def shrinks_by(self) -> float:
+        """The smaller of the two ratios, box over result."""
+        return min(self.height / self.size[0], self.width / self.size[1])
+
+    def of(self, pixels: np.ndarray, scale: tuple[float, float] = (1.0, 1.0)) -> np.ndarray:
+        """Cut and resize in one pass.
+
+        Args:
+            pixels: (H, W, 3) uint8.
+            scale: by how much they are smaller than the image of the box, down and across; box edges are rounded.
+        """
+        top, bottom = _edges(self.top, self.height, scale[0], pixels.shape[0])
+        left, right = _edges(self.left, self.width, scale[1], pixels.shape[1])
+        box = np.ascontiguousarray(pixels[top:bottom, left:right])  # what torch resizes without moving channels
+        if box.shape[:2] == self.size:
+            return box
+        # torch's, not OpenCV's: its result is Pillow's, bit by bit but for one value in a thousand.
+        planes = torch.from_numpy(box).permute(2, 0, 1)[None]
+        resized = torch.nn.functional.interpolate(planes, self.size, mode=self.mode, antialias=True)
+        return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
+
+
+def _edges(start: int, length: int, scale: float, limit: int) -> tuple[int, int]:
+    first = min(round(start * scale), limit - 1)
+    return first, max(first + 1, min(round((start + length) * scale), limit))
+
+
+class Picture:
+    """Pixels, and changes of color that are not done yet."""
+
+    def __init__(self, pixels: np.ndarray):
+        self.colors = Colors(pixels)
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """(H, W, 3) uint8, C-contiguous, with all changes done."""
+        return self.colors.pixels
+
+    @pixels.setter
+    def pixels(self, pixels: np.ndarray) -> None:
+        self.colors = Colors(pixels)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        height, width = self.colors._pixels.shape[:2]
+        return height, width
+
+    def cut(self, cuts: list[Cut]) -> list[Picture]:
+        """Boxes of the image."""
+        return [Picture(cut.of(self.pixels)) for cut in cuts]
+
+    def copy(self) -> Picture:
+        """The same pixels, to be changed apart from these."""
+        return Picture(self.pixels)
+
+    def opened(self) -> Picture:
+        """This: it is decoded."""
+        return self
+
+
+class EncodedPicture:
+    """An image file. A JPEG is decoded once its boxes are known, as small as the largest reduction allows.
+
+    What is no plain JPEG (another format or color space, damaged, turned by EXIF) is decoded by Pillow, so that both
+    backends read and refuse the same files.
+
+    Args:
+        data: content of the file.
+        name: of the image, for errors.
+        decoder: limits and what is done to odd files.
+    Raises:
+        BrokenImageError: it cannot be used.
+    """
+
+    def __init__(self, data: bytes, name: str, decoder: Decoder):
+        self._data, self._name, self._decoder = data, name, decoder
+        self._opened: Picture | None = None
+        self.size = self._header()
+
+    def _header(self) -> tuple[int, int]:
+        try:
+            height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
+        except ValueError:
+            space = ""
+        is_turned = self._decoder.applies_exif and _EXIF_ORIENTATION in self._data[: 2**16]
+        if space not in ("YCbCr", "Gray") or is_turned:
+            return self._by_pillow().size
+        self._decoder.check(width, height, self._data, self._name)
+        return height, width
+
+    def _by_pillow(self) -> Picture:
+        if self._opened is None:
+            self._opened = Picture(np.array(self._decoder.image(self._data, self._name)))
+        return self._opened
+
+    def opened(self) -> Picture:
+        """The whole image, decoded once."""
+        if self._opened is None:
+            pixels = self._decoded(1)
+            self._opened = self._by_pillow() if pixels is None else Picture(pixels)
+        return self._opened
+
+    def cut(self, cuts: list[Cut]) -> list[Picture]:
+        """Boxes of the image."""
+        most = min(cut.shrinks_by for cut in cuts)
+        factor = max(factor for factor in _EIGHTHS if factor == 1 or factor <= most)
+        if self._opened is not None or factor == 1:
+            return self.opened().cut(cuts)
+        pixels = self._decoded(factor)
+        if pixels is None:
+            return self._by_pillow().cut(cuts)
+        scale = pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1]
+        return [Picture(cut.of(pixels, scale)) for cut in cuts]
+
+    def _decoded(self, factor: int) -> np.ndarray | None:
+        """Pixels of a JPEG at 1 / factor of its size; None where only Pillow can judge the file."""
+        height, width = (-(-side // factor) for side in self.size)
+        try:
+            decoded: np.ndarray = simplejpeg.decode_jpeg(
+                self._data, "RGB", fastdct=False, fastupsample=False, min_height=height, min_width=width, min_factor=1
+            )
+        except ValueError:
+            return None
+        return decoded
+
+
+def opened(image: bytes | Image.Image, name: str | Path, decoder: Decoder) -> Picture | EncodedPicture:
+    """Return what the transforms begin with: of a file, or of an image that its source made."""
+    if isinstance(image, Image.Image):
+        return Picture(np.array(image.convert("RGB")))
+    return EncodedPicture(image, str(name), decoder)
+
+
+class Finished:
+    """A crop whose values are looked up as they are written into a batch.
+
+    Args:
+        pixels: (H, W, 3) uint8.
+        values: (3, 256) float32, the value of each channel for each of 256 steps.
+    """
+
+    def __init__(self, pixels: np.ndarray, values: np.ndarray):
+        self._pixels, self._values = pixels, values
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(3, H, W)."""
+        height, width, _ = self._pixels.shape
+        return 3, height, width
+
+    def write(self, out: Tensor) -> None:
+        """Write the values into ``out``, (3, H, W) float32, contiguous."""
+        planes = cv2.split(self._pixels)
+        for plane, values, target in zip(planes, self._values, out.numpy(), strict=True):
+            cv2.LUT(plane, values, dst=target)

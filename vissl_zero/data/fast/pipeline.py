@@ -1,0 +1,123 @@
+"""The fast pipeline: from a file to crops that are written straight into a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.fast.picture import EncodedPicture, Finished, Picture, opened
+from vissl_zero.data.fast.transforms import FORMS, CutBoxes, Form, Replicate
+from vissl_zero.data.pipeline import Pipeline, argument, build_pipeline
+from vissl_zero.data.source import Source, encoded_image
+from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.resolve.fast_forms import ENDS, refused
+
+cv2.setNumThreads(1)  # crops are small, and the cores are other ranks' and workers'
+
+
+class FastPipeline(Pipeline):
+    """Fast forms one after another, then the values that a batch holds.
+
+    Args:
+        forms: up to the last transform of images.
+        values: (3, 256) float32, what ToTensor and Normalize make of each step of 8 bits.
+        decoder: reads files.
+    """
+
+    def __init__(self, forms: Sequence[Form], values: np.ndarray, decoder: Decoder):
+        super().__init__(forms)
+        self._values, self._decoder = values, decoder
+
+    def read(self, source: Source, index: int) -> Picture | EncodedPicture:
+        """Read an image. Raises BrokenImageError."""
+        return opened(encoded_image(source, index), source.name(index), self._decoder)
+
+    def crops(self, image: Any) -> list[Any]:
+        """Make the crops of an image, as ``Pipeline.crops`` does; values are looked up in ``stacked``.
+
+        Raises:
+            BrokenImageError: a JPEG is damaged behind its header.
+            DataError: a crop cannot be made.
+        """
+        pictures: list[Any] = [opened(image, "image", self._decoder) if isinstance(image, Image.Image) else image]
+        for form in self.transforms:
+            if not getattr(form, "takes_files", False):
+                pictures = [picture.opened() for picture in pictures]
+            try:
+                pictures = _after(form, pictures)
+            except ValueError as error:
+                raise DataError(f"TRANSFORMS: {type(form).__name__}: {error}.") from error
+        return [Finished(picture.opened().pixels, self._values) for picture in pictures]
+
+    def stacked(self, crops: Sequence[Any]) -> Tensor:
+        """Write crops of one shape into one new tensor (N, 3, H, W)."""
+        batch = torch.empty((len(crops), *crops[0].shape))
+        for crop, place in zip(crops, batch, strict=True):
+            crop.write(place)
+        return batch
+
+    def __call__(self, image: Any) -> list[Tensor]:
+        return [self.stacked([crop])[0] for crop in self.crops(image)]
+
+
+def _after(form: Form, pictures: list[Any]) -> list[Any]:
+    """Apply a form, which changes a picture in place, or returns others."""
+    if getattr(form, "takes_all_crops", False):
+        form(pictures)
+        return pictures
+    made: list[Any] = []
+    for picture in pictures:
+        result = form(picture)
+        made += [picture] if result is None else result if isinstance(result, list) else [result]
+    return made
+
+
+def build_fast_pipeline(entries: Sequence[Mapping[str, Any]], key: str, decoder: Decoder) -> FastPipeline:
+    """Build the fast pipeline of a TRANSFORMS list; see ``build_pipeline``.
+
+    Raises:
+        ConfigError: every transform or argument without a fast form, and wrong arguments.
+    """
+    if problems := refused(entries, key):
+        raise ConfigError(problems)
+    build_pipeline(entries, key)  # the originals check their arguments
+    last = next(index for index, entry in enumerate(entries) if entry["name"] in ENDS)
+    ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
+    (values,) = build_pipeline(entries[last:], key)(ramp)
+    forms = _joined([_form(entry, key) for entry in entries[:last]])
+    return FastPipeline(forms, np.ascontiguousarray(values.numpy()[:, 0]), decoder)
+
+
+def _form(entry: Mapping[str, Any], key: str) -> Form:
+    arguments = {name: _nested(value, key) for name, value in entry.items() if name != "name"}
+    try:
+        return FORMS[entry["name"]](**arguments)
+    except (TypeError, ValueError) as error:
+        must = str(error)
+        raise ConfigError(
+            [Problem(f"{key}.{entry['name']}", str(arguments), must, "Correct its arguments.")]
+        ) from error
+
+
+def _nested(value: Any, key: str) -> Any:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, Mapping) for part in value):
+        return [_form(part, key) for part in value]
+    return argument(value, key)
+
+
+def _joined(forms: list[Form]) -> list[Form]:
+    """Make copies that are cropped at once into crops, so that the file is decoded no larger than they need."""
+    joined: list[Form] = []
+    for form in forms:
+        if isinstance(form, CutBoxes) and joined and isinstance(joined[-1], Replicate):
+            joined[-1] = CutBoxes(form.crops * joined[-1].num_times)
+        else:
+            joined.append(form)
+    return joined
