@@ -40,6 +40,7 @@ for step in range(args.steps):
     loss = F.cross_entropy(model(images[chosen]), labels[chosen])
     optimizer.backward(loss)  # scaled by 1/2; every second step() updates
     optimizer.step()
+    optimizer.zero_grad()
     scheduler.step()
     if dist.get_rank() == 0 and (step % 20 == 0 or step == args.steps - 1):
         print(f"step {step}  loss {loss.item():.3f}", flush=True)

@@ -54,6 +54,7 @@ for step in range(args.steps):
     loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     optimizer.backward(loss)
     optimizer.step()
+    optimizer.zero_grad()
     scheduler.step()
     if dist.get_rank() == 0 and step % 10 in (0, 9):
         print(f"step {step}  loss {loss.item():.3f}  grad norm {optimizer.last_step.grad_norm.item():.2f}", flush=True)

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from vissl_zero.commands.from_python import Run, plan, train
     from vissl_zero.data.views import load_views
     from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.integration.ema import ema
     from vissl_zero.integration.initialize import initialize
     from vissl_zero.integration.verification import verify
 
 _let_torchvision_import()
 
-__all__ = ["Run", "__version__", "initialize", "load_trunk", "load_views", "plan", "train", "verify"]
+__all__ = ["Run", "__version__", "ema", "initialize", "load_trunk", "load_views", "plan", "train", "verify"]
 
 _FROM = {
     "Run": "vissl_zero.commands.from_python",
+    "ema": "vissl_zero.integration.ema",
     "initialize": "vissl_zero.integration.initialize",
     "load_trunk": "vissl_zero.evaluation.trunk",
     "load_views": "vissl_zero.data.views",

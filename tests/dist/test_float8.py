@@ -310,6 +310,7 @@ def _forecast_and_held() -> tuple[int, int]:
     )
     optimizer.backward(model(torch.zeros(2, 96)).mean())
     optimizer.step()
+    optimizer.zero_grad()
     sharded: Any = optimizer._sharded
     held = [buffer.nbytes for buffer in sharded._comm_buffers() if buffer.dtype == torch.uint8]
     return sizes[1] - sizes[0], sum(held)

@@ -130,6 +130,7 @@ def _save(folder: str) -> None:
     model, optimizer = vissl_zero.initialize(text(), {"type": "Adam", "lr": 0.1}, {"level": 1})
     loss_of(model, tokens_of(0, 0), 1).backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.save(folder)
     _, other = vissl_zero.initialize(text(), {"type": "AdamW"}, {"level": 1})
     with pytest.raises(CheckpointError, match="one of Adam and AdamW"):
@@ -198,6 +199,7 @@ def _user_surface(level: int, engine: str) -> None:
     before = optimizer.full_state()
     loss_of(model, tokens_of(0, 0), 1).backward()
     optimizer.step()
+    optimizer.zero_grad()
     with optimizer.full_parameters() as params:
         assert params["blocks.1.mlp.0.weight"].shape == (13, 10)
         same = [torch.equal(params[name], value) for name, value in before.items()]
@@ -267,6 +269,7 @@ def _state_between_micro_batches() -> None:
     model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, zero)
     optimizer.backward(loss_of(model, tokens_of(0, 0), 1))
     optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(VisslZeroError, match=r"after 1 of 2 calls of step\(\)"):
         optimizer.state_dict()
 
@@ -320,6 +323,7 @@ def _never_finite() -> tuple[int, str]:
         for _ in range(40):
             optimizer.backward(loss_of(model, tokens_of(0, 0), 1) * (float("nan") if dist.get_rank() else 1.0))
             optimizer.step()
+            optimizer.zero_grad()
     return optimizer.num_updates, str(caught.value)
 
 
@@ -361,6 +365,7 @@ def _from_meta(level: int) -> dict[str, Tensor]:
     start = optimizer.full_state()
     model(torch.ones(6, 2, 4)).square().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     return start
 
 
@@ -417,4 +422,5 @@ def test_fit_takes_a_batch_as_a_loader_gives_it_or_a_loss(sample: object) -> Non
     model, optimizer = vissl_zero.initialize(nn.Linear(2, 2), {"type": "SGD"}, {"level": "fit"}, sample=sample)
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.last_step is not None

@@ -79,6 +79,7 @@ def _clipped_by_hand(model: nn.Module, optimizer: Any, batch: dict[str, Tensor])
     optimizer.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
+    optimizer.zero_grad()
     return loss
 
 

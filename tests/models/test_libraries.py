@@ -242,6 +242,7 @@ def _lightning(level: int, folder: str) -> tuple[float, str]:
         def training_step(self, batch: Any, index: int) -> None:
             self.sharded.backward(self.net(**batch)["loss"])
             self.sharded.step()
+            self.sharded.zero_grad()
 
         def forward(self, **batch: Tensor) -> Any:
             return self.net(**batch)

@@ -17,9 +17,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.integration.ema import take_ema
 from vissl_zero.integration.fit import choose_plan
 from vissl_zero.integration.settings import ZeroSettings, read_settings
 from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
@@ -30,6 +32,7 @@ from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.allocator import return_free_pages, set_allocator
 from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.checks.waiting import watch_calls
 from vissl_zero.sharding.model.float8 import require_float8
 
 M = TypeVar("M", bound=nn.Module)
@@ -76,6 +79,10 @@ def initialize(
     if is_marked_sharded(model):
         fix = "Build the model again, or keep the optimizer it has."
         raise ConfigError([Problem("model", type(model).__name__, "was already passed to initialize()", fix)])
+    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+        fix = "Run one batch through the model first, with torch.no_grad()."
+        raise ConfigError([Problem("model", lazy[0], "has a lazy layer that has seen no input", fix)])
+    follower = take_ema(model)
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model)
     where = training_device(model) if device is None else torch.device(device)
@@ -122,10 +129,14 @@ def initialize(
         set_allocator(plan)
     with unchanged_on_error(optimizer):
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
+    if follower is not None:
+        follower.adopt(sharded)
     _call_through(sharded.model, model)
     mark_sharded(model)
     return_free_pages()
-    outer = ZeroOptimizer(sharded, model, k, is_plain_refused=k > 1 or precision.use_loss_scale)
+    watch_calls()
+    is_plain_refused = k > 1 or precision.use_loss_scale
+    outer = ZeroOptimizer(sharded, model, k, is_plain_refused=is_plain_refused, follower=follower)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
     return model, outer
@@ -213,7 +224,9 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     Raises:
         ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
     """
-    formats = {param.dtype: name for name, param in reversed(list(model.named_parameters()))}
+    # Frozen integers (a quantised base, a table of indices) are kept as they are.
+    numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
+    formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:
         if formats.keys() != {torch.bfloat16}:
             must = "must have all its parameters in bfloat16 where zero.rounding is given"
@@ -249,6 +262,10 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     if settings.level == 0:
         return Precision(master, half, master, master, use_scale), tuple(notes)
     return Precision(master, None, half, master, use_scale), tuple(notes)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _the_only(formats: Mapping[torch.dtype, str]) -> str:

@@ -6,7 +6,8 @@ It saves and loads training state in a checkpoint folder: the format that recipe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_bu
 from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts
 from vissl_zero.errors import CheckpointError, VisslZeroError
+from vissl_zero.integration.ema import Ema
+from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
@@ -31,7 +34,9 @@ from vissl_zero.version import __version__
 class ZeroOptimizer(torch.optim.Optimizer):
     """Optimizer over this rank's shards; schedulers and loggers take it for the torch optimizer it is.
 
-    ``param_groups`` and ``state`` are those of the base optimizer that updates the shards. Every method but
+    ``param_groups`` are those of the base optimizer, which updates this rank's rows. Between steps they show the
+    model's parameters, so that what a loop does through them is what it would do through the model. ``state`` is for
+    wrappers that keep something by parameter; that of the base optimizer is in ``state_dict()``. Every method but
     ``zero_grad`` and ``ledger`` is a collective: all ranks must call it, in the same order.
 
     Args:
@@ -39,26 +44,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: what the user calls.
         accumulation_steps: calls of ``step`` per update; each ``backward`` counts for its share.
         is_plain_refused: gradients must come from ``backward`` of this class, because it scales them.
+        follower: a teacher that follows the model, or None.
 
     Attributes:
         last_step: gradient norm, loss scale and whether the last update was skipped; None before the first.
         num_updates: how often the optimizer has stepped, skipped steps included.
     """
 
-    def __init__(self, sharded: ShardedModel, model: nn.Module, accumulation_steps: int, is_plain_refused: bool):
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        model: nn.Module,
+        accumulation_steps: int,
+        is_plain_refused: bool,
+        follower: Ema | None = None,
+    ):
         base = sharded.optimizer
         # torch's constructor gives the groups to ``add_param_group``, which refuses later ones.
         self._is_built = False
         super().__init__(base.param_groups, base.defaults)
         # The very objects, so that a learning rate set here reaches the base optimizer.
-        self.param_groups, self.state = base.param_groups, base.state
+        self.param_groups, self.state = base.param_groups, defaultdict(dict)
         self._is_built = True
+        self._rows = [group["params"] for group in base.param_groups]
+        self._params = _own_params(sharded, model) or self._rows
+        self._show(self._params)
+        self._follower = follower
         self.last_step: StepResult | None = None
         self._sharded = sharded
         self._accumulation_steps = accumulation_steps
         self.num_updates = 0
         self._num_micro_batches = 0
         self._is_in_backward = False
+        self._model = model
         self._tied = _tied_names(model)
         # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
         self._micro_batch = ExitStack()
@@ -74,12 +92,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._is_in_backward = True
         try:
-            self._sharded.backward(loss, 1.0 / self._accumulation_steps)
+            with waiting("optimizer.backward()"):
+                self._sharded.backward(loss, 1.0 / self._accumulation_steps)
         finally:
             self._is_in_backward = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, on every k-th call under accumulation; then forget the gradients, which the update has changed.
+        """Update, on every k-th call under accumulation; then free the gradients, but for level 0.
 
         Unscale, agree on inf, clip, adapt, update: in this order, with norms over full parameters. A step whose
         gradients hold an inf under loss scaling changes nothing but the scale.
@@ -95,14 +114,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._micro_batch.close()
-        self._num_micro_batches += 1
-        if self._num_micro_batches == self._accumulation_steps:
-            self.last_step = self._sharded.step()
-            self.num_updates += 1
-            self._sharded.zero_grad()
-            self._num_micro_batches = 0
-        self._open_micro_batch()
+        with waiting("optimizer.step()"):
+            self._micro_batch.close()
+            self._num_micro_batches += 1
+            try:
+                if self._num_micro_batches == self._accumulation_steps:
+                    self._num_micro_batches = 0
+                    self._update()
+            finally:  # also after a refusal: a loop that catches the error can continue
+                self._open_micro_batch()
         # After the next micro-batch is open, so that a loop that catches the error can continue.
         if self._num_micro_batches == 0 and self.last_step is not None and self.last_step.is_stuck:
             names = ", ".join(self.last_step.nonfinite_gradients()[:3])
@@ -143,7 +163,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("state_dict()")
-        return self._sharded.state_dict()
+        self._refuse_extra_state("state_dict()")
+        with self._on_rows():
+            return self._sharded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
@@ -156,7 +178,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("load_state_dict()")
-        self._sharded.load_state_dict(state_dict)
+        with self._on_rows():
+            self._sharded.load_state_dict(state_dict)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint of all ranks to ``<folder>/checkpoints/step_<number of updates>``.
@@ -171,7 +194,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("save()")
-        save_state(self._sharded, Path(folder), self.num_updates)
+        self._refuse_extra_state("save()")
+        with self._on_rows(), waiting("optimizer.save()"):
+            save_state(self._sharded, Path(folder), self.num_updates)
 
     def load(self, folder: str | Path) -> None:
         """Restore parameters, optimizer state, buffers, loss scale and groups from the newest complete checkpoint.
@@ -184,12 +209,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("load()")
-        self.num_updates = load_state(self._sharded, Path(folder))
+        with self._on_rows(), waiting("optimizer.load()"):
+            self.num_updates = load_state(self._sharded, Path(folder))
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
         """Full parameters by full name, on every rank, to read. Takes the memory of all of them."""
-        with self._sharded.full_parameters(), torch.no_grad():
+        with ExitStack() as stack:
+            with waiting("optimizer.full_parameters()"):
+                stack.enter_context(self._sharded.full_parameters())
+            stack.enter_context(torch.no_grad())
             yield self._with_tied(dict(self._sharded.named_parameters()))
 
     @contextmanager
@@ -198,15 +227,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Every rank must enter and leave it; with another optimizer it does nothing.
         """
-        with self._sharded.evaluated():
+        with self._on_rows(), self._sharded.evaluated():
             yield
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Full parameters and buffers on the CPU of rank 0, gathered one by one; an empty dict on other ranks.
+    def full_state(self) -> dict[str, Any]:
+        """What ``state_dict()`` of the plain model would be, gathered to rank 0's CPU; empty on other ranks.
 
-        A tied parameter appears under each of its names, as in ``state_dict()`` of the plain model.
+        Every rank must call it. Tensors are gathered one by one.
         """
-        return self._with_tied(self._sharded.full_state())
+        with waiting("optimizer.full_state()"):
+            return self._with_tied(self._sharded.plain_state())
+
+    def full_ema_state(self) -> dict[str, Any]:
+        """As ``full_state``, of the teacher that ``vissl_zero.ema`` has made.
+
+        Raises:
+            VisslZeroError: there is none.
+        """
+        if self._follower is None:
+            raise VisslZeroError("There is no teacher. Call vissl_zero.ema(model, decay) before initialize().")
+        with waiting("optimizer.full_ema_state()"):
+            return self._with_tied(self._sharded.plain_state(of_teacher=True))
 
     def ledger(self) -> Any:
         """This rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
@@ -219,6 +260,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """Level, units and number formats, for people."""
         return self._sharded.describe()
+
+    def _update(self) -> None:
+        with self._on_rows():
+            self.last_step = self._sharded.step()
+        self.num_updates += 1
+        self._sharded.retire_gradients()
+        if self._follower is not None and not self.last_step.skipped:
+            self._sharded.follow(self._follower.decay_at(self.num_updates))
+
+    def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
+        for group, own in zip(self.param_groups, params, strict=True):
+            group["params"] = own
+
+    @contextmanager
+    def _on_rows(self) -> Iterator[None]:
+        """Inside, groups have what the base optimizer updates."""
+        self._show(self._rows)
+        try:
+            yield
+        finally:
+            self._show(self._params)
+
+    def _refuse_extra_state(self, method: str) -> None:
+        """A checkpoint has tensors and numbers; a module's own state may be any object."""
+        for name, module in self._model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise VisslZeroError(
+                    f"{method} cannot store the extra state of {name or 'the model'} ({type(module).__name__}."
+                    "get_extra_state). Keep what changes in buffers, or save optimizer.full_state(), which has it."
+                )
 
     def _with_tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return state | {name: state[first] for name, first in self._tied.items() if first in state}
@@ -247,6 +318,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "Call optimizer.backward(loss) instead of loss.backward(): "
                 "with gradient accumulation or loss scaling the loss is scaled there."
             )
+
+
+def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:
+    """The model's parameters of each group; None where the engine has put others in their place."""
+    params = dict(model.named_parameters())
+    names = [group["params"] for group in sharded.group_facts()]
+    if any(name not in params for own in names for name in own):
+        return None
+    return [[params[name] for name in own] for own in names]
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

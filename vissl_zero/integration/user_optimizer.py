@@ -70,6 +70,7 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
         ConfigError: an unknown type or key, or parameters that are not the model's.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
+        _require_step_alone(optimizer)
         return _from_instance(optimizer, model)
     groups = [_all_trainable(model)]
     if isinstance(optimizer, Mapping | DictConfig):
@@ -78,6 +79,15 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
         return groups, _from_class(optimizer)
     fix = "Write optimizer=dict(type='Adam', lr=1e-3), or give a torch optimizer or its class."
     raise ConfigError([Problem("optimizer", type(optimizer).__name__, "must be a dict, a class or an optimizer", fix)])
+
+
+def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that computes the loss itself, several times in a step (LBFGS), cannot run on averaged gradients."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        fix = "Use a first-order optimizer such as AdamW, or plain torch in one process."
+        must = "must step without a closure: it would run the model several times in one step"
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
 
 
 def _all_trainable(model: nn.Module) -> ParamGroup:
@@ -100,6 +110,7 @@ def _from_class(build: Callable[..., Any]) -> OptimizerFactory:
         if not isinstance(built, torch.optim.Optimizer):
             fix = "Give a subclass of torch.optim.Optimizer."
             raise ConfigError([Problem("optimizer", name, "must build a torch optimizer", fix)])
+        _require_step_alone(built)
         return built, None
 
     return factory

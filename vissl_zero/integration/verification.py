@@ -234,7 +234,6 @@ class _PlainOptimizer(torch.optim.Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             nn.utils.clip_grad_norm_(params, self._settings.clip_grad)
         self._base.step()
-        self._base.zero_grad()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,6 +6,7 @@ ranks of the world must call it, in the same order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from vissl_zero.sharding.model.precision import LossScale, rounded
 from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.state import teacher as teaching
+from vissl_zero.sharding.state.missing_gradient import SPENT
 from vissl_zero.sharding.state.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.state.saved_state import (
     Part,
@@ -52,7 +54,9 @@ from vissl_zero.sharding.state.saved_state import (
     teacher_parts,
 )
 from vissl_zero.sharding.state.shard import Shard, WholeTensor, shards_of, whole_shard
+from vissl_zero.sharding.state.sharded_tensor import whole
 from vissl_zero.sharding.state.teacher import WeightAverage
+from vissl_zero.sharding.torch_private import copy_versions
 from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
@@ -171,11 +175,13 @@ class ShardedModel:
 
     def _problem(self) -> str | None:
         """Why an update would be wrong: something on this rank was changed that sharding has not seen."""
+        if any(shard.is_spent for shard in self._trained):
+            return SPENT
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
         """What must be the same on every rank in this step."""
-        rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        rates = [(group["lr"], group.get("weight_decay")) for group in self.optimizer.param_groups]
         return {
             "the learning rate or weight decay of a group. Set them to the same values on every rank": text_digest(
                 rates
@@ -248,6 +254,16 @@ class ShardedModel:
         """Forget the gradients; after ``step``, before the next forward. Not a collective."""
         for shard in self._shards.values():
             shard.forget_grad()
+
+    def retire_gradients(self) -> None:
+        """After ``step``, in a loop of the user's: free gradients as ``zero_grad`` does, and refuse their further use.
+
+        At level 0 they stay, as under DistributedDataParallel.
+        """
+        used = [shard for shard in self._trained if shard.local.grad is not None]
+        self.zero_grad()
+        for shard in used:
+            shard.mark_spent()
 
     def normalize_rows(self, names: Collection[str]) -> None:
         """Divide each row (dim 0) of the named 2-d parameters by its L2 norm, in place."""
@@ -422,6 +438,28 @@ class ShardedModel:
             if collectives.rank() == 0:
                 # copy: the file is written later, and training may continue meanwhile
                 state[tensor.name] = whole.to("cpu", copy=True)
+        return state
+
+    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+        """What ``state_dict()`` of the model would be if it were not sharded: on rank 0's CPU, empty on other ranks.
+
+        All names of what is shared, what the model's hooks make of it, and the extra state of modules. Collective;
+        tensors are gathered one by one.
+
+        Args:
+            of_teacher: the teacher's, in place of the model's.
+        """
+        if of_teacher:
+            assert self._teacher is not None, "adopt_teacher was never called"
+            return self._teacher.plain_state()
+        self._before_shards_change()  # or units that are still gathered would give plain tensors, on some ranks
+        entries = self._module.state_dict()
+        state = type(entries)()
+        for name, entry in entries.items():
+            full = whole(entry) if isinstance(entry, Tensor) else entry
+            if collectives.rank() == 0:
+                state[name] = full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else copy.deepcopy(full)
+        copy_versions(state, entries)
         return state
 
     def whole_tensors(self) -> list[WholeTensor]:

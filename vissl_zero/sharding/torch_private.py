@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -123,6 +123,11 @@ def is_in_reentrant_checkpoint() -> bool:
     return False
 
 
+def is_in_functional_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs around the caller (its stack of interpreters)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether saved-tensor hooks are active in the running forward pass: only the innermost ones would run."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -229,6 +234,17 @@ def writes_in_place(operation: Any) -> bool:
     return found
 
 
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that the operation changes (``_schema``)."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, list | tuple) else [value]
+            found += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return found
+
+
 def overloads_of(operation: Any) -> Any:
     """Return the operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
     return operation._overloadpacket
@@ -254,6 +270,21 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the module's table of its own buffers (``_buffers``), as ``own_parameters``."""
     return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's table of its own modules (``_modules``)."""
+    return module._modules
+
+
+def without_memory(cls: type, like: Tensor) -> Any:
+    """An object of a class of tensors that has the facts of ``like`` and no memory (``_make_wrapper_subclass``)."""
+    return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+
+def copy_versions(state: Any, given: Any) -> None:
+    """Give a state dict the versions of modules that another one has, which loading reads (``_metadata``)."""
+    state._metadata = given._metadata
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
@@ -292,6 +323,17 @@ def num_writes(tensor: Tensor) -> int:
 def object_address(storage: torch.UntypedStorage) -> int:
     """Of the storage's C++ object (``_cdata``): fake and meta storages have no memory to tell them apart by."""
     return storage._cdata
+
+
+def same_layout(left: Any, right: Any) -> bool:
+    """Whether two ``DTensor`` are cut alike."""
+    is_placed_alike: bool = left.placements == right.placements and left.device_mesh == right.device_mesh
+    return left.shape == right.shape and is_placed_alike
+
+
+# For a class of tensors whose operations are caught below: nothing is caught above (``_disabled_torch_function_impl``).
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # a context in which nothing is caught above
+without_functions: Any = torch._C._disabled_torch_function_impl
 
 
 def left_to_itself(model: nn.Module) -> Any:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
@@ -312,3 +313,50 @@ def test_compilation_keeps_a_graph_for_each_shape_and_counts_them():
     graphs.clear()
     assert private.compiled(lambda x: aside(x * 3) * 2, backend, 5)(torch.ones(1)).item() == 8.0
     assert len(graphs) == 2, f"{TORCH} ends a graph before a function that is left out"
+
+
+def test_written_arguments_are_those_that_the_schema_marks():
+    left, right = torch.zeros(2), torch.ones(2)
+    aten = torch.ops.aten
+    assert private.written_arguments(aten.add_.Tensor, (left, right), {}) == [left]
+    assert private.written_arguments(aten.add.Tensor, (left, right), {}) == []
+    assert private.written_arguments(aten._foreach_mul_.Scalar, ([left, right], 2.0), {})[1] is right
+
+
+def test_a_tensor_without_memory_has_facts_and_sends_operations_below():
+    class Refusing(Tensor):
+        __torch_function__ = private.without_functions
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+            raise VisslZeroError(private.operation_name(func))
+
+    made = private.without_memory(Refusing, torch.zeros(2, 3, dtype=torch.float64))
+    assert (tuple(made.shape), made.dtype, made.is_leaf) == ((2, 3), torch.float64, True)
+    with pytest.raises(VisslZeroError, match="aten::add"):
+        made + 1
+
+
+def test_versions_of_modules_are_copied_between_state_dicts():
+    given = nn.BatchNorm1d(2).state_dict()
+    state = type(given)(given.items())
+    private.copy_versions(state, given)
+    assert state._metadata[""]["version"] == 2
+
+
+def test_the_modules_of_a_module_are_in_a_table():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert private.own_modules(model)["0"] is model[0]
+
+
+def test_a_transform_of_torch_func_is_seen():
+    found = []
+    torch.func.grad(lambda x: found.append(private.is_in_functional_transform()) or x.sum())(torch.ones(2))
+    assert found == [True] and not private.is_in_functional_transform()
+
+
+def test_sharded_tensors_know_whether_they_are_cut_alike(group):
+    mesh = init_device_mesh("cpu", (1,))
+    one, same = (DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]) for _ in range(2))
+    assert private.same_layout(one, same)
+    assert not private.same_layout(one, DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)]))

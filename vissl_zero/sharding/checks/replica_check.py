@@ -26,6 +26,7 @@ from vissl_zero.sharding.torch_private import (
     left_to_itself,
     local_tensor,
     num_gradient_hooks,
+    own_modules,
     own_parameters,
     runs_in_data_parallel,
     set_left_to_itself,
@@ -189,6 +190,14 @@ _MOVED = (
     "The memory of {} was replaced after sharding began (by model.to(...), .half() or .data = ...), so updates would "
     "be lost. Do that before initialize(); afterwards, write in place."
 )
+_MISSING = (
+    "{} is not in the model any more, and would not be trained: the model was changed after initialize(). Replace "
+    "layers before it; write new values into the parameter in place."
+)
+_ADDED = (
+    "{} was not in the model that was given to initialize(), and would be neither trained nor saved. Replace or add "
+    "layers before initialize(), or build model and optimizer again."
+)
 
 
 class ParameterGuard:
@@ -201,17 +210,16 @@ class ParameterGuard:
     """
 
     def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
+        shards = list(shards)
+        self._module = module
         self._shards = [shard for shard in shards if not shard.is_on_disk]
         self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
-        self._places = {shard.name: _place(shard.source) for shard in self._shards}
+        self._places = {shard.name: _place(shard) for shard in self._shards}
         self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
-        sources = {id(shard.source): shard for shard in self._shards}
-        self._owners = [
-            (owner, key, sources[id(param)])
-            for owner in module.modules()
-            for key, param in own_parameters(owner).items()
-            if id(param) in sources
-        ]
+        self._known = {id(param): name for name, param in module.named_parameters()}
+        # An engine that puts all parameters into one has others in the model.
+        self._is_followed = all(id(shard.source) in self._known for shard in shards)
+        self._tables = _tables(module)
         _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
         self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
@@ -232,12 +240,8 @@ class ParameterGuard:
 
     def problem(self) -> str | None:
         """The first change that an update would not see, as a sentence for people; None if there is none."""
-        for owner, key, shard in self._owners:
-            if getattr(owner, key, None) is not shard.source:
-                return (
-                    f"{shard.name} is not the parameter that was given to initialize(), and would not be trained. "
-                    "Change the model before initialize(); write new values into the parameter in place."
-                )
+        if self._is_followed and (problem := self._rebuilt()) is not None:
+            return problem
         for shard in self._shards:
             source = shard.source
             if source.requires_grad and shard.name in self._frozen:
@@ -254,8 +258,23 @@ class ParameterGuard:
                 )
         return None
 
+    def _rebuilt(self) -> str | None:
+        """The first parameter that was taken out of the model or put into it; one may change its name (pruning)."""
+        tables = _tables(self._module)
+        if tables == self._tables:
+            return None
+        found = {id(param): name for name, param in self._module.named_parameters()}
+        for key, name in self._known.items():
+            if key not in found:
+                return _MISSING.format(name)
+        for key, name in found.items():
+            if key not in self._known:
+                return _ADDED.format(name)
+        self._tables = tables
+        return None
+
     def _is_moved(self, shard: Shard) -> bool:
-        return _place(shard.source) != self._places[shard.name]
+        return _place(shard) != self._places[shard.name]
 
     def _refuse_moved(self) -> None:
         moved = next((shard.name for shard in self._shards if self._is_moved(shard)), None)
@@ -289,19 +308,33 @@ class _FirstPasses:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _look_at_nothing  # a copy is a plain model
 
-    def __reduce__(self) -> str:
-        return "_look_at_nothing"
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _nothing_to_look_at, ()
 
 
 def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
     """In a copy, where the hook was."""
 
 
-def _place(source: Tensor) -> int:
-    """Where the values that this rank holds lie in memory."""
+def _nothing_to_look_at() -> Callable[..., None]:
+    return _look_at_nothing
+
+
+def _place(shard: Shard) -> object:
+    """What must stay of a parameter: where its values lie, if the optimizer updates them under another name."""
+    source = shard.source
+    if shard.local is source:
+        return source.dtype, source.device, source.shape
     # The tensor itself: to_local() would return a new view, and record it for autograd.
-    local = local_tensor(source)
-    return local.data_ptr()
+    return local_tensor(source).data_ptr()
+
+
+def _tables(module: nn.Module) -> list[list[int]]:
+    """Which parameters and modules each module has, by identity."""
+    return [
+        [id(part) for part in (*own_parameters(owner).values(), *own_modules(owner).values())]
+        for owner in module.modules()
+    ]
 
 
 def num_hooks(source: Tensor) -> int:

@@ -130,11 +130,13 @@ class GradientAverage:
     @torch.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sent)]
-        flat = torch.cat([_zeros(param) if param.grad is None else _packed(param, param.grad) for param in bucket])
+        grads = [real_grad(param) for param in bucket]
+        packed = [_zeros(p) if grad is None else _packed(p, grad) for p, grad in zip(bucket, grads, strict=True)]
+        flat = torch.cat(packed)
         flat = flat.to(_wide(bucket))
-        self._present += [param.grad is not None for param in bucket]
+        self._present += [grad is not None for grad in grads]
         for param in bucket:
-            param.grad = None  # it is in the bucket; reentrant checkpointing may add another one
+            set_real_grad(param, None)  # it is in the bucket; reentrant checkpointing may add another one
         self._sent.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         self.sent_bytes += flat.nbytes * 2 * (collectives.world_size() - 1) // collectives.world_size()
 
@@ -145,7 +147,7 @@ class GradientAverage:
             self._send_next()
         # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by
         # one.
-        late = [param.grad for bucket in self._buckets for param in bucket]
+        late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
         table = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
         work = dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -163,13 +165,14 @@ class GradientAverage:
             flat = flat.to(bucket[0].dtype)
             for param, values in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
                 found, found_late, extra = next(places)
-                param.grad = _unpacked(param, values) if found else None
+                mean = _unpacked(param, values) if found else None
                 # The table is the same on every rank, so all take part in the same further all-reduces.
                 if found_late:
                     total = (torch.zeros_like(param) if extra is None else extra).to(_wide([param]))
                     dist.all_reduce(total, group=self._group)
                     total = total.div_(collectives.world_size()).to(param.dtype)
-                    param.grad = total if param.grad is None else param.grad.add_(total)
+                    mean = total if mean is None else mean.add_(total)
+                set_real_grad(param, mean)
         self._sent = []
         self._ready.clear()
         self._present = []

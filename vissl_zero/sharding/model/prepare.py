@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         ModelsDifferError: the ranks hold different weights.
     """
     _refuse_embeddings(model, plan)
+    _refuse_shared_memory(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
     _cast_to_master(model, plan.precision)
@@ -78,6 +80,25 @@ def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
             problems.append(Problem(f"{name}.sparse", "True", must, "Leave sparse out: the numbers are the same."))
     if problems:
         raise ConfigError(problems)
+
+
+def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
+    """Two parameters, or a parameter and a buffer, in one memory: sharded, each would go its own way."""
+    if not plan.level:
+        return
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not tensor.is_meta:
+            start = int(tensor.storage_offset())
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + extent, name))
+    names = {name for name, _ in model.named_parameters()}
+    for found in spans.values():
+        for (_, stop, first), (start, _, second) in pairwise(sorted(found)):
+            if start < stop and {first, second} & names:
+                must = f"must not share memory with {first} above ZeRO level 0, where parameters are cut"
+                fix = "Assign one Parameter to both places (b.weight = a.weight), clone it, or use level 0."
+                raise ConfigError([Problem(second, "a view of the same memory", must, fix)])
 
 
 def _ranks_per_copy(plan: ShardingPlan) -> int:

@@ -105,7 +105,10 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     names = {module: name for name, module in model.named_modules()}
     blocks = [names[block] for block in model_units(model) if block in names]
     checkpointed = _checkpointed(model, blocks, plan)
+    # A container of models has no forward pass that could gather anything: each of its models is a root.
     kinds: dict[str, str] = {ROOT: "root"}
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        kinds = dict.fromkeys((names[child] for child in _called_first(model)), "root")
     if plan.level:
         kinds |= dict.fromkeys(_large_layers(model, plan.wrap_threshold), "layer")
         # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
@@ -152,6 +155,15 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in blocks:
             yield from _repeated_blocks(child)
+
+
+def _called_first(container: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside that have a forward pass."""
+    for child in container.children():
+        if _is_callable(child):
+            yield child
+        else:
+            yield from _called_first(child)
 
 
 def _is_callable(module: nn.Module) -> bool:

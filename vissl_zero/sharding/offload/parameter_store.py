@@ -28,6 +28,7 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
+from vissl_zero.sharding.state.missing_gradient import ON_DISK
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
 from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
@@ -289,6 +290,14 @@ class DiskShard(Shard):
         """See ``Shard``. Writes them."""
         self.store.write({self.index: values.to("cpu", self.local.dtype).reshape(-1)})
 
+    def take_over(self, rows: Tensor) -> None:
+        """See ``Shard``. Writes them."""
+        self.assign(rows)
+
+    def missing_gradient(self) -> str | None:
+        """See ``Shard``."""
+        return ON_DISK if self.index in self.store.gradients else None
+
     def take_grad(self) -> None:
         """See ``Shard``: what the optimizer sees is that there is one."""
         self.local.grad = torch.empty_like(self.local) if self.index in self.store.gradients else None
@@ -378,6 +387,11 @@ class HostShard(Shard):
         """See ``Shard``."""
         self.local.copy_(values)
         self.publish()
+
+    @torch.no_grad()
+    def take_over(self, rows: Tensor) -> None:
+        """See ``Shard``."""
+        self.local.copy_(rows)
 
     def held(self) -> Tensor:
         """See ``Shard``: the rows on the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter
+from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, first_row, sharded
 from vissl_zero.sharding.torch_private import foreach_norm, real_grad, set_real_grad
 
 # As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
@@ -84,6 +85,23 @@ class Shard:
         """Overwrite these rows."""
         self.local.copy_(values)
 
+    def take_over(self, rows: Tensor) -> None:
+        """The loop has written ``rows`` into the source, where its values rest elsewhere too."""
+
+    def missing_gradient(self) -> str | None:
+        """Why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        return None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether an update has used up the gradient, and the loop has not called ``zero_grad`` since."""
+        return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
+
+    def mark_spent(self) -> None:
+        """The gradient was released after an update: a loop that uses it must learn so."""
+        if isinstance(self.source, WatchedParameter | ShardedTensor):
+            self.source.is_spent = True
+
     def publish(self) -> None:
         """Copy what the optimizer has changed to the model, where ``local`` is a copy. Does not wait for the device."""
 
@@ -140,10 +158,11 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
             continue
         with torch.no_grad():
             local = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
+        sharded(source)
         mesh = source.device_mesh
         # With shard groups, the first mesh dimension counts the groups, which hold the same rows.
         num_copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim > 1 else (1, 0)
-        first_element = _first_row(source) * source.shape[1:].numel()
+        first_element = first_row(source) * source.shape[1:].numel()
         yield Shard(name, source, local, source.shape, first_element, num_copies=num_copies, copy=copy)
 
 
@@ -198,99 +217,34 @@ def divide_by_norms(rows: Tensor) -> None:
     rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=MIN_ROW_NORM))
 
 
-def _first_row(tensor: DTensor) -> int:
-    """Rows are dealt in chunks of equal size, the last ones smaller or empty, as ``torch.chunk`` does."""
-    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-    shard_index, num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    return min(shard_index * -(-num_rows // num_shards), num_rows)
-
-
-class _Refusing(Tensor):
-    """Stands for a gradient that the loop must not use: it can be set to None, and every other use raises an error."""
-
-    _why: ClassVar[str]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise VisslZeroError(cls._why)
-
-
-class _GradientElsewhere(_Refusing):
-    """Stands for a gradient of which this rank holds only some rows."""
-
-    _why = (
-        "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
-        "it. Write zero=dict(keep_gradients=True, ...) to keep full gradients, or clip by zero=dict(clip_grad=...)"
-        ", or scale the loss. Setting it to None is possible."
-    )
-
-
-class _GradientOfThisRank(_Refusing):
-    """Stands for the gradient of a scalar, which is averaged during the step."""
-
-    _why = (
-        "The gradient of a scalar parameter was read or changed by the loop, and where parameters are sharded it is "
-        "this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale the loss, or make it a "
-        "parameter of shape (1,). Setting it to None is possible."
-    )
-
-
-class WholeParameter(nn.Parameter):
-    """The class that a parameter gets whose gradient is sent to the ranks that need it.
+class WholeParameter(WatchedParameter):
+    """The class that a parameter gets of which each rank updates some rows.
 
     With a plain parameter, a loop that edits gradients would find None and do nothing.
     """
 
-    _row_shard: RowShard | None = None
+    _row_shard: RowShard | None = None  # None: gradients are kept whole
     _settle: Callable[[], None] = staticmethod(lambda: None)
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient, or a tensor that refuses to be used once it has been handed to the ranks."""
+    def _missing(self) -> str | None:
         if self._row_shard is None:
-            return real_grad(self)
+            return None
         # Finish the communication first: only then is it known whether any rank had a gradient.
         self._settle()
-        return real_grad(self) if self._row_shard.reduced is None else _ELSEWHERE
+        return None if self._row_shard.reduced is None else ELSEWHERE
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def _drop_grad(self) -> None:
         if self._row_shard is None:
-            set_real_grad(self, value)
-            return
-        self._settle()
-        if value is None:
+            set_real_grad(self, None)
+        else:
             self._row_shard.drop_grad()
-        elif value is not _ELSEWHERE:
-            # Any operation on the placeholder raises the error that explains the fix.
-            _ELSEWHERE + value  # refused
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # A copy takes no part in the exchange of gradients, so it is a plain parameter.
-        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class ScalarParameter(nn.Parameter):
+class ScalarParameter(WatchedParameter):
     """The class that a scalar gets where other parameters are sharded."""
 
-    @property
-    def grad(self) -> Tensor | None:
-        """None, or a tensor that refuses to be used."""
-        return None if real_grad(self) is None else _OF_THIS_RANK
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is None:
-            set_real_grad(self, None)
-        elif value is not _OF_THIS_RANK:
-            _OF_THIS_RANK + value  # refused
-
-
-_ELSEWHERE = torch.empty(0).as_subclass(_GradientElsewhere)
-_OF_THIS_RANK = torch.empty(0).as_subclass(_GradientOfThisRank)
+    def _missing(self) -> str | None:
+        return None if real_grad(self) is None else OF_THIS_RANK
 
 
 def hide_gradient(shard: Shard) -> Shard:
@@ -333,7 +287,7 @@ class RowShard(Shard):
 
     def local_grad(self) -> Tensor | None:
         """See ``Shard``."""
-        if self.reduced is not None or isinstance(self.source, WholeParameter):
+        if self.reduced is not None or self.source._row_shard is not None:  # type: ignore[attr-defined]
             return self.reduced
         # Gradients are kept whole: these rows of theirs.
         grad, numel = self.source.grad, self.local.numel()
@@ -354,6 +308,7 @@ class RowShard(Shard):
         set_real_grad(self.source, None)
         self.local.grad = None
         self.reduced = None
+        self.source.is_spent = False  # type: ignore[attr-defined]
 
     def drop_grad(self) -> None:
         """Forget the gradient in the middle of a step; a further backward pass starts from zero."""
@@ -384,6 +339,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
         rows_per_rank = -(-(source.shape[0] if source.dim() else 1) // num_ranks)
         shard = RowShard(name, source, source, source.shape, rows_per_rank=rows_per_rank)
         start, stop = shard.span(rank)
+        source.__class__ = WholeParameter  # the same object, so that the model and the loop keep what they refer to
         flat = source.detach().view(-1)[start:stop]
         # torch cannot infer the number of rows where a row has no elements.
         shard.local = nn.Parameter(flat.view(-1, *source.shape[1:]) if shard.row_numel else flat)

@@ -293,6 +293,10 @@ class FlatSharded(ShardedModel):
         num_joined = sum(unit._num_flatten_params for unit in self._units)
         return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
 
+    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+        """See ``ShardedModel``. Hooks and extra state of the model are left out: its parameters are joined here."""
+        return self.full_teacher_state() if of_teacher else self.full_state()
+
     def _before_shards_change(self) -> None:
         for unit in self._units:
             unit.drop_whole()

@@ -7,18 +7,19 @@ pass; level 1 keeps them whole, without communication, until the last one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.bare import Fill
@@ -36,10 +37,18 @@ from vissl_zero.sharding.engines.torch.unit_transfers import (
 from vissl_zero.sharding.model.float8 import sent_weights
 from vissl_zero.sharding.model.precision import dtype_of
 from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan
-from vissl_zero.sharding.offload.parameter_store import ParameterStore, disk_shard, host_shard, needs_host_shards
+from vissl_zero.sharding.offload.parameter_store import (
+    DiskShard,
+    HostShard,
+    ParameterStore,
+    disk_shard,
+    host_shard,
+    needs_host_shards,
+)
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.state.shard import hide_gradient, shards_of
+from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of
+from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
 from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
 
 
@@ -95,15 +104,17 @@ class FullySharded(ShardedModel):
                 # A scalar's gradient is this rank's own until step() averages it: a loop that read it would differ
                 # between ranks.
                 shards = [shard if shard.source.dim() else hide_gradient(shard) for shard in shards]
+            _show_to_loop(shards)
             if build_optimizer is not None:
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
             elif store is not None:
                 self._own_store = store
             super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards, comm=self.comm)
-            module.register_load_state_dict_pre_hook(self._cut_loaded)
+            module.register_load_state_dict_pre_hook(lambda *_: self._before_shards_change())
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.
-            lazy_init(module)
+            for root in _outermost(module):
+                lazy_init(root)
             undo.pop_all()
 
     @contextmanager
@@ -142,19 +153,6 @@ class FullySharded(ShardedModel):
     def _buffers_in_use(self) -> list[Tensor]:
         """See ``ShardedModel``."""
         return [*self._comm_buffers(), *self.comm.buffers()] if self.comm else []
-
-    def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """``load_state_dict`` of the model takes full weights too, the same on every rank: shard them first."""
-        self._before_shards_change()
-        # A saved state has a tied parameter under each of its names.
-        for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-            given = state.get(name)
-            if not isinstance(param, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
-                continue
-            if given.shape == param.shape:
-                whole = given.detach().to(param.device)
-                # Without a source rank torch cuts what this rank has and sends nothing.
-                state[name] = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
     @contextmanager
     def _backward_pass(self) -> Iterator[None]:
@@ -201,6 +199,28 @@ class FullySharded(ShardedModel):
             unit.reshard()
 
 
+def _outermost(module: nn.Module) -> list[FSDPModule]:
+    """The model, or of a container of models each of them."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _outermost(child)]
+
+
+def _show_to_loop(shards: Sequence[Shard]) -> None:
+    """Have sharded parameters read and write their values where they rest, and refuse gradients of a loop's own."""
+    for shard in shards:
+        if isinstance(shard.source, ShardedTensor):
+            if isinstance(shard, DiskShard | HostShard):
+                shard.source.store = shard
+            if shard.source.requires_grad:
+                shard.source.register_hook(_refuse_penalty)
+
+
+def _refuse_penalty(grad: Tensor) -> NoReturn:
+    """The gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
+    raise VisslZeroError(OF_PARAMETERS)
+
+
 def _refuse_scripted(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
@@ -240,6 +260,7 @@ def _wrap(
             for param in part.parameters():
                 if not (isinstance(param, DTensor) or param.is_contiguous()):
                     param.data = param.data.contiguous()  # shards are rows
+        replaced = [_Replaced(part, name, param) for part in modules for name, param in part.named_parameters()]
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
             mesh=mesh,
@@ -248,6 +269,8 @@ def _wrap(
             ignored_params=scalars,
             offload_policy=_offload_policy(plan, mesh),
         )
+        for old in replaced:
+            old.mark()
         if store is not None:
             # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
             names = {param: name for name, param in module.named_parameters()}
@@ -255,6 +278,21 @@ def _wrap(
     for scalar in scalars:
         # fully_shard moves what it cuts and leaves ignored parameters where they are.
         scalar.data = scalar.data.to(mesh.device_type)
+
+
+class _Replaced:
+    """A full parameter that ``fully_shard`` replaces: the new one gets its flags, and it is not to be used any more."""
+
+    def __init__(self, part: nn.Module, name: str, param: nn.Parameter):
+        self._part, self._name, self._flags = part, name, dict(vars(param))
+        self._find = weakref.ref(param)  # or a rank would hold all full parameters at once
+
+    def mark(self) -> None:
+        old, new = self._find(), self._part.get_parameter(self._name)
+        if old is not new:
+            vars(new).update({key: value for key, value in self._flags.items() if key not in vars(new)})
+            if type(old) is nn.Parameter:
+                old.__class__ = ReplacedParameter
 
 
 def _use_collectives(

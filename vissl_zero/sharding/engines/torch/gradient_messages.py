@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES, CpuCommunicator, add_in_order
-from vissl_zero.sharding.state.shard import RowShard, WholeParameter
+from vissl_zero.sharding.state.shard import RowShard
 from vissl_zero.sharding.torch_private import (
     call_after_backward,
     call_on_gradient,
@@ -196,8 +196,6 @@ class GradientMessages:
         self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
         for shard in shards:
             call_on_gradient([shard.source], self._on_gradient)
-            # The class of the same object, so that the model and the loop keep the parameter that they refer to.
-            shard.source.__class__ = WholeParameter
             shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
 
     def start(self, *, is_active: bool) -> None:

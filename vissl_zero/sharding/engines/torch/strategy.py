@@ -135,6 +135,11 @@ class Replicated(ShardedModel):
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self.means.backward_pass() if isinstance(self.means, GradientAverage) else nullcontext()
 
+    def retire_gradients(self) -> None:
+        """See ``ShardedModel``."""
+        if self._loss_scale is not None:  # the step has divided them by the scale, which the next ones have
+            super().retire_gradients()
+
 
 class ReplicatedParameters(ShardedModel):
     """A model that every rank holds in full, and of which each rank updates a part. See ``ShardedModel``.

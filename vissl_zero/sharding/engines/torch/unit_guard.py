@@ -22,7 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import text_digest
+from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.state.sharded_tensor import real_gradients
 from vissl_zero.sharding.torch_private import (
     call_on_gradient,
     finish_unit_after_backward,
@@ -31,6 +33,7 @@ from vissl_zero.sharding.torch_private import (
     group_of,
     has_saved_tensor_hooks,
     is_being_gathered,
+    is_in_functional_transform,
     is_in_reentrant_checkpoint,
     local_tensor,
     modules_of,
@@ -191,6 +194,11 @@ class _GuardedUnit:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Refuse what the unit cannot follow."""
+        if is_in_functional_transform():
+            raise VisslZeroError(
+                f"{self._title} runs inside torch.func (jacrev, grad, vmap or the like), which sharded parameters do "
+                "not follow. Use ZeRO level 0, or level 1 or 2 on the CPU."
+            )
         if is_in_reentrant_checkpoint():
             raise VisslZeroError(
                 f"{self._title} runs inside torch.utils.checkpoint with use_reentrant=True, whose backward passes "
@@ -232,11 +240,14 @@ class _GuardedUnit:
         """Record that the unit is gathered."""
         if not is_being_gathered(self._group) and not self._group.is_unsharded:
             self._guard.record(self._number, is_reduce=False)
-        self._unshard(async_op)
+        # torch makes full parameters in the first gather and keeps them: in inference mode they could never be trained.
+        with torch.inference_mode(False), torch.no_grad(), waiting(f"the forward pass (it gathers {self._title})"):
+            self._unshard(async_op)
 
     def wait(self) -> None:
         """After the first gather, watch the gradients of the full parameters."""
-        self._wait()
+        with torch.inference_mode(False), torch.no_grad():
+            self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
             self._is_watching_gradients = True
             # torch makes the full parameters in the first gather and keeps these objects, so one hook lasts.
@@ -280,7 +291,8 @@ class _GuardedUnit:
                     param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
             if has_any:
                 self._guard.record(self._number, is_reduce=True)
-        self._post_backward(*unused)
+        with real_gradients():
+            self._post_backward(*unused)
 
     @property
     def _title(self) -> str:
@@ -389,6 +401,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         if save is not None:
             module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
         put_before_moves(module, _apply_or_refuse)
+        type(module).__init_subclass__ = classmethod(_refuse_subclass)  # type: ignore[assignment,method-assign]
         group = group_of(unit_state(module))
         module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
 
@@ -434,19 +447,23 @@ def _require_memory(tensor: Tensor) -> Tensor:
 
 
 def _apply_or_refuse(
-    module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
     """``module.to(...)`` and the like. Even where nothing changes, torch would lay out shards of uneven rows anew."""
     held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
     if all(fn(tensor) is tensor for tensor in held):
         return module
-    try:
-        return apply(fn, *args, **kwargs)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise VisslZeroError(
-            "The memory of sharded parameters cannot be replaced (by model.to(...), .half() or the like). Do that "
-            "before initialize()."
-        ) from error
+    raise VisslZeroError(
+        "The memory of sharded parameters cannot be replaced (by model.to(...), .half() or the like). Do that before "
+        "initialize()."
+    )
+
+
+def _refuse_subclass(cls: type, **_: Any) -> NoReturn:
+    raise VisslZeroError(
+        f"A class was derived from that of a sharded module, as {cls.__name__} (by higher, parametrize or the like), "
+        "to run it with other parameters. Do that before initialize(), or use ZeRO level 0, or level 1 or 2 on the CPU."
+    )
 
 
 def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,85 @@
+"""Names the call in which this rank waits for others, within seconds instead of at the time limit.
+
+A collective that only some ranks call (``if rank == 0: evaluate()``) waits until its limit, and ends in words that name
+neither the call nor the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vissl_zero import collectives
+from vissl_zero.errors import VisslZeroError
+
+AFTER_S = 5.0
+_POLL_S = 0.5
+_LOST = ("Timed out", "Connection closed", "Connection reset", "Broken pipe", "timeout", "Socket", "has ended")
+
+
+class _Watch:
+    """A thread that looks twice a second whether the outermost call is overdue."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.call = ""  # empty: none is running
+        self.since = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread: once per process; after a fork, once more."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="vissl_zero waiting", daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        said = 0.0
+        while True:
+            time.sleep(_POLL_S)
+            call, since = self.call, self.since
+            if call and since != said and time.monotonic() - since > AFTER_S:
+                said = since
+                logging.getLogger(__name__).warning("%s", _sentence(call))
+
+
+_watch = _Watch()
+
+
+def watch_calls() -> None:
+    """From now on, in this process: a loop of the user's may leave a rank waiting."""
+    _watch.is_on = True
+
+
+@contextmanager
+def waiting(call: str) -> Iterator[None]:
+    """Around a call that every rank must make. Cost: some microseconds.
+
+    Args:
+        call: as the loop has written it, for people.
+    Raises:
+        VisslZeroError: other ranks did not take part within the time limit, or have ended.
+    """
+    if not _watch.is_on or _watch.call or collectives.world_size() == 1:
+        yield
+        return
+    _watch.start()
+    _watch.since, _watch.call = time.monotonic(), call
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        # The limit of the process group, or the end of another rank, in words of its transport.
+        if isinstance(error, VisslZeroError) or not any(word in str(error) for word in _LOST):
+            raise
+        raise VisslZeroError(_sentence(call)) from error
+    finally:
+        _watch.call = ""
+
+
+def _sentence(call: str) -> str:
+    return (
+        f"Rank {collectives.rank()} waits in {call}: another rank has not called it. Every rank must call it, in the "
+        "same order. If it stands under if rank == 0: ..., call it on all ranks, and use the result on one."
+    )

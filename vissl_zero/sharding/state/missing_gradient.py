@@ -1,0 +1,130 @@
+"""What a loop sees where a gradient exists that it cannot read: its facts, and an error for every use of its values.
+
+None would be a lie: a loop that edits, clips or logs gradients would skip the parameter without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.torch_private import real_grad, set_real_grad, without_functions, without_memory
+
+_NONE_IS_FINE = "Setting it to None is possible."
+ELSEWHERE = (
+    "A gradient was read or changed by the loop, and at ZeRO levels 1 and 2 each rank holds only its rows of "
+    "it. Write zero=dict(keep_gradients=True, ...) to keep full gradients, or clip by zero=dict(clip_grad=...)"
+    f", or scale the loss. {_NONE_IS_FINE}"
+)
+OF_THIS_RANK = (
+    "The gradient of a scalar parameter was read or changed by the loop, and where parameters are sharded it is "
+    "this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale the loss, or make it a "
+    f"parameter of shape (1,). {_NONE_IS_FINE}"
+)
+ON_DISK = (
+    "A gradient was read or changed by the loop, and with parameters on NVMe gradients are on NVMe too. Clip by "
+    f"zero=dict(clip_grad=...), or scale the loss. {_NONE_IS_FINE}"
+)
+SPENT = (
+    "A gradient was used after optimizer.step(), which frees gradients at ZeRO levels 1 to 3. Call "
+    "optimizer.zero_grad() after each step, read or change gradients before it, add up several backward passes by "
+    "zero=dict(gradient_accumulation_steps=...), or use level 0, where gradients stay until zero_grad()."
+)
+
+
+class MissingGradient(Tensor):
+    """Shape, type and device of a gradient that cannot be read; see the module.
+
+    Args:
+        param: whose gradient it is.
+        why: the error's text.
+    """
+
+    why: str
+
+    @staticmethod
+    def __new__(cls, param: Tensor, why: str) -> MissingGradient:
+        """A tensor without memory."""
+        made: MissingGradient = without_memory(cls, param)
+        made.why = why
+        return made
+
+    __torch_function__ = without_functions  # facts are torch's own; values come to the method below
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        raise VisslZeroError(next(leaf.why for leaf in leaves if isinstance(leaf, MissingGradient)))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise VisslZeroError(self.why)
+
+    numpy = tolist = data_ptr = untyped_storage = __array__ = __deepcopy__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"MissingGradient(shape={tuple(self.shape)}, dtype={self.dtype}): {self.why}"
+
+
+class WatchedParameter(nn.Parameter):
+    """The class that a parameter gets which a rank holds in full, and whose gradient a loop cannot always read.
+
+    Attributes:
+        is_spent: the last update has used its gradient up.
+    """
+
+    is_spent = False
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, or a tensor that refuses to be used."""
+        why = SPENT if self.is_spent else self._missing()
+        return real_grad(self) if why is None else MissingGradient(self, why)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        why = SPENT if self.is_spent else self._missing()
+        if value is None:
+            self.is_spent = False
+            self._drop_grad()
+        elif why is None:
+            set_real_grad(self, value)
+        elif not isinstance(value, MissingGradient):
+            raise VisslZeroError(why)
+
+    @property
+    def data(self) -> Tensor:
+        """The values without history; memory is shared."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # The optimizer updates rows of this memory, and messages carry it: it must stay where it is.
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise VisslZeroError(
+                f"A parameter of shape {tuple(self.shape)} in {self.dtype} on {self.device} was given {value.dtype} of "
+                f"shape {tuple(value.shape)} on {value.device} (by model.to(...), .half() or .data = ...). Convert a "
+                "model before initialize(); afterwards shape, type and device stay."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def _missing(self) -> str | None:
+        """Why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        return None
+
+    def _drop_grad(self) -> None:
+        """The loop wants no gradient."""
+        set_real_grad(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # A copy takes no part in the exchange of gradients, so it is a plain parameter.
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

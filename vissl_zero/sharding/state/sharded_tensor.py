@@ -1,0 +1,383 @@
+"""A tensor of which each rank holds some rows, and the table of what a loop may do with it between steps.
+
+Parameters of ZeRO level 3, their gradients and whatever is computed from them are of one class. torch sends it every
+operation. The table has three ways to carry one out; an operation that is not in it raises an error that names it, so
+that what nobody thought of cannot be wrong without a word. ``docs/sharded_parameters.md`` is this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.checks.waiting import waiting
+from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
+from vissl_zero.sharding.torch_private import (
+    as_plain_tensors,
+    local_tensor,
+    operation_name,
+    real_grad,
+    same_layout,
+    set_local_tensor,
+    set_real_grad,
+    written_arguments,
+)
+
+# An element of the result depends on the same element of the arguments alone: name of torch, with and without _.
+ELEMENT_WISE = {
+    "arithmetic": "abs add addcdiv addcmul div fmod lerp mul neg pow reciprocal remainder rsqrt rsub sqrt square sub",
+    "functions": "acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 gelu hardtanh "
+    "leaky_relu log log10 log1p log2 relu sigmoid sin sinh softplus tan tanh threshold xlogy",
+    "rounding and limits": "ceil clamp clamp_max clamp_min copysign floor maximum minimum nan_to_num round sign trunc",
+    "comparisons": "bitwise_and bitwise_not bitwise_or eq ge gt isfinite isinf isnan isneginf isposinf le logical_and "
+    "logical_not logical_or logical_xor lt ne where",
+    "copies and fills": "_to_copy clone copy empty_like fill full_like masked_fill ones_like zero zeros_like",
+}
+# Computed from the full tensor on every rank; what is written into a sharded tensor is this rank's rows of the result.
+ON_FULL_TENSOR = {
+    "sums, norms, extremes": "all amax amin any argmax argmin count_nonzero dist dot histc kthvalue linalg_vector_norm "
+    "logsumexp max mean median min nonzero norm prod quantile std std_mean sum topk var var_mean",
+    "comparison of tensors, numbers": "_local_scalar_dense allclose equal isclose",
+    "random numbers and initialisation": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
+    "rand_like randn_like random uniform",
+    "linear algebra": "_linalg_check_errors _linalg_det _linalg_eigh _linalg_svd linalg_cond linalg_cross linalg_det "
+    "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mm mode mv tril triu",
+    "along a dimension": "_log_softmax _softmax _unique2 argsort bincount cumprod cumsum flip index_add index_copy "
+    "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
+}
+# A new full tensor of a size that is given; the sharded one lends its type and device.
+NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
+_NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
+_ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
+_ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
+# The tensor itself under another name: memory is shared.
+SAME_TENSOR = frozenset({"alias", "detach"})
+
+# What to write in place of some operations that are not in the table.
+ADVICE = {
+    "_amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler looks at this rank's gradients alone. Leave it "
+    "out: zero=dict(fp16=True) scales the loss and skips a step on all ranks."
+}
+
+_READ_WHOLE = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+
+NOT_IN_TABLE = (
+    "{} is not in the table of what can be done with a parameter or gradient of which each rank holds some rows (ZeRO "
+    "level 3). Write whole = tensor.full_tensor() on every rank, compute with that, and bring it back by "
+    "tensor.copy_(whole). docs/sharded_parameters.md is the table."
+)
+_GRADIENT_OF_A_WEIGHT = (
+    "torch.autograd.grad() with respect to a sharded parameter finds nothing: the loss was computed with full "
+    "parameters that were gathered for it. Differentiate with respect to an output of the model, or take "
+    "parameter.grad after optimizer.backward(loss), or use ZeRO level 0, or level 1 or 2 on the CPU."
+)
+_SAVED_IN_PARTS = (
+    "A sharded tensor cannot be pickled (by torch.save(model.state_dict()) or the like): the file would have this "
+    "rank's rows alone. On every rank, write state = optimizer.full_state(); then on rank 0, torch.save(state, file). "
+    "optimizer.save(folder) writes all ranks' state."
+)
+_OTHER_DATA = (
+    "parameter.data = ... was given {}; it takes over a tensor of the parameter's shape {} and type {}, sharded like "
+    "it or full. Convert a model before initialize(); share one parameter between two places there, too."
+)
+
+
+class Store(Protocol):
+    """Where values are that are not in ``_local_tensor``, or have a copy: ``vissl_zero.sharding.shard.Shard``."""
+
+    def held(self) -> Tensor:
+        """This rank's rows, where the model computes with them."""
+
+    def take_over(self, rows: Tensor) -> None:
+        """The loop has written these rows."""
+
+    def missing_gradient(self) -> str | None:
+        """Why the loop cannot read the gradient that there is."""
+
+
+class ShardedTensor(DTensor):
+    """See the module. Made by giving a ``DTensor`` this class, or by an operation of the table.
+
+    Attributes:
+        store: of a parameter, where its values rest; None for what was computed.
+        owner: the parameter whose memory this shares; None for what was computed.
+        is_spent: of a parameter: the last update has used its gradient up.
+    """
+
+    store: Store | None = None
+    owner: Tensor | None = None
+    is_spent = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
+        if func in _READ_WHOLE:
+            args = (whole(args[0]), *args[1:])
+        with as_plain_tensors(), _named(func):
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func).removeprefix("aten::")
+        if name.startswith("_foreach_"):
+            return _one_by_one(func, args, kwargs)
+        base = name.removesuffix("_")
+        if base in SAME_TENSOR or (base == "view" and args[1] == list(args[0].shape)):
+            return args[0].as_computed()
+        if base in _ELEMENT_WISE:
+            return _element_wise(func, args, kwargs)
+        if base in _ON_FULL_TENSOR:
+            return _on_full(func, args, kwargs)
+        if base in _NEW_TENSOR:
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+        raise VisslZeroError(_refusal(name))
+
+    @property
+    def data(self) -> Tensor:
+        """These rows without their history; memory is shared."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is self or (isinstance(value, ShardedTensor) and value.owner is self):
+            return
+        is_other_parameter = isinstance(value, ShardedTensor) and (value.owner is not None or value.store is not None)
+        if is_other_parameter or value.shape != self.shape or value.dtype != self.dtype:
+            given = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
+            raise VisslZeroError(_OTHER_DATA.format(given, tuple(self.shape), self.dtype))
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, sharded as the parameter; a tensor that refuses to be used where it cannot be read."""
+        if not _is_inside and (why := self._missing()) is not None:
+            return MissingGradient(self, why)
+        found = real_grad(self)
+        return sharded(found) if type(found) is DTensor else found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None and not _is_inside:
+            self.is_spent = False
+        elif value is not None and not _is_inside and (why := self._missing()) is not None:
+            raise VisslZeroError(why)
+        set_real_grad(self, value)
+
+    def _missing(self) -> str | None:
+        if self.is_spent:
+            return SPENT
+        return None if self.store is None else self.store.missing_gradient()
+
+    def as_computed(self) -> ShardedTensor:
+        """The same memory, without history."""
+        local = local_tensor(self)
+        # Of a parameter on a disk, that has no memory; the device is the model's.
+        found = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
+        set_local_tensor(found, local)
+        found.store, found.owner = self.store, self if self.owner is None else self.owner
+        return found
+
+    def rows(self) -> Tensor:
+        """This rank's rows, to read or to write; ``written`` afterwards."""
+        return self._local_tensor if self.store is None else self.store.held()
+
+    def written(self, rows: Tensor) -> None:
+        """``rows`` have been changed."""
+        if self.store is not None:
+            self.store.take_over(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch.no_grad():
+            return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise VisslZeroError(_SAVED_IN_PARTS)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, rows = tuple(self.shape), tuple(self._local_tensor.shape)
+        return f"ShardedTensor(shape={shape}, rows of this rank={rows}, dtype={self.dtype}); full_tensor() has all"
+
+
+# What can be known of a parameter that is not in use any more.
+_FACTS = (
+    "shape dtype device requires_grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse nbytes size dim",
+    "numel stride element_size is_contiguous is_floating_point is_complex __hash__ __len__",
+)
+_KNOWN = frozenset(" ".join(_FACTS).split())
+
+
+class ReplacedParameter(nn.Parameter):
+    """The class that a full parameter gets when a sharded one has taken its place in the model.
+
+    Whoever kept it (a list, a closure, a helper that was built before) would compute with values that training leaves
+    behind.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name not in _KNOWN:
+            raise VisslZeroError(
+                f"{name}() was called with a parameter as it was before initialize(): a sharded one has taken its "
+                "place in the model. Read parameters from the model when they are used (self.linear.weight, "
+                "model.parameters()), and build helpers that keep them after initialize()."
+            )
+        with as_plain_tensors():
+            return func(*args, **(kwargs or {}))
+
+
+def sharded(tensor: DTensor) -> ShardedTensor:
+    """``tensor`` itself, given the class."""
+    tensor.__class__ = ShardedTensor
+    assert isinstance(tensor, ShardedTensor)
+    return tensor
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, on every rank. Collective for sharded ones; any other comes back as it is."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    with waiting(f"{_called or 'full_tensor'}() of a sharded tensor"):
+        return _dtensor_like(tensor, tensor.rows().detach()).full_tensor()
+
+
+_is_inside = False
+
+
+@contextmanager
+def real_gradients() -> Iterator[None]:
+    """Inside, ``grad`` of a parameter is what there is: sharding itself looks at it."""
+    global _is_inside
+    _is_inside = True
+    try:
+        yield
+    finally:
+        _is_inside = False
+
+
+_called = ""
+
+
+@contextmanager
+def _named(func: Any) -> Iterator[None]:
+    """Error messages name what the loop has called, which may be several operations of torch."""
+    global _called
+    outer, _called = _called, _called or getattr(func, "__name__", "")
+    try:
+        yield
+    finally:
+        _called = outer
+
+
+def _refusal(name: str) -> str:
+    advice = ADVICE.get(name, "")
+    return NOT_IN_TABLE.format(f"{_called or name}()") if not advice else f"{_called or name}(): {advice}"
+
+
+def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
+    """On local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    own = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    written = written_arguments(func, args, kwargs)
+    like = own[0]
+    is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
+    is_alike = all(same_layout(tensor, like) for tensor in own)
+    has_full = any(tensor.dim() and not isinstance(tensor, ShardedTensor) for tensor in tensors)
+    is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
+    if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
+        return _on_full(func, args, kwargs)
+    rows = {id(tensor): tensor.rows() for tensor in own}
+
+    def local(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            return rows[id(leaf)]
+        return _rows_of(leaf, like) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    found = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+    if not written:
+        return pytree.tree_map(lambda leaf: _like(like, leaf) if isinstance(leaf, Tensor) else leaf, found)
+    for tensor in written:
+        if isinstance(tensor, ShardedTensor):
+            tensor.written(rows[id(tensor)])
+    return written[0]
+
+
+def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """On full tensors, gathered one by one; every rank must call it."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor)]
+    full = {id(tensor): whole(tensor) for tensor in tensors}
+
+    def gathered(leaf: Any) -> Any:
+        return full[id(leaf)] if isinstance(leaf, ShardedTensor) else leaf
+
+    found = func(*pytree.tree_map(gathered, args), **pytree.tree_map(gathered, kwargs))
+    written = written_arguments(func, args, kwargs)
+    for tensor in written:
+        if isinstance(tensor, ShardedTensor):
+            rows = tensor.rows()
+            rows.copy_(_rows_of(full[id(tensor)], tensor))
+            tensor.written(rows)
+    return written[0] if written else found
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on lists, tensor by tensor: each may be sharded or not."""
+    num = max(len(arg) for arg in args if isinstance(arg, list | tuple))
+    results: list[Any] = []
+    for index in range(num):
+        own = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
+        leaves = pytree.tree_leaves((own, kwargs))
+        if not any(isinstance(leaf, ShardedTensor) for leaf in leaves):
+            found = func(*own, **kwargs)
+        elif (name := operation_name(func).removeprefix("aten::_foreach_").removesuffix("_")) in _ELEMENT_WISE:
+            found = _element_wise(func, own, kwargs)
+        elif name in _ON_FULL_TENSOR:
+            found = _on_full(func, own, kwargs)
+        else:
+            raise VisslZeroError(_refusal(name))
+        results += found if isinstance(found, list | tuple) else []
+    return results or None
+
+
+def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
+    """This rank's rows of a full tensor that can be broadcast to the shape of ``like``."""
+    try:
+        full = full.expand(like.shape)
+    except RuntimeError as error:
+        name = f"{_called}() with a tensor of shape {tuple(full.shape)} and one of shape {tuple(like.shape)}"
+        raise VisslZeroError(NOT_IN_TABLE.format(name)) from error
+    start = first_row(like)
+    return full[start : start + len(like._local_tensor)].to(like.device)
+
+
+def first_row(tensor: DTensor) -> int:
+    """Where this rank's rows begin: they come in chunks of equal size, the last ones smaller or empty (``chunk``)."""
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    shard_index, num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    return min(shard_index * -(-num_rows // num_shards), num_rows)
+
+
+def _like(like: DTensor, rows: Tensor) -> ShardedTensor:
+    return sharded(_dtensor_like(like, rows))
+
+
+def _dtensor_like(like: DTensor, rows: Tensor) -> DTensor:
+    placed = like.device_mesh, like.placements
+    shape = like.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, *placed, run_check=False, shape=shape, stride=stride)
