@@ -1,4 +1,4 @@
-"""What the README shows works as printed: a user's own head and optimizer, and the trunk in five lines."""
+"""What README and docs/extending.md show works as printed: own head and optimizer, features and nearest neighbors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from vissl_zero.config.compose import compose
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+EXTENDING = (ROOT / "docs/extending.md").read_text()
+CLUSTER = (ROOT / "docs/cluster.md").read_text()
 ACTIVATE = "source .venv/bin/activate"
 
 
 def block(language: str, first_line: str) -> str:
-    """The code block of the README that starts with a given line."""
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if text.startswith(first_line)]
+    """Return the one code block of README and docs/extending.md that starts with a given line."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README + EXTENDING, re.DOTALL)
+    found = [text for text in blocks if text.startswith(first_line)]
     assert len(found) == 1, f"{len(found)} {language} blocks start with {first_line!r}"
     return found[0]
 
@@ -76,6 +79,31 @@ def test_mistyped_keys_of_ones_own_are_refused(tmp_path, old, new, message):
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_features_and_neighbors_of_photos_in_ten_lines(tmp_path, monkeypatch, capsys):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index in range(40):
+        Image.effect_noise((64, 64), 20 + 5 * index).convert("RGB").save(photos / f"{index:02d}.jpg")
+    command = [sys.executable, "-m", "vissl_zero.cli", "config=pretrain/simclr/my_photos", "config.TRAINER.MAX_STEPS=2"]
+    command += ["config.DATA.TRAIN.DATA_PATHS=photos", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8"]
+    command += ["config.CHECKPOINT.DIR=runs/photos", "config.DATA.IMG_SIZE=32"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    lines_of_python = block("python", "from pathlib import Path")
+    assert len(lines_of_python.strip().splitlines()) <= 12
+    exec(lines_of_python, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 40 and all(line.count(".jpg") == 6 for line in printed)
+    assert all(line.split(" -> ")[0] not in line.split(" -> ")[1] for line in printed)
+
+
+def test_the_readme_is_short_enough_to_finish():
+    assert len(README.split()) <= 1100
+
+
 def test_every_recipe_the_readme_names_composes():
     recipes = set(re.findall(r"config=([a-z0-9_]+/[\w/]+)", README))
     assert "quickstart/swav_digits" in recipes
@@ -84,9 +112,9 @@ def test_every_recipe_the_readme_names_composes():
 
 
 def lines(fence: str) -> list[str]:
-    """Command lines of the README, without comments: those of plain code blocks, or of the table of machines."""
+    """List command lines without comments: those of the README's plain code blocks, or of the table of machines."""
     if fence == "table":
-        return re.findall(r"^\| [^|]+ \| [^|`]*`(vissl-zero [^`]+)`", README, re.MULTILINE)
+        return re.findall(r"^\| [^|]+ \| [^|`]*`(vissl-zero [^`]+)`", CLUSTER, re.MULTILINE)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     return [line.split("  #")[0].rstrip() for word, text in blocks if not word for line in text.splitlines()]
 
@@ -136,7 +164,7 @@ def test_the_first_lines_work_literally(checkout):
 @pytest.mark.soak
 @pytest.mark.timeout(1400)
 def test_the_other_commands_are_accepted_as_printed(checkout):
-    for path in ("path/to/photos/a", "my/train/cat", "my/train/dog", "my/test/cat", "my/test/dog"):
+    for path in ("photos/a", "train/cat", "train/dog", "test/cat", "test/dog", "folder/train/cat", "folder/val/cat"):
         (checkout / path).mkdir(parents=True)
         for index in range(40):
             Image.new("RGB", (64, 64), (index, 0, 0)).save(checkout / path / f"{index}.png")
@@ -145,8 +173,8 @@ def test_the_other_commands_are_accepted_as_printed(checkout):
     for line in [*lines("plain"), *lines("table")]:
         if not line.startswith("vissl-zero ") or "SLURM" in line:  # the SLURM tests submit
             continue
-        for placeholder, value in (("PATHS=/", f"PATHS={checkout}/"), ("<0 or 1>", "0")):
-            line = line.replace(placeholder, value)
+        for name, value in (("<0 or 1>", "0"), ("weights.pth", "runs/my_run"), ("runs/photos", "runs/my_run")):
+            line = line.replace(name, value)
         is_training = line.startswith(("vissl-zero config=", "vissl-zero -m")) and "--dry-run" not in line
         typed.append(line + " --dry-run" * is_training)
     assert len(typed) > 12
