@@ -24,6 +24,7 @@ from vissl_zero.config.recipes import list_recipes
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import config_data
 
 RECIPES = ("quickstart/swav_digits", "supervised/digits")
 NUMBERS = [
@@ -90,6 +91,13 @@ def unchanged(recipe: str) -> ResolvedRun:
     return resolve(run.run, "runs/x", recipe=recipe, notes=run.notes, host=CPU_HOST)
 
 
+@cache
+def tree(recipe: str) -> dict[str, Any]:
+    """The configuration that a run keeps, as plain containers."""
+    plan = unchanged(recipe)
+    return config_data(plan.config, plan.learns_from_other)
+
+
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every block, list and value of a tree."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -101,13 +109,13 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @cache
 def all_places(recipe: str) -> list[tuple[Any, ...]]:
     """Places that a run reads: VISSL's keys without effect are another test's."""
-    return list(places(unchanged(recipe).config))
+    return list(places(tree(recipe)))
 
 
 def mutation(rng: random.Random, recipe: str) -> tuple[str, Any]:
     """A key path and a value: another one, a nearby one, or a structure with a part changed."""
     path = rng.choice(all_places(recipe))
-    node: Any = unchanged(recipe).config
+    node: Any = tree(recipe)
     for part in path:
         node = node[part]
     kind = rng.random()
@@ -123,7 +131,7 @@ def mutation(rng: random.Random, recipe: str) -> tuple[str, Any]:
         else:
             value[place] = copy.deepcopy(rng.choice(POOL))
     key = ".".join(map(str, path[: _open_from(path)]))
-    return key, _inside(unchanged(recipe).config, path, value)
+    return key, _inside(tree(recipe), path, value)
 
 
 def _open_from(path: tuple[Any, ...]) -> int:

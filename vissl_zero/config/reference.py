@@ -92,8 +92,9 @@ def keys_of(schema: type) -> list[Key]:
         body = _body(cls.__module__, cls.__name__)
         for statement, following in zip(body, [*body[1:], None], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                name = statement.target.id
-                found[name] = Key(name, ast.unparse(statement.annotation), _text(following))
+                name, annotation = statement.target.id, ast.unparse(statement.annotation)
+                if not annotation.startswith("ClassVar"):
+                    found[name] = Key(name, annotation, _text(following))
     return list(found.values())
 
 

@@ -56,7 +56,7 @@ def test_in_a_file_of_ones_own_too(photos: Path, tmp_path: Path, monkeypatch: py
     recipe.write_text(f"# @package _global_\ndefaults: [/config/{DIGITS}]\nconfig: {{DATA: {{{paths}}}}}\n")
     monkeypatch.chdir(tmp_path)
     data = plan("mine").config.DATA
-    assert [data[split]["DATA_SOURCES"] for split in ("TRAIN", "TEST")] == [["disk_folder"]] * 2
+    assert [split.DATA_SOURCES for split in (data.TRAIN, data.TEST)] == [["disk_folder"]] * 2
     assert [str(photos)] == data.TRAIN.DATA_PATHS
 
 
