@@ -111,6 +111,7 @@ for step in range(int(sys.argv[2])):
     loss = model(torch.full((2, 300), 0.1 * (step % 7))).square().mean()
     optimizer.backward(loss)
     optimizer.step()
+    optimizer.zero_grad()
     print(loss.item(), flush=True)
 """
 
