@@ -320,6 +320,7 @@ def test_an_asynchronous_save_holds_the_step_it_was_begun_at(tmp_path: Path) -> 
 
 
 def _save_by(folder: Path, options: dict[str, Any]) -> list[str]:
+    folder.mkdir()
     run, schedules, frozen = build_run(_plan(folder, num_epochs=3, checkpoint=options), torch.device("cpu"))
     hooks = with_checkpoints(run, [])
     assert hooks is not None
