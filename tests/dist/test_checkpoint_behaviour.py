@@ -150,6 +150,7 @@ class _Payload:
         return os.system, (f"touch {self._canary}",)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named_and_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
     run_on_ranks(2, _just_train, tmp_path)
     assert _steps(tmp_path) == [2, 4, 6, 8]
@@ -232,6 +233,7 @@ def _changed(folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     run_on_ranks(2, _just_train, tmp_path)
     harmless, seed, allowed_seed, head, allowed_head, batch, optimizer, allowed_optimizer = run_on_ranks(
@@ -403,6 +405,7 @@ def _never_finite(folder: Path) -> tuple[str, int]:
     return str(caught.value), run.step
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_never_a_number_is_not_skipped_for_ever(tmp_path: Path) -> None:
     for message, step in run_on_ranks(2, _never_finite, tmp_path):
         assert step == 3, "from 4 down to 1"

@@ -122,6 +122,7 @@ def _start(path: Path, steps: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_restart_after_kill_trusts_nothing_that_is_there(tmp_path):
     (tmp_path / "killed").mkdir()
