@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-SCRIPT = """
-import torch, vissl_zero
 import pytest
 
+SCRIPT = """
+import torch, vissl_zero
 from vissl_zero.errors import ConfigError
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 3)
