@@ -26,7 +26,7 @@ def public_objects() -> list[tuple[str, Any]]:
 
 
 def test_the_page_has_every_public_name():
-    names = {name: thing for name, thing in public_objects()}
+    names = dict(public_objects())
     for name in set(vissl_zero.__all__) - {"__version__"}:
         assert names.get(name) is getattr(vissl_zero, name), f"docs/api.md lacks {name}"
 
