@@ -257,6 +257,10 @@ class ModerateFiles(FileConfigSource):
         return super().load_config(config_path)
 
 
+# A job of submitit unpickles the registry and lets Hydra register its own sources again, which must have the same name.
+ModerateFiles.__name__ = FileConfigSource.__name__
+
+
 def recipe_text(path: Path) -> str:
     """The text of a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
 
