@@ -58,6 +58,14 @@ def _no_process_group() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _no_secrets() -> Iterator[None]:
+    """Forget values of the environment that a recipe of the test has read: later tests would mask them."""
+    yield
+    if errors := sys.modules.get("vissl_zero.errors"):
+        errors._secrets.clear()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests run in one process, and which may run twice.
