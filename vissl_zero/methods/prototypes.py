@@ -123,8 +123,10 @@ class ClusterMemory(nn.Module):
         rows = collectives.all_gather_rows(rows.transpose(0, 1))
         indices = collectives.all_gather_rows(sample_ids)
         is_finite = rows.isfinite().flatten(1).all(dim=1)
-        self.embeddings[:, indices[is_finite]] = rows[is_finite].transpose(0, 1)
-        self.is_known[indices[is_finite]] = True
+        # Chosen by value: to index with the mask would wait for the device.
+        kept = self.embeddings[:, indices]
+        self.embeddings[:, indices] = torch.where(is_finite[:, None], rows.transpose(0, 1), kept)
+        self.is_known[indices] = self.is_known[indices] | is_finite
 
     @torch.no_grad()
     def cluster(self, epoch: int, num_iters: int = 10) -> None:

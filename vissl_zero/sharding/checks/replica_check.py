@@ -122,10 +122,7 @@ class StepCheck:
 
     def __init__(self, device: torch.device):
         self._is_needed = collectives.world_size() > 1
-        self._device = device
-        # The facts are the host's: on the CPU they need no wait for a GPU.
-        if self._is_needed and "cpu" in dist.get_backend_config():
-            self._device = torch.device("cpu")
+        self._device = collectives.device_of_numbers(device) if self._is_needed else device
 
     def require_equal(
         self, problem: str | None, facts: Mapping[str, int], marks: Sequence[bool] = ()

@@ -119,8 +119,11 @@ class GradientAverage:
 
     def _announce(self, is_opening: bool) -> tuple[Tensor, dist.Work]:
         """Say whether a round of means begins here, or this rank's micro-batch has ended."""
-        flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._params[0].device)
+        flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._device_of_flags())
         return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _device_of_flags(self) -> torch.device:
+        return collectives.device_of_numbers(self._params[0].device, self._group)
 
     def _agree_to_open(self, is_opening: bool) -> bool:
         flag, work = self._announce(is_opening)
@@ -149,7 +152,7 @@ class GradientAverage:
         # one.
         late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
-        table = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
+        table = torch.tensor(flags, dtype=torch.uint8, device=self._device_of_flags())
         work = dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if self._opening is not None:
             self._opening[1].wait()
