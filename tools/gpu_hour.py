@@ -117,7 +117,8 @@ def main() -> int:
         left_s = end - time.monotonic()
         if (cell.phase, cell.name) in {(row["phase"], row["name"]) for row in done} or left_s < 20:
             continue
-        done.append(run(cell, min(60 * cell.minutes, left_s), given.rehearse))
+        limit_s = 60 * cell.minutes * (3 if given.rehearse else 1)
+        done.append(run(cell, min(limit_s, left_s), given.rehearse))
         _write(given.json, done)
         print(json.dumps(done[-1]), flush=True)
     table = given.table or (None if given.rehearse else TABLE)
