@@ -24,7 +24,7 @@ _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third noth
 def process_bytes(
     plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
 ) -> int:
-    """What a CPU rank holds beside its tensors and the holes between them.
+    """Return the bytes that a CPU rank holds beside its tensors and the holes between them.
 
     Args:
         plan: level and tiers.
@@ -82,7 +82,7 @@ class BlockReplay:
         states: Sequence[int],
         temporaries: Sequence[int],
     ) -> None:
-        """Some steps.
+        """Replay some steps.
 
         Args:
             trace: of a micro-batch.

@@ -32,7 +32,7 @@ _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}
 
 
 def machine_for(device_type: str) -> MachineProfile:
-    """What a plan assumes of a device where nothing says more."""
+    """Return the machine that a plan assumes for a device where nothing says more."""
     return read_profile(_ASSUMED[device_type])
 
 
