@@ -19,17 +19,17 @@ $(READY): requirements.txt setup.py
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c requirements.txt --no-build-isolation -e .
 	@touch $@
 
-$(STAMP): $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.txt
+$(STAMP): $(READY) requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	@touch $@
 
 quickstart: $(READY) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.
 	$(BIN)/vissl-zero config=quickstart/swav_digits
 
-test: $(STAMP) ## The tests; 15 to 25 minutes on 2 cores.
+test: $(STAMP) ## The tests of every change; about 8 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## The long tests.
+test-slow: $(STAMP) ## The tests that start whole runs or take long; CI runs them too.
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.

@@ -15,10 +15,19 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 # Path in the checkout -> path on the site.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PAGES |= {"SECURITY.md": "security.md"}
+PAGES |= {"SECURITY.md": "security.md", "UPGRADING.md": "upgrading.md"}
 PAGES |= {f"benchmarks/{path.name}": f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))}
 PICTURES = [path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks").glob("*.svg"))]
+VERSION = re.compile(r'__version__ = "(.+)"')
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Name the version in the header of every page."""
+    version = VERSION.search((ROOT / "vissl_zero/version.py").read_text())
+    assert version is not None
+    config.site_name = f"{config.site_name} {version[1]}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -28,7 +37,31 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, target, content=text))
     for picture in PICTURES:
         files.append(File.generated(config, str(picture), content=(ROOT / picture).read_bytes()))
+    for source, text in _pages_of_keys().items():
+        if found := files.get_file_from_path(source):
+            files.remove(found)
+        files.append(File.generated(config, source, content=text))
     return files
+
+
+def _pages_of_keys() -> dict[str, str]:
+    """Split ``docs/keys.md``, one file in a checkout, into a page for each block, and ``keys.md``, which lists them."""
+    header, *tables = re.split(r"^## ", (ROOT / "docs/keys.md").read_text(), flags=re.MULTILINE)
+    blocks: dict[str, list[str]] = {}
+    for table in tables:
+        title = table.split("\n", 1)[0]
+        path = re.match(r"`config(?:\.(\w+))?", title)
+        name = (path[1] or "config") if path else title.split(" `")[0] + "s"
+        blocks.setdefault(name, []).append(table)
+    pages, rows = {}, ["| block | keys of |", "| --- | --- |"]
+    for name, parts in blocks.items():
+        file = name.replace(" ", "_")
+        titles = [part.split("\n", 1)[0] for part in parts]
+        rows.append(f"| [{name}](keys/{file}.md) | {', '.join(titles)} |")
+        pages[f"keys/{file}.md"] = "\n".join(
+            [f"# Keys: {name}", "[All blocks](../keys.md)\n", *("## " + p for p in parts)]
+        )
+    return {"keys.md": "\n".join([header, *rows, ""]), **pages}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -36,6 +69,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.generated_by is not None:
         return markdown
     return _relinked(markdown, ROOT / "docs" / Path(page.file.src_uri).parent, Path(page.file.src_uri).parent)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """End a docstring's sentence before code with one colon: ``::`` means something to docstrings only."""
+    return html.replace("::</p>", ":</p>")
 
 
 def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:

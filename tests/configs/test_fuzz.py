@@ -204,6 +204,7 @@ def fuzz(seed: int, count: int, recipes: Sequence[str] = RECIPES) -> tuple[int, 
     return accepted, count - accepted
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_few_mutations() -> None:
     accepted, refused = fuzz(seed=1, count=80)

@@ -114,6 +114,7 @@ def _without(tree: Any, path: str) -> Any:
     return {**{key: value for key, value in tree.items() if key != first}, **({first: inner} if inner else {})}
 
 
+@pytest.mark.slow
 def test_forty_drawn_keys_change_no_run_and_are_named() -> None:
     composed = compose("quickstart/swav_digits")
     plain, keys = _resolved(composed.run), {key.path: key for key in vissl_keys()}

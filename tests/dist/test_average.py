@@ -133,6 +133,7 @@ def _raise_alone() -> None:
     time.sleep(8.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_shard_group_has_the_timeout_of_the_run() -> None:
     """Rank 2 waits for rank 3 in a group of their own."""

@@ -434,6 +434,7 @@ def _raise_alone(level: int) -> tuple[str, float]:
     raise AssertionError(f"ended after {time.monotonic() - started:.0f} s with {ended}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_rank_that_raises_alone_leaves_nobody_hanging(level: int) -> None:

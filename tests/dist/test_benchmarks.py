@@ -124,6 +124,7 @@ def _svm(level: int, world_size: int, folder: str) -> tuple[dict[str, float], Te
     return run.results["svm_map_by_layer"], read_features(folder).rows
 
 
+@pytest.mark.slow
 def test_svms_are_the_same_at_level_3_on_two_ranks(tmp_path):
     for name in ("alone", "sharded"):
         (tmp_path / name).mkdir()

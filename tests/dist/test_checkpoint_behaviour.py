@@ -150,6 +150,7 @@ class _Payload:
         return os.system, (f"touch {self._canary}",)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named_and_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
     run_on_ranks(2, _just_train, tmp_path)
     assert _steps(tmp_path) == [2, 4, 6, 8]
@@ -232,6 +233,7 @@ def _changed(folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_changes_are_listed_and_those_that_change_shapes_or_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     run_on_ranks(2, _just_train, tmp_path)
     harmless, seed, allowed_seed, head, allowed_head, batch, optimizer, allowed_optimizer = run_on_ranks(
@@ -320,6 +322,7 @@ def test_an_asynchronous_save_holds_the_step_it_was_begun_at(tmp_path: Path) -> 
 
 
 def _save_by(folder: Path, options: dict[str, Any]) -> list[str]:
+    folder.mkdir()
     run, schedules, frozen = build_run(_plan(folder, num_epochs=3, checkpoint=options), torch.device("cpu"))
     hooks = with_checkpoints(run, [])
     assert hooks is not None
@@ -402,6 +405,7 @@ def _never_finite(folder: Path) -> tuple[str, int]:
     return str(caught.value), run.step
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_never_a_number_is_not_skipped_for_ever(tmp_path: Path) -> None:
     for message, step in run_on_ranks(2, _never_finite, tmp_path):
         assert step == 3, "from 4 down to 1"

@@ -124,6 +124,7 @@ class _Trace(Hook):
 
 def _state_at_end(run: Run, folder: Path) -> dict[str, torch.Tensor]:
     """Everything there is, as full tensors, by way of a second checkpoint; on rank 0."""
+    folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(folder, is_async=False, keep_last=-1, keep_every=-1)
     saver.save(run, [])
     saver.close()

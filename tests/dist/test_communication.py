@@ -82,6 +82,7 @@ def _bytes_per_step(
     return {"state": state, "statistics": statistics, "all_reduces": traffic.calls["c10d::allreduce_"]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("num_resolutions", [1, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -93,6 +94,7 @@ def test_bytes_over_ddp(world_size: int, num_resolutions: int) -> None:
     assert all(level["statistics"] < 0.03 * ddp["state"] for level in levels)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_teachers_own_forward_pass_is_one_more_gathering_of_units_at_level_3_and_nothing_elsewhere() -> None:
     """Following is free. Level 3: 1.5 times DDP's bytes for the student, .5 for the teacher's forward pass."""

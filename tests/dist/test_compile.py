@@ -51,6 +51,7 @@ def _require_equal(case: Case, world_size: int, levels: tuple[int, ...], backend
         assert max(distance.values()) < TOLERANCE, (level, distance)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_compiled_units_train_what_plain_torch_trains() -> None:
     """Traced and differentiated by torch.compile, without code made of it: that is the slow test's."""

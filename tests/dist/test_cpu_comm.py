@@ -113,6 +113,7 @@ def _wait_for_one_that_dies(how: str) -> None:
     comm.all_gather(torch.empty(8), torch.zeros(4))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("how", "message"), [("ends", "has ended|died"), ("sleeps", "No answer from peer rank 1")])
 def test_a_rank_that_is_lost_is_named(how: str, message: str) -> None:

@@ -56,6 +56,7 @@ def _num_differing(outcomes: list[Outcome]) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("name", "world_size"),
@@ -77,6 +78,7 @@ def test_levels_give_the_same_bits(name: str, world_size: int, tmp_path: Path) -
     assert _num_differing(outcomes) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_muon_adds_no_difference_to_those_of_gradients() -> None:
     """Of two ranks and one micro-batch there is one order of summation, so gradients agree without the switch too."""
@@ -84,6 +86,7 @@ def test_muon_adds_no_difference_to_those_of_gradients() -> None:
     assert _num_differing(run_on_ranks(2, _outcomes, case, False)[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_without_the_switch_they_do_not() -> None:
     """Else the test above would prove nothing."""

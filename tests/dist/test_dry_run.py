@@ -46,11 +46,13 @@ def measured(plan: ResolvedRun) -> tuple[dict[str, int], str, int, list[float]]:
     return asdict(run.records[-1].bytes), run.sharded.describe(), num_steps, [record.lr for record in run.records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_units_and_rates_are_those_of_a_run(case, tmp_path):
     _compare(replace(planned(*CASES[case]), run_dir=str(tmp_path)))  # the average is written there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "rounding"), [(0, "kahan"), (1, "stochastic"), (3, "kahan")])
 def test_bytes_of_parameters_in_bfloat16_are_those_of_a_run(level, rounding, tmp_path):
     """With batch norm in the head, whose parameters stay in float32."""
@@ -62,6 +64,7 @@ def test_bytes_of_parameters_in_bfloat16_are_those_of_a_run(level, rounding, tmp
     _compare(replace(plan, run_dir=str(tmp_path)), spare_activations=2**16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["rows", "mx"])
 def test_bytes_where_level_3_gathers_in_float8_are_those_of_a_run(scales, tmp_path):
     overrides = [f"config.MODEL.FLOAT8.{key}" for key in ("USE_FLOAT8=true", "GATHER=true", f"SCALES={scales}")]
@@ -92,6 +95,7 @@ def _float8(*overrides: str) -> ResolvedRun:
     return resolve(composed.run, "/nowhere", recipe=recipe, host=Host(num_cores=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["rows", "mx"])
 def test_inputs_kept_in_float8_are_counted(scales):
     """Of the blocks' layers, at a byte an element; the forecast is made on the layers that train."""
@@ -106,6 +110,7 @@ def test_inputs_kept_in_float8_are_counted(scales):
         dry_run(_float8("config.MODEL.FLOAT8.USE_FLOAT8=true", "config.MODEL.FLOAT8.LAYERS=nothing"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main([f"config={RECIPE}", "--dry-run", f"config.CHECKPOINT.DIR={tmp_path}/runs/mine"]) == 0

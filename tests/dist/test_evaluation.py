@@ -34,6 +34,7 @@ def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, di
     return features, run.results, hook.neighbours_after.neighbour_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "world_size", "max_steps"),
     [(0, 2, 3), (2, 2, 3), (3, 2, 3), (3, 3, 0), (0, 3, 0)],  # 16 images a step do not divide by 3: no training there
@@ -85,6 +86,7 @@ def _layers(level: int, world_size: int) -> tuple[dict[str, Any], dict[str, torc
 _LAST = ["mlp", {"dims": [32, 10]}]
 
 
+@pytest.mark.slow
 def test_probes_of_layers_are_the_same_at_every_level() -> None:
     ((wanted, state),) = run_on_ranks(1, _layers, 0, 1)
     assert len(wanted["top1_by_layer"]) == 3

@@ -283,6 +283,7 @@ if rank == 0:  # rank 1 ends without: the group goes with the interpreter
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_run_without_buffers_ends_with_exit_code_0(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SCRIPT]

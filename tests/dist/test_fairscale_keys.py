@@ -193,6 +193,7 @@ def test_reduce_buffer_size_decides_which_gradients_stay_whole(buffer: int, worl
     assert sum(memory["owned"] for memory in per_rank) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_of_the_fullest_rank(world_size: int) -> None:

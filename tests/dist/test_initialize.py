@@ -143,6 +143,7 @@ def _load(folder: str) -> int:
     return optimizer.num_updates
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_flipped_bit_is_not_loaded(tmp_path: Path) -> None:
     run_on_ranks(1, _save, str(tmp_path))
@@ -380,6 +381,7 @@ def test_a_model_on_the_meta_device_starts_the_same_everywhere() -> None:
     assert torch.equal(states[0]["out.weight"], states[0]["layers.0.weight"]), "still tied"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_fit_chooses_the_plan_and_trains_the_same(tmp_path: Path) -> None:
     """Plenty of memory, too little, and the least that the refusal names."""

@@ -29,9 +29,10 @@ def _losses(output: str) -> list[float]:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short(path):
-    assert len(path.read_text().splitlines()) < 60
+    assert len(path.read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_transformer_with_its_optimizer_on_disk(tmp_path):
     losses = _losses(_run("transformer.py", "--steps=20", f"--nvme_path={tmp_path}", num_ranks=2))
@@ -39,6 +40,7 @@ def test_transformer_with_its_optimizer_on_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_torchvision_from_the_meta_device(tmp_path):
     output = _run("torchvision_digits.py", "--steps=12", f"--save={tmp_path / 'weights.pt'}", num_ranks=1)
@@ -49,6 +51,7 @@ def test_torchvision_from_the_meta_device(tmp_path):
     assert "accuracy" in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_verify_proves_its_loop():
     assert _run("verify_loop.py", num_ranks=2).startswith("equal: 4 steps in float64")

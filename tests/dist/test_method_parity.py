@@ -292,7 +292,7 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
     levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
@@ -309,6 +309,7 @@ def _apart(method: str, world_size: int, levels: list[int]) -> list[Result]:
     return [_train(plan) for plan in plans]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "method", ["byol", *(pytest.param(name, marks=pytest.mark.slow) for name in ("simsiam", "barlow_twins", "moco_v3"))]
@@ -428,6 +429,7 @@ def _masked(method: str, cells: list[tuple[str, int]]) -> list[Result]:
     return [_train(dataclasses.replace(p, sharding=dataclasses.replace(p.sharding, engine=name))) for name, p in plans]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "method", ["ibot", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mae", "dinov2"))]
@@ -444,6 +446,7 @@ def _exactly(method: str, norm: str, world_size: int, level: int, num_micro: int
     return _train(make_method_plan(method, level, world_size, norm, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "norm"),
@@ -479,6 +482,7 @@ def _resume(folder: str, method: str, level: int, world_size: int) -> Result:
     return _train(make_method_plan(method, level, world_size, "batch", folder), from_folder=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("method", ["byol", "moco_v2", "dino", pytest.param("ijepa", marks=pytest.mark.slow)])
 def test_a_teacher_resumes_in_another_layout(method: str, tmp_path: Path) -> None:
@@ -524,6 +528,7 @@ def test_a_memory_of_other_images_is_refused(method: str, tmp_path: Path) -> Non
     assert f"there are {BATCH + 1} here. Train on the same images" in message
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_teacher_and_a_dry_run_says_so() -> None:
     held = {}
     for level in (0, 1, 3):

@@ -100,6 +100,7 @@ def _tier(device: str, folder: Path, **keys: Any) -> dict[str, Any]:
     return {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {}), **keys}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -130,6 +131,7 @@ def _compare_with_host_shards(level: int, folder: str) -> list[float]:
         return _compare("larc", level, pairs, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("level", [1, 3])
 def test_master_copies_on_the_host_train_what_is_on_the_device(level: int, tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def test_master_copies_on_the_host_train_what_is_on_the_device(level: int, tmp_p
     assert max(map(max, distances)) < 1e-10, distances
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_float32_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
@@ -151,6 +154,7 @@ def _compare_without_accumulation(*arguments: Any) -> list[float]:
         return _compare(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_clipped_step_of_one_backward_pass_on_ranks_with_unequal_rows(dtype: torch.dtype, tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def test_state_of_the_plain_optimizer_is_taken_over(name: str, level: int) -> No
     assert distance(got, expected) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", WHOLE_TENSOR)
 def test_an_optimizer_of_whole_tensors_is_itself_at_every_level_on_any_number_of_ranks(name: str) -> None:
@@ -196,6 +197,7 @@ def test_an_optimizer_of_whole_tensors_is_itself_at_every_level_on_any_number_of
         assert distance(got, expected) < TOLERANCE, (world_size, level)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", WHOLE_TENSOR)
 def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Path) -> None:

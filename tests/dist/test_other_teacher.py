@@ -76,6 +76,7 @@ def _write(path: Path, plan: ResolvedRun, scale: float) -> None:
     torch.save({name: tensor * scale for name, tensor in teacher.state_dict().items()}, path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_features_alone_can_be_compared(tmp_path: Path) -> None:
     weights = tmp_path / "teacher.pth"
@@ -91,6 +92,7 @@ def test_features_alone_can_be_compared(tmp_path: Path) -> None:
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_teacher_s_weights_count_and_levels_agree(tmp_path: Path) -> None:
     weights = tmp_path / "teacher.pth"
@@ -103,6 +105,7 @@ def test_the_teacher_s_weights_count_and_levels_agree(tmp_path: Path) -> None:
     assert abs(other[0] - first[0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_swav_s_assignments_can_be_learned_with_the_teacher_s_prototypes(tmp_path: Path) -> None:
     weights = tmp_path / "teacher.pth"

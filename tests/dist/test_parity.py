@@ -85,7 +85,12 @@ def _streams(cell: Cell) -> AbstractContextManager[None]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", RUN, ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    # Every feature at every level on 2 ranks is a minute or two; the other numbers of ranks are for `make test-slow`.
+    [pytest.param(cell, marks=[pytest.mark.slow] if cell.world_size != 2 else []) for cell in RUN],
+    ids=str,
+)
 def test_equals_plain_torch(cell: Cell, report_cell: Callable[[Compared], None]) -> None:
     outcome, case, num_ranks = _outcome(cell), cell.case, cell.num_batches
     if FEATURES[cell.feature].compares == "scales":

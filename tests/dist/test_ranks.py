@@ -38,6 +38,7 @@ def test_every_rank_runs_in_one_group(world_size: int) -> None:
     assert run_on_ranks(world_size, _sum_of_ranks, 10) == [total] * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_a_rank_that_raises_fails_with_its_traceback_and_the_pool_lives_on() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: told to") as caught:

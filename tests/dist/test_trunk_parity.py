@@ -51,6 +51,7 @@ PLACES = {1: [(0, 1), (3, 1)], 2: [(0, 0), (1, 1), (2, 0), (3, 1)], 3: [(0, 1), 
 FEWER = {2: [(2, 1), (3, 0)], 3: [(0, 0), (3, 1)]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("trunk", [pytest.param(name, marks=[pytest.mark.slow] * (name != "vit")) for name in TRUNKS])
 def test_equals_plain_torch(trunk: str) -> None:

@@ -66,6 +66,7 @@ def sabotage(folder: Path, way: str, *overrides: str) -> tuple[int, str, float]:
     return process.returncode, err, time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_a_run_leaves_what_the_contract_says(tmp_path):
     process = start(tmp_path)
@@ -98,6 +99,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert fresh.returncode == 2 and "already holds a run" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     code, err, seconds = sabotage(tmp_path, "raise")
@@ -108,6 +110,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     assert seconds < 120
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_path):
     code, err, _ = sabotage(tmp_path, "nan")
@@ -118,6 +121,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks_together_and_is_explained(tmp_p
     assert "trunk.stem.0.weight" in facts["parameters"] and len(facts["parameters"]) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_is_killed_is_named(tmp_path):
     code, err, _ = sabotage(tmp_path, "kill")
@@ -125,6 +129,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
     assert "rank 1 was ended by SIGKILL" in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_runs_into_the_collective_timeout(tmp_path):
     code, err, seconds = sabotage(tmp_path, "hang", "config.DISTRIBUTED.TIMEOUT_S=10")
@@ -133,6 +138,7 @@ def test_a_rank_that_hangs_runs_into_the_collective_timeout(tmp_path):
     assert seconds < 180
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_stops_all_ranks_and_names_the_run_folder(tmp_path):
     process = start(tmp_path, "config.TRAINER.MAX_STEPS=100000", "config.DATA.NUM_DATALOADER_WORKERS=1")
@@ -168,6 +174,7 @@ def test_under_torchrun_too_the_rank_that_failed_first_speaks_first(tmp_path):
     assert ours.index("[rank 1] Traceback") < (ours + "[rank 0]").index("[rank 0]"), ours
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_gives_the_same_losses(tmp_path):
     overrides = [*SMALL, "config.TRAINER.DTYPE=float64"]

@@ -42,6 +42,7 @@ def write_parts(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_own_head_and_own_optimizer_train_at_level_1(tmp_path, monkeypatch):
     environment = write_parts(tmp_path)
@@ -59,6 +60,7 @@ def test_own_head_and_own_optimizer_train_at_level_1(tmp_path, monkeypatch):
     assert features.shape == (8, 64) and len(features.unique(dim=0)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("old", "new", "message"),

@@ -143,6 +143,7 @@ def assert_same_model(left: Path, right: Path) -> None:
         assert torch.allclose(value, ends[1][name], rtol=0, atol=1e-10), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("num_left", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
@@ -164,6 +165,7 @@ def test_a_killed_rank_is_survived_on_fewer_processes_too(tmp_path, num_left):
         assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_loader_worker_is_a_crash_that_restarts(tmp_path, monkeypatch, number):
@@ -180,6 +182,7 @@ def test_a_lost_loader_worker_is_a_crash_that_restarts(tmp_path, monkeypatch, nu
     assert len(losses(tmp_path / "run")) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_a_rank_that_dies_after_a_request_to_stop_is_no_success(tmp_path):
     plugin = ["config.IMPORTS=[killer_of_tests]", "config.HOOKS.EXTRA=[late_killer]"]
@@ -190,6 +193,7 @@ def test_a_rank_that_dies_after_a_request_to_stop_is_no_success(tmp_path):
     assert "It was asked to stop (SIGTERM) and could no longer save." in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_signal_saves_and_stops_with_75_and_a_second_run_is_refused_meanwhile(tmp_path):
     process = start(tmp_path, "run", "config.TRAINER.MAX_STEPS=100000")

@@ -42,6 +42,7 @@ def results(folder: Path) -> dict[str, dict[str, str]]:
         return {row["job"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
     overrides = ["hydra/launcher=local", "config.TRAINER.MAX_STEPS=2", "config.ZERO.LEVEL=0,9,3"]
@@ -72,6 +73,7 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
     assert other.returncode == 2 and "holds a different job" in out and "Traceback" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_sweep_that_is_asked_to_stop_begins_no_other_job(tmp_path):
     """Also where the job in progress comes to its end all the same: there is one step left when the signal comes."""
@@ -96,6 +98,7 @@ def no_process_mentions(text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_sweep_that_is_killed_leaves_no_job(short_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(short_path))  # also tells its processes from others
@@ -166,6 +169,7 @@ def test_sixteen_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_pa
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_jobs_of_different_sizes_have_room_for_the_largest(tmp_path):
     refused = sweep(

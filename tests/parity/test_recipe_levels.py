@@ -73,6 +73,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
     return train(tmp_path_factory.mktemp("reference") / "run", *RUNS["level 0, one process"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",

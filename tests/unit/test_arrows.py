@@ -122,6 +122,7 @@ def test_nothing_outside_sharding_asks_for_the_engine(word):
             assert word not in path.read_text(), f"{name} mentions {word}"
 
 
+@pytest.mark.slow
 def test_a_rank_that_trains_imports_no_planner():
     code = "import vissl_zero.launch.worker, sys; sys.exit(any('vissl_zero.planner' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
@@ -133,6 +134,7 @@ def test_configuration_and_launcher_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_rank_imports_nothing_before_its_first_step_that_it_may_never_need():
     slow = {"hydra", "matplotlib", "timm", "sklearn", "tensorboard"}
     modules = "vissl_zero.launch.worker, vissl_zero.models.trunks.regnet, vissl_zero.methods.swav"

@@ -215,6 +215,7 @@ def test_several_recipes_are_one_run(command):
     assert code == 2 and "(got 4)" in err
 
 
+@pytest.mark.slow
 def test_a_glob_of_recipes(command):
     code, out, err = command("-m", "config=glob(*digits)", "config.ZERO.LEVEL=8")
     assert code == 2 and err.count("(got 8)") == 2
@@ -304,6 +305,7 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_torchvision_imports_after_vissl_zero_also_where_it_failed_before(tmp_path):
     code = """
 import sys

@@ -24,6 +24,8 @@ from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import can_hold, write_torch_file
 from vissl_zero.checkpoint.weights import BUFFERS, PARAMETERS, Weights
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.weight_names import STYLES, to_other_names
@@ -110,7 +112,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
 
 
 def write_aside(path: Path, write: Callable[[Path], None]) -> None:
-    """``replacing`` for a file that the user names: in a folder made for it, with a sentence where that fails."""
+    """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -211,7 +213,7 @@ def _optimizer_state(
 
 
 def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
-    """What the loss and the teacher of a recipe hold, and sentences on it; nothing without a recipe."""
+    """Collect the entries of a recipe's loss and teacher, and sentences on them; nothing without a recipe."""
     tree = config.get("config", {})
     if "LOSS" not in tree:
         return [], []
@@ -223,7 +225,7 @@ def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tu
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
         return parts, said
     with torch.device("meta"):
-        teacher = method.make_teacher(build_model(tree["MODEL"]))
+        teacher = method.make_teacher(build_model(block_of(ModelConfig, tree["MODEL"])))
     shapes = {name: tuple(value.shape) for name, value in teacher.state_dict().items()}
     own, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", found.entries), shapes)
     if own.lacks("trunk") or own.lacks("heads"):
@@ -278,6 +280,7 @@ def _write_checkpoint(
         config=dict(config),
     )
     try:
+        target.mkdir(parents=True, exist_ok=True)
         write_rank(target, manifest.step, 0, parts, numbers, {})
         return commit(target, manifest)
     except OSError as error:

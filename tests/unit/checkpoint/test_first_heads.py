@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.blocks import model_block
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.errors import CheckpointError
@@ -20,7 +21,7 @@ def model_of(classes: int, path: Path, **settings: bool) -> tuple[dict, Model]:
     config["MODEL"]["HEAD"]["PARAMS"] = [["mlp", {"dims": [-1, classes]}]]
     config["MODEL"]["WEIGHTS_INIT"]["PARAMS_FILE"] = str(path)
     config["MODEL"]["FEATURE_EVAL_SETTINGS"] |= settings
-    model = build_model(config["MODEL"])
+    model = build_model(model_block(config["MODEL"]))
     initialize_(model, seed=3)
     return config, model
 

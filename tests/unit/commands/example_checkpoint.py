@@ -50,6 +50,7 @@ def write_checkpoint(
     resolved: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``state`` cut into uneven parts, of a run with this ``config`` (or resolved plan); gives the folder."""
+    run_folder.mkdir(parents=True, exist_ok=True)
     for rank in range(NUM_RANKS):
         parts = []
         for name, tensor in state.items():

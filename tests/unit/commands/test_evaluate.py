@@ -92,6 +92,7 @@ def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys
     assert re.search(wanted, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there_end_with_the_commands_code(folder, capfd):
     assert main(["evaluate", "torchhub:dinov2_vits14_reg", "--data", str(folder)]) == 2
     assert "curl -L --create-dirs" in capfd.readouterr().err

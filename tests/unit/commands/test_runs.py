@@ -18,12 +18,14 @@ from vissl_zero.reporting.metrics_file import line
 from vissl_zero.resolve.resolve import save_resolved
 
 
-def make(root: Path, name: str, steps: int = 5, summary: dict[str, Any] | None = None, **config: Any) -> Path:
+def make(
+    root: Path, name: str, steps: int = 5, summary: dict[str, Any] | None = None, level: int = 0, seed: int = 0
+) -> Path:
     """A run folder with real files."""
     folder = root / name
     folder.mkdir(parents=True)
     plan = make_plan(folder)
-    plan.config.update(config)
+    plan.config.ZERO.LEVEL, plan.config.SEED_VALUE = level, seed
     save_resolved(plan, folder / "config.resolved.yaml")
     command = "vissl-zero config=quickstart/swav_digits config.ZERO.LEVEL=3"
     (folder / "config.user.yaml").write_text(f"config: {{}}\n# command: {command}\n")
@@ -111,8 +113,8 @@ def six(root: Path) -> list[Path]:
             root,
             f"{level}-{seed}",
             summary={"knn_top1_after": 0.8 + level / 100 + seed / 1000, "images_per_s": 100.0},
-            ZERO={"LEVEL": level},
-            SEED_VALUE=seed,
+            level=level,
+            seed=seed,
         )
         for level in (0, 3)
         for seed in (0, 1, 2)

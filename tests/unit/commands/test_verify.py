@@ -92,6 +92,7 @@ def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
     assert reference.optimizer == chosen.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_quickstart_is_the_same_model_at_level_3():
     command = [sys.executable, "-m", "vissl_zero.cli", "verify", "config=quickstart/swav_digits", "--steps", "2"]

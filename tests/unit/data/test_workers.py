@@ -77,6 +77,7 @@ class ADefect:
         raise KeyError("my own mistake")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos: Path) -> None:
     data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=[{"name": "ExitTheWorker"}])
     with pytest.raises(
@@ -95,6 +96,7 @@ def test_a_defect_in_a_users_transform_keeps_its_own_traceback(
         next(build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1).epoch(0))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGRTMIN + 6])
 def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
@@ -135,6 +137,7 @@ def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, 
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.slow
 def test_what_asks_a_run_to_stop_does_not_end_its_workers(short_path: Path) -> None:
     """Ctrl-C reaches every process of a terminal, and SLURM's signals all of a job; the rank has steps to take yet."""
     process = _start(short_path, "64")
@@ -151,6 +154,7 @@ def test_what_asks_a_run_to_stop_does_not_end_its_workers(short_path: Path) -> N
     _until(lambda: not _of_group(process.pid))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("victim", ["rank", "worker", "fork server", "resource tracker"])
 def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(short_path: Path, victim: str) -> None:
@@ -177,6 +181,7 @@ def test_nothing_is_left_of_a_process_that_loads_whoever_is_killed(short_path: P
     assert not [path for pid in workers for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("slow", ["fork server", "worker"])
 def test_a_loading_process_goes_with_its_rank_while_it_still_imports(short_path: Path, slow: str) -> None:
@@ -194,6 +199,7 @@ def test_a_loading_process_goes_with_its_rank_while_it_still_imports(short_path:
     _until(lambda: not _of_group(process.pid), seconds=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_small_dev_shm_is_a_sentence(short_path: Path) -> None:
     """torch prints the error in a thread of the worker and drops the batch, for which the rank then waits."""

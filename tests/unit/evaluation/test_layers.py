@@ -130,6 +130,7 @@ RESNET_LAYERS = [
 ]
 
 
+@pytest.mark.slow
 def test_five_layers_of_a_trained_resnet_are_evaluated_as_by_probes_of_their_own(tmp_path):
     def small():
         config = make_config(USE_KNN=False)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch, vissl_zero
 from vissl_zero.errors import ConfigError
@@ -32,14 +34,17 @@ def _run(arguments: list[str], **variables: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_alone_without_torchrun():
     assert _run(["-c", SCRIPT]) == "1"
 
 
+@pytest.mark.slow
 def test_half_an_environment_is_refused():
     assert _run(["-c", SCRIPT], RANK="0").startswith("environment: has RANK but not WORLD_SIZE")
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)

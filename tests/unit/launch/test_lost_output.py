@@ -30,6 +30,7 @@ def bash(folder: Path, line: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "line",
@@ -47,6 +48,7 @@ def test_a_run_survives_the_loss_of_its_output(tmp_path: Path, line: str) -> Non
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["config=quickstart/swav_digits --cfg job", "config=quickstart/swav_digits --dry-run"])
 def test_a_reader_that_has_enough_leaves_no_error_and_no_folder(tmp_path: Path, what: str) -> None:

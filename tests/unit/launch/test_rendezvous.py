@@ -185,6 +185,7 @@ def test_who_does_not_come_and_who_cannot_be_reached_are_named():
         Rendezvous(spec(0, ("192.0.2.1", 80)))
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_machine_is_told_on_the_other(no_killing):
     members, _ = two()
     began = Failure(1, time.time_ns(), False, "RuntimeError: the cat sat on the keyboard")
@@ -212,6 +213,7 @@ def joined(member: Rendezvous) -> tuple[threading.Thread, list[str]]:
     return thread, found
 
 
+@pytest.mark.slow
 def test_all_restart_in_a_new_generation(no_killing):
     """So does a launcher that is there before the last generation's server has ended, and one that is a new process."""
     (first, second), _ = two()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_trunk_with_too_few_blocks_is_refused() -> None:
     plan = _resolved("digits/data2vec")
     args = {"img_size": 24, "patch_size": 4, "depth": 1}
     keys = {"name": "vit_tiny_patch16_224", "use_mask_token": True, "model_args": args}
-    config = {**plan.config.MODEL, "TRUNK": {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys}}
+    config = {**asdict(plan.config.MODEL), "TRUNK": {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": keys}}
     config |= {"HEAD": {**config["HEAD"], "PARAMS": [["latent_head", {"dims": [-1, 192]}]]}}
     set_random_key(0, 0, torch.arange(2))
     with pytest.raises(ConfigError, match="must have at least the 2 blocks that the method looks at"):
@@ -87,7 +88,7 @@ def test_a_trunk_with_too_few_blocks_is_refused() -> None:
 
 def test_a_head_of_patches_needs_a_trunk_of_patches() -> None:
     plan = _resolved("digits/mae")
-    config = {**plan.config.MODEL, "TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}}
+    config = {**asdict(plan.config.MODEL), "TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}}
     with pytest.raises(ConfigError, match="must be a vision transformer: the method or its head looks at patches"):
         build_model(
             model_block(config | {"HEAD": {**config["HEAD"], "PARAMS": [["patch_predictor", {"dims": [512, 16, 48]}]]}})

@@ -130,7 +130,7 @@ def test_pirl_projects_an_image_and_its_tiles_by_heads_of_their_own():
 )
 def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said):
     cfg = compose(f"digits/{recipe}", [override]).run
-    (problem,) = method_of(cfg.LOSS["name"]).problems(Decisions(cfg, CPU_HOST))
+    (problem,) = method_of(cfg.LOSS["name"]).problems(cfg, Decisions(cfg, CPU_HOST))
     assert said in problem.must
     assert problem.fix
 
@@ -138,4 +138,4 @@ def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said
 @pytest.mark.parametrize("recipe", ["npid", "pirl", "deepcluster_v2", "distillation", "rotnet", "jigsaw"])
 def test_the_recipes_themselves_are_not(recipe):
     cfg = compose(f"digits/{recipe}").run
-    assert method_of(cfg.LOSS["name"]).problems(Decisions(cfg, CPU_HOST)) == []
+    assert method_of(cfg.LOSS["name"]).problems(cfg, Decisions(cfg, CPU_HOST)) == []

@@ -79,6 +79,7 @@ def test_a_run_of_the_same_recipe_is_refused():
         resolve(composed.run, "/nowhere", host=Host())
 
 
+@pytest.mark.slow
 def test_the_verdict_says_by_how_much_and_what_would_help():
     batch = "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=700"
     code, text = said(planned("quickstart/swav_digits", NO_QUEUE, batch, "config.MACHINE.MEMORY_GIB=1.15"))
@@ -132,6 +133,7 @@ def test_a_folder_with_a_run_in_it(tmp_path):
         said(planned(recipe, "config.CHECKPOINT.AUTO_RESUME=false", folder=tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trunk", "reason"), [("timm/resnet10t", "TimmTrunk gives several units"), ("regnet", "")])
 def test_what_is_built_whole_at_the_start_is_said_and_counted(trunk: str, reason: str):
     words = ["config.ZERO.LEVEL=3", f"config.MODEL.TRUNK.NAME={trunk}"]
@@ -143,6 +145,7 @@ def test_what_is_built_whole_at_the_start_is_said_and_counted(trunk: str, reason
     assert not dry_run(planned("digits/supervised", words[1], "config.ZERO.LEVEL=0")).built_whole
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_more_than_a_step_decides_the_verdict():
     words = ["config.ZERO.LEVEL=3", "config.MODEL.TRUNK.NAME=timm/resnet50", "config.DISTRIBUTED.NUM_PROC_PER_NODE=16"]
     run = dry_run(planned("digits/supervised", *words, "config.MACHINE.MEMORY_GIB=1000"))

@@ -64,6 +64,7 @@ def test_a_slow_disk_and_a_fast_link_change_what_is_cheapest(tmp_path, capsys):
     assert "config.ZERO.MACHINE_PROFILE" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_messages_transfers_and_fresh_blocks_are_charged_whatever_their_bytes(tmp_path):
     def seconds(rates: str) -> dict[str, float]:
         (tmp_path / "mine.yaml").write_text(f"{RATES}near_link: 1.0e+9\n{rates}")

@@ -28,6 +28,7 @@ def planned(*overrides: str):
     return plan_run(compose(RECIPE, [DRY, *overrides]).run, RECIPE)
 
 
+@pytest.mark.slow
 def test_json_has_every_level_with_its_peak_and_marks_the_cheapest_that_fits(capsys):
     assert cli.main(["plan", f"config={RECIPE}", "--ranks", "2", "--memory-gb", "1", "--json"]) == 0
     candidates = json.loads(capsys.readouterr().out)["candidates"]
@@ -41,6 +42,7 @@ def test_json_has_every_level_with_its_peak_and_marks_the_cheapest_that_fits(cap
     assert all(peaks[level, True] < peaks[level, False] for level in range(4))
 
 
+@pytest.mark.slow
 def test_more_ranks_take_less_of_what_is_sharded(capsys):
     held = []
     for ranks in ("8", "16"):
@@ -52,6 +54,7 @@ def test_more_ranks_take_less_of_what_is_sharded(capsys):
     assert held[1]["level 0"]["optimizer"] == held[0]["level 0"]["optimizer"]
 
 
+@pytest.mark.slow
 def test_machines_joined_by_a_network_may_keep_a_copy_of_the_state_each(capsys):
     words = ["plan", RECIPE, "--ranks", "16", "--gpus", "--memory-gb", "1", "--json"]
     assert cli.main(words) == 0
@@ -69,6 +72,7 @@ def test_machines_joined_by_a_network_may_keep_a_copy_of_the_state_each(capsys):
         assert {c["shard_group_size"] for c in candidates} == sizes
 
 
+@pytest.mark.slow
 def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     every = planned("config.ZERO.MEMORY_GB=1").candidates
     budget = sorted(c.forecast.step.resident_bytes for c in every)[1] / 2**30
@@ -84,6 +88,7 @@ def test_what_fit_chooses_is_what_the_overrides_of_plan_give():
     assert any(note.startswith("config.ZERO.LEVEL=fit took level") for note in fit.notes)
 
 
+@pytest.mark.slow
 def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
     words = ["plan", f"config={RECIPE}", "--ranks", "4", "--gpus", "--json", "--memory-gb"]
     assert cli.main([*words, "1"]) == 0
@@ -100,6 +105,7 @@ def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
     assert list(run.sharding.checkpoint_blocks) == chosen["recomputed"]
 
 
+@pytest.mark.slow
 def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     folder = f"config.ZERO.offload_optimizer_config.nvme_path={tmp_path}"
     assert all(c.forecast.step.disk_bytes == 0 for c in planned().candidates)
@@ -110,6 +116,7 @@ def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     assert not any(c.fits for c in tight if c.sharding.offload_optimizer.device == "nvme")
 
 
+@pytest.mark.slow
 def test_no_more_parameters_lie_on_a_disk_than_the_budget_asks_for(tmp_path):
     vit = "IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 4, NUM_HEADS: 4, HIDDEN_DIM: 512, MLP_DIM: 2048"
     words = [
@@ -132,6 +139,7 @@ def test_no_more_parameters_lie_on_a_disk_than_the_budget_asks_for(tmp_path):
     assert run.sharding.offload_params.max_in_cpu == kept
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
     with pytest.raises(ConfigError, match=r"is too little for every plan .* the smallest takes 0\.0\d+ GiB") as error:
         fitted(compose(RECIPE, ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=0.0001"]))
@@ -157,6 +165,7 @@ def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     assert cli.main(["plan", RECIPE, "digits/dino", "--png", str(tmp_path / "plan.png")]) == 0
     printed = capsys.readouterr().out
@@ -166,6 +175,7 @@ def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_files_are_planned_side_by_side(tmp_path, capsys):
     """One anywhere, as a run writes it, and one in a tree of recipes."""
     user = compose(RECIPE, ["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=4"]).user_yaml()
@@ -187,6 +197,7 @@ def write_metrics(folder, peaks):
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_a_plan_that_ran_out_of_memory_is_not_taken_again_in_its_folder(tmp_path, capsys):
     """A new start of the run and the history know of it, and of what it took beyond its forecast."""
     words = ["config.ZERO.LEVEL=fit", "config.ZERO.MEMORY_GB=1", f"config.CHECKPOINT.DIR={tmp_path}"]
@@ -259,6 +270,7 @@ def test_a_shortfall_is_what_a_plan_that_failed_took_beyond_its_forecast():
     assert shortfall([Outcome("a", 10, 0, STARTED, held_bytes=0, peak_bytes=100)]) == 0
 
 
+@pytest.mark.slow
 def test_fit_plans_in_a_process_of_its_own_and_leaves_the_launcher_small(tmp_path):
     code = (
         "import sys\n"
@@ -289,6 +301,7 @@ def test_a_planner_that_is_killed_or_refuses_is_a_sentence(monkeypatch):
         apart(refuse)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_a_disk_rests_there_and_has_buffers_of_its_own(tmp_path):
     tier = f"{{device: nvme, nvme_path: {tmp_path}}}"
     words = [f"config.ZERO.offload_{what}_config={tier}" for what in ("optimizer", "param")]

@@ -71,6 +71,7 @@ OF_ALL_RANKS = (f"{ZERO}SHARD_GROUP_SIZE", f"{MODEL}SYNC_BN_CONFIG__GROUP_SIZE")
 OF_FORMATS = ("AMP_TYPE", "mixed_precision", "fp32_reduce_scatter", "compute_dtype", "dynamic_loss_scale", "DTYPE")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "host", "level"),
     [*(("torch", CPU_HOST, level) for level in (0, 1, 3)), *(("fairscale", GPU_HOST, level) for level in (2, 3))],

@@ -84,6 +84,7 @@ def test_what_an_svm_cannot_do_is_refused():
     assert "config.PROGRAM: must be train or" in _refused("config.PROGRAM=train_smv")
 
 
+@pytest.mark.slow
 def test_what_low_shot_cannot_do_is_refused() -> None:
     key, low_shot = "config.LOW_SHOT_BENCHMARK", "engine_name=low_shot_test"
     assert "METHOD: must be logistic_regression" in _refused(low_shot, f"{key}.METHOD=svm")
@@ -95,6 +96,7 @@ def test_what_low_shot_cannot_do_is_refused() -> None:
     assert "must name weights" in _refused("engine_name=extract_cluster")
 
 
+@pytest.mark.slow
 def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
     key, retrieval = "config.IMG_RETRIEVAL", "engine_name=instance_retrieval_test"
     there = f"{key}.DATASET_PATH={tmp_path}"

@@ -197,7 +197,7 @@ def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.
 
 
 def _wide(params: Sequence[Tensor]) -> torch.dtype:
-    """The format in which their gradients are summed."""
+    """Choose the format in which gradients are summed."""
     return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 
@@ -206,7 +206,7 @@ def _zeros(param: nn.Parameter) -> Tensor:
 
 
 def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """The elements of ``grad`` in the order in which the parameter's own lie in memory."""
+    """Flatten ``grad`` in the order in which the parameter's own elements lie in memory."""
     if param.is_contiguous():
         return grad.reshape(-1)
     laid_out = torch.empty_like(param)  # keeps channels_last and other dense formats
@@ -215,7 +215,7 @@ def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
-    """The reverse of ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
+    """Reverse ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
     if param.is_contiguous():
         return values.view(param.shape)
     return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
@@ -225,7 +225,7 @@ class OrderedReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``, which asks for no more than these two methods."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer."""
+        """Allocate a buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -270,7 +270,7 @@ class OrderedMeans:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """A gradient that only some ranks have is zero on the others."""
+        """Average the gradients over ranks; one that only some ranks have is zero on the others."""
         world_size = collectives.world_size()
         if world_size == 1 or not self._params:
             return

@@ -111,6 +111,7 @@ for step in range(int(sys.argv[2])):
     loss = model(torch.full((2, 300), 0.1 * (step % 7))).square().mean()
     optimizer.backward(loss)
     optimizer.step()
+    optimizer.zero_grad()
     print(loss.item(), flush=True)
 """
 
@@ -121,6 +122,7 @@ def _start(path: Path, steps: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_restart_after_kill_trusts_nothing_that_is_there(tmp_path):
     (tmp_path / "killed").mkdir()
