@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks.
 WORKERS ?= 2
 
-.PHONY: help quickstart test test-slow soak gpu test-models lint docs format clean
+.PHONY: help quickstart test test-slow soak gpu gpu-hour test-models lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -37,6 +37,9 @@ soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of 
 
 gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without one.
 	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
+
+gpu-hour: $(STAMP) ## What the first hour on a GPU is for: bounded phases, benchmarks/gpu.md; its costs are printed first.
+	$(BIN)/python tools/gpu_hour.py $(HOUR_ARGS)
 
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.
 	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)

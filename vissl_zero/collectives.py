@@ -96,11 +96,26 @@ def all_gather_rows(tensor: Tensor, counts: Sequence[int] | None = None) -> Tens
     return torch.cat([part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)])
 
 
+def device_of_numbers(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where to put numbers that the host makes and reads, and that ranks agree on.
+
+    In host memory, where the process group takes that (gloo beside nccl): the host then waits for other hosts, and not
+    for what its own device still has to compute.
+
+    Args:
+        device: that a group of nccl alone needs.
+        group: whose ranks agree; None: all.
+    """
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+
 def all_gather_number(number: int, device: torch.device) -> list[int]:
-    """Gather the number of every rank, by rank. Cost: one all-gather, read on the host, which waits for the device."""
-    own = torch.tensor(number, device=device)
+    """Gather the number of every rank, by rank; ``device`` as of ``device_of_numbers``. Cost: one all-gather."""
+    if world_size() == 1:
+        return [number]
+    own = torch.tensor(number, device=device_of_numbers(device))
     # A fake tensor stands for those of all ranks.
-    return [number] * world_size() if isinstance(own, FakeTensor) or world_size() == 1 else _all_gather(own).tolist()
+    return [number] * world_size() if isinstance(own, FakeTensor) else _all_gather(own).tolist()
 
 
 def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

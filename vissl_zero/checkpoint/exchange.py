@@ -112,7 +112,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
 
 
 def write_aside(path: Path, write: Callable[[Path], None]) -> None:
-    """``replacing`` for a file that the user names: in a folder made for it, with a sentence where that fails."""
+    """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -213,7 +213,7 @@ def _optimizer_state(
 
 
 def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
-    """What the loss and the teacher of a recipe hold, and sentences on it; nothing without a recipe."""
+    """Collect the entries of a recipe's loss and teacher, and sentences on them; nothing without a recipe."""
     tree = config.get("config", {})
     if "LOSS" not in tree:
         return [], []

@@ -51,7 +51,7 @@ class Match:
         return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(COUNTERS))
 
     def sentences(self, most: int = 10) -> Iterator[str]:
-        """What did not match, a paragraph for each kind."""
+        """Yield a paragraph for each kind of entry that did not match."""
         shapes = [
             f"{name} {list(theirs)} in the file, {list(ours)} here" for name, (theirs, ours) in self.other_shape.items()
         ]

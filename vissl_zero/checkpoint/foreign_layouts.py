@@ -110,7 +110,7 @@ def _ours_or_safetensors(path: Path) -> Foreign:
 
 
 def _library_folder(path: Path, key: str) -> Foreign:
-    """What ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
+    """Read what ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
     found = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
     for file in library_files(path):
         part = read_foreign(file, key) if is_torch_file(file) else None
@@ -214,7 +214,7 @@ def _slice(path: Path) -> Tensor:
 
 
 def _beside(path: Path, name: str, folder: Path) -> Path:
-    """The file that a list names, in the folder where VISSL puts it.
+    """Find the file that a list names, in the folder where VISSL puts it.
 
     Slices are listed by their absolute path on the machine that wrote them: only the last part counts, so that a copy
     can be read, and nothing else can.
@@ -266,7 +266,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def _heads(heads: Any) -> list[tuple[str, Any]]:
-    """A state dict of all heads, or a list of one for each."""
+    """Split a state dict of all heads, or a list of one for each, into pairs of prefix and state dict."""
     return [(f"heads.{i}.", head) for i, head in enumerate(heads)] if isinstance(heads, list) else [("heads.", heads)]
 
 
@@ -353,7 +353,7 @@ _PART_OF = {part: (ours, parts) for ours, forms in _MERGED.items() for parts in 
 
 
 def to_timm(entries: Sequence[Entry]) -> list[Entry]:
-    """The same tensors in timm's layout, lazily; what is in no layout known here stays as it is.
+    """Rename the tensors to timm's layout, lazily; what is in no layout known here stays as it is.
 
     Args:
         entries: of a whole state dict, since one name alone does not tell whose it is.
@@ -369,7 +369,7 @@ def to_timm(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def from_timm(entries: Sequence[Entry], style: str) -> tuple[list[Entry], list[str]]:
-    """A transformer in timm's layout as another library stores it, and the names that it has no place for.
+    """Convert a transformer from timm's layout to another library's; return the names that it has no place for, too.
 
     Hugging Face's names are those of its files, which ``from_pretrained`` of any version reads: with layer scale
     Dinov2Model's (with registers Dinov2WithRegistersModel's), else ViTModel's, which are ViTMAEModel's too.
@@ -474,7 +474,7 @@ def _without_class_position(entries: list[Entry]) -> list[Entry]:
 
 
 def _with_class_position(entries: Sequence[Entry]) -> list[Entry]:
-    """The way back: the class token's position is 0, since it is in the token."""
+    """Add the class token's position, which is 0 since it is in the token."""
     found = {entry.key: entry for entry in entries}
     registers, positions = found.get("reg_token"), found.get("pos_embed")
     if registers is None or positions is None:

@@ -90,7 +90,7 @@ def _of(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_of(loss_config: Mapping[str, Any], state: LossState) -> Method | None:
-    """The method of a resolved ``LOSS`` block, for as many images as the state remembers; None: it must know them.
+    """Build the method of a resolved ``LOSS`` block, for the images that the state remembers; None: it must know them.
 
     A method with a memory of the images, and no state, is None.
     """
@@ -161,7 +161,7 @@ def _translated(
 
 
 def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The first process's part of SwAV's queue; its random start is left out where the queue is not yet in use."""
+    """Take the first process's part of SwAV's queue; leave its random start out where the queue is not yet in use."""
     rows, queue = theirs["local_emb_queue"], ours["queue.embeddings"].clone()
     steps = theirs.get("num_iteration", torch.zeros(1)).flatten()[0]
     count = min(rows.shape[1], queue.shape[1])
@@ -172,7 +172,7 @@ def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Ma
 
 
 def _clusters(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first process's part of DeepCluster's memory, and the clusters of all images."""
+    """Take the first process's part of DeepCluster's memory, and the clusters of all images."""
     is_global = re.compile(r"assignments|centroids\d+").fullmatch
     found = {f"memory.{name}": value for name, value in theirs.items() if is_global(name)}
     rows, index = theirs["local_memory_embeddings"], theirs.get("local_memory_index")
@@ -257,7 +257,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
-    """Groups of parameters, for all settings that sort them."""
+    """Yield the groups of parameters, for all settings that sort them."""
     params = [entry for entry in entries if not entry.key.endswith(_BUFFERS)]
     trained_heads = [entry for entry in params if entry.key.startswith("heads.")]
     yield [params]  # construct_single_param_group_only

@@ -112,7 +112,7 @@ def _without_plain_mlp(entries: list[Entry]) -> list[Entry]:
 
 
 def _fused(entries: list[Entry]) -> Iterable[Entry]:
-    """Queries, keys and values of DINOv3 as timm has them: one weight, and biases of queries and values alone."""
+    """Fuse DINOv3's queries, keys and values as timm has them: one weight, and biases of queries and values alone."""
     parts = {entry.key: entry for entry in entries if re.search(r"\.attn\.[qkv]\.weight$", entry.key)}
     for entry in entries:
         if match := re.fullmatch(r"(.+\.attn)\.([qkv])\.(weight|bias)", entry.key):

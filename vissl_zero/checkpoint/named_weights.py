@@ -73,7 +73,7 @@ def _hugging_face(repo: str) -> Located:
 
 
 def _snapshot(repo: str, name: str) -> Path:
-    """The folder of a repository in Hugging Face's cache."""
+    """Find the folder of a repository in Hugging Face's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

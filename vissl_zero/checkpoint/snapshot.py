@@ -251,7 +251,7 @@ def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
-    """A number that differs if any value does (63 bits)."""
+    """Compute a number of 63 bits that differs if any value does."""
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())

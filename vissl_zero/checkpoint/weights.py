@@ -144,7 +144,7 @@ class Weights:
 def open_store(
     path: str | Path, passed_over: list[str] | None = None, with_data: bool = False
 ) -> Checkpoint | WeightsFile:
-    """What a user points at: a checkpoint, a run folder or a safetensors file.
+    """Open what a user points at: a checkpoint, a run folder or a safetensors file.
 
     Of a run folder it is the newest checkpoint that opens; the weights written at the end of the run if there is none,
     or if they are of a later step.
@@ -182,7 +182,7 @@ def open_store(
 
 
 def final_step(run_folder: Path) -> int | None:
-    """The step of the weights written at the end of a run; None where there are none, or they do not say."""
+    """Read the step of the weights written at the end of a run; None where there are none, or they do not say."""
     try:
         file = WeightsFile(run_folder / WEIGHTS_FILE)
     except CheckpointError:
@@ -201,7 +201,7 @@ def _weights_file(path: Path, with_data: bool) -> WeightsFile:
 
 
 def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weights:
-    """The model in a store, without optimizer and other state.
+    """Select the model in a store, without optimizer and other state.
 
     Args:
         store: open.
@@ -230,7 +230,7 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
 
 
 def open_weights(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Weights:
-    """The model in whatever ``path`` is; see ``open_store``."""
+    """Open the model in whatever ``path`` is; see ``open_store``."""
     return weights_of(open_store(path, passed_over, with_data))
 
 
@@ -246,7 +246,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:
-    """The resolved run that wrote a store, as data; empty if it is not known. Nothing in it is run."""
+    """Return the resolved run that wrote a store, as data; empty if it is not known. Nothing in it is run."""
     if isinstance(store, Checkpoint):
         return store.manifest.config
     if store.path.name not in (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE):

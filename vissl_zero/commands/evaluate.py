@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     """Parse the words of a command; an error is one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
         raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
 
 
@@ -136,7 +136,7 @@ def _require_pyarrow() -> None:
 
 
 def _write(run_folder: Path, images: Path, out: Path) -> tuple[int, int]:
-    """The features of a run as one file; returns N and F."""
+    """Write the features of a run as one file; return N and F."""
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
@@ -175,7 +175,7 @@ def _word(key: str, path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in the quotes of Hydra's grammar."""
+    """Put a text into the quotes of Hydra's grammar."""
     escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{escaped}'"
 

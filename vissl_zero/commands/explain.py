@@ -113,7 +113,7 @@ def explain(arguments: Sequence[str]) -> int:
 
 
 def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
-    """An account of each recipe, in their order; several are shared among processes (0: one a core)."""
+    """Explain each recipe, in their order, over several processes (0: one a core)."""
     account = partial(account_of, overrides=overrides)
     workers = min(len(files), processes or os.cpu_count() or 1)
     if workers < 2:
@@ -123,7 +123,7 @@ def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), proc
 
 
 def topic(problem: Problem) -> str:
-    """What a problem is about, for counting: its key, and the name of a component that is not there."""
+    """Name what a problem is about, for counting: its key, and a component that is not there."""
     key = re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.")
     is_name = key.endswith(("NAME", "name", "SOURCES", "TRANSFORMS", "HEAD.PARAMS", "COLLATE_FUNCTION"))
     return f"{key} {problem.got}" if is_name and re.fullmatch(r"'[^']*'|[\w.]+", problem.got) else key
@@ -325,7 +325,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account) -> Composed:
-    """The tree as dataclasses, without the keys and values that are none: those go into ``account.refused``."""
+    """Convert the tree to dataclasses, and move keys and values that are none into ``account.refused``."""
     if tree.get("engine_name", TRAIN) not in (TRAIN, *PROGRAMS):
         account.refused.append(unknown_engine(tree.engine_name))
         tree.engine_name = TRAIN
@@ -383,7 +383,7 @@ def _weights(weights: WeightsInit, path: str, account: Account, stack: ExitStack
 
 @contextmanager
 def _stand_in() -> Iterator[str]:
-    """A file that exists; of weights only that is checked."""
+    """Create a file that exists; of weights only that is checked."""
     with tempfile.NamedTemporaryFile(suffix=".torch") as file:
         yield file.name
 

@@ -22,7 +22,7 @@ _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
         raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
 
 

@@ -84,7 +84,7 @@ def _list() -> int:
 
 
 def state_of(job: Submitted) -> str:
-    """The job's state in SLURM's words, or the state in the run folder of a job that SLURM has forgotten."""
+    """Ask SLURM for the job's state; read it from the run folder where SLURM has forgotten the job."""
     try:
         command = ["scontrol", "show", "job", "-o", job.job_id]
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout

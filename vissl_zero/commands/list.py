@@ -16,7 +16,7 @@ from vissl_zero.registry import REGISTRIES, load_plugins
 
 
 def completed_recipes(arguments: Sequence[str]) -> list[str]:
-    """What ``config=...`` at the cursor may become, for ``-sc query=<shell>``; empty where that is not asked.
+    """List what ``config=...`` at the cursor may become, for ``-sc query=<shell>``; empty where that is not asked.
 
     The shell's script sets ``COMP_LINE``, the line up to the cursor.
     """

@@ -129,7 +129,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
 
 
 def _recipe(name: str, scratch: Path) -> RecipeFile:
-    """A recipe by its name; or a file, in a tree of recipes or anywhere (a run's config.user.yaml)."""
+    """Find a recipe by its name; or as a file, in a tree of recipes or anywhere (a run's config.user.yaml)."""
     path = Path(name).expanduser()
     if path.suffix != ".yaml" or not path.is_file():
         if path.suffix == ".yaml" and name.removesuffix(".yaml") not in recipe_names():

@@ -106,7 +106,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The words as Hydra's parser takes them: flags, then overrides in one piece; and the folders of --config-dir.
+    """Sort the words for Hydra's parser: flags, then overrides in one piece; and the folders of --config-dir.
 
     Raises:
         ConfigError: a flag that there is not or that would replace our defaults, or blanks around "=".

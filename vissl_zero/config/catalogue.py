@@ -78,7 +78,7 @@ def _format_of(path: Path) -> str:
 
 
 def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The catalogue to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
+    """Find the catalog to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
 
     Args:
         recipe_folders: folders that hold ``config/``, in the order in which recipes are looked for.
@@ -135,7 +135,7 @@ def _outside_facebook(name: str, split: Split) -> list[str]:
 
 
 def missing(data: Data) -> list[Problem]:
-    """Data sets that are named and in no catalogue, with the line to add."""
+    """Report data sets that are named and in no catalog, with the line to add."""
     found = []
     for name in SPLITS:
         split = getattr(data, name)
@@ -155,7 +155,7 @@ def _wants_paths(split: Split) -> bool:
 
 
 def read_catalogue(path: Path) -> dict[str, Any]:
-    """The entries of a catalogue. Raises ConfigError where it is no JSON object of objects."""
+    """Read the entries of a catalog. Raises ConfigError where it is no JSON object of objects."""
     must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
     try:
         entries = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
@@ -197,7 +197,7 @@ class Replacement:
 
 
 def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
-    """A recipe's text with internal paths and sources replaced, a comment at the end of each such line.
+    """Replace internal paths and sources in a recipe's text, and end each such line with a comment.
 
     Args:
         text: YAML, as VISSL writes it: one value a line, or a list within a line.
@@ -214,7 +214,7 @@ def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
 
 
 def _fixed(code: str) -> tuple[str, list[str]]:
-    """A line without internal paths, and what to say about each."""
+    """Remove internal paths from a line, and say why for each."""
     if code.lstrip().startswith("#"):
         return code, []
     why: list[str] = []

@@ -45,7 +45,7 @@ BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
 
 def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
-    """The same error as a ``ConfigError`` with one sentence.
+    """Convert an error into a ``ConfigError`` with one sentence.
 
     Args:
         error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
@@ -85,7 +85,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def no_recipe(folders: Sequence[str] = ()) -> Problem:
-    """The problem of a command without ``config=``."""
+    """Make the problem of a command without ``config=``."""
     number = len(recipe_names(folders))
     fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
     return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
@@ -131,7 +131,7 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str]) -> Prob
 
 
 def _level_of_folder(folder: Path, option: str) -> str:
-    """What to write for --config-dir where it is a level too low or too high; empty if it is neither."""
+    """Say what to write for --config-dir where it is a level too low or too high; empty if it is neither."""
     if (folder / "config").is_dir():
         return ""
     if (folder / f"{option}.yaml").is_file() or folder.name == "config":
@@ -168,7 +168,7 @@ _OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
 
 
 def of_another_program(tree: DictConfig) -> list[Problem]:
-    """The problem of an untyped tree that is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
+    """Check whether an untyped tree is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
     found = tree.get("config")
     if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
         return []
@@ -213,7 +213,7 @@ def register() -> None:
 
 
 def _run_dir(chosen: str | None, recipe: str | None) -> str:
-    """The folder Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
+    """Choose the folder that Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
     if chosen:
         folder = Path(chosen).expanduser()
         remember_new(folder)
@@ -258,7 +258,7 @@ class Composed:
 def typed(
     cfg: DictConfig, recipe: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None
 ) -> Composed:
-    """A composed tree (the root that holds ``config:``) as dataclasses.
+    """Convert a composed tree (the root that holds ``config:``) to dataclasses.
 
     Args:
         cfg: what Hydra composed.
@@ -340,7 +340,7 @@ def one_or_many(block: Any, path: str = "config") -> list[Problem]:
 
 
 def plain_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra takes them: ``a[1].b=2`` becomes ``a.1.b=2``, ``DIR=/home/jörg`` gets quotes."""
+    """Rewrite overrides for Hydra: ``a[1].b=2`` becomes ``a.1.b=2``, ``DIR=/home/jörg`` gets quotes."""
     words = []
     for word in overrides:
         key, equals, value = word.partition("=")
@@ -353,7 +353,7 @@ _ODD_PATH = re.compile(r"(?=.*[^\w/ .:+\-@%*?|$])(/|\.\.?/|~/)[^,'\"\\$]*")
 
 
 def _quoted(value: str) -> str:
-    """A plain value, or each item of a list, in the quotes that Hydra's grammar asks for."""
+    """Quote a plain value, or each item of a list, where Hydra's grammar asks for it."""
     if _ODD_PATH.fullmatch(value):
         return f"'{value}'"
     if value.startswith("[") and value.endswith("]") and not {*value[1:-1]} & {*"'\"\\[]{}$"}:
@@ -372,7 +372,7 @@ def _other_programs(cfg: DictConfig) -> list[Problem]:
 
 
 def unknown_engine(name: object) -> Problem:
-    """An ``engine_name`` that is none of ours."""
+    """Make the problem of an ``engine_name`` that is none of ours."""
     known = [TRAIN, *PROGRAMS]
     if why := ELSEWHERE.get(str(name)):
         return Problem("engine_name", repr(name), "must be a program that is here", why)
@@ -429,7 +429,7 @@ def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
 
 
 def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:
-    """The same composition without types, which refuses no key and no value; arguments as for ``explained``."""
+    """Compose without types, which refuses no key and no value; arguments as for ``explained``."""
     register()
     is_value = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
     # Without the types most keys do not exist yet, and ``++`` is Hydra's only form that takes both kinds.
@@ -449,5 +449,5 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The typed configuration of a recipe; arguments and errors as ``compose``."""
+    """Load the typed configuration of a recipe; arguments and errors as ``compose``."""
     return compose(recipe, overrides).run

@@ -48,7 +48,7 @@ class Range:
         )
 
     def violated(self, value: float) -> str:
-        """The bound that a number outside the range violates; both bounds of a share."""
+        """Name the bound that a number outside the range violates; both bounds of a share."""
         if (self.least, self.most) == (0, 1):
             return str(self)
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
@@ -87,7 +87,7 @@ def number(
     also: tuple[float, ...] = (),
     fix: str = "",
 ) -> Any:
-    """A dataclass field whose number, or each number of its list, is in a range.
+    """Declare a dataclass field whose number, or each number of its list, is in a range.
 
     Args:
         default: a list is copied for each instance.
@@ -99,7 +99,7 @@ def number(
 
 
 def choice(default: Any, *options: Any, also: tuple[Any, ...] = ()) -> Any:
-    """A dataclass field whose value, or each value of its list, is one of ``options`` (or of ``also``, not listed)."""
+    """Declare a field whose value, or each value of its list, is one of ``options`` (or of ``also``, not listed)."""
     return _field(default, Choice(options, also))
 
 
@@ -176,28 +176,28 @@ def _short(value: Any) -> str:
 
 
 def at_least(key: str, value: float | None, least: float, fix: str = "") -> list[Problem]:
-    """A problem if ``value`` is given and less than ``least``."""
+    """Check that ``value``, if given, is at least ``least``."""
     if value is None or value >= least:
         return []
     return [Problem(f"config.{key}", str(value), f"must be at least {least}", fix or f"Write config.{key}={least}.")]
 
 
 def at_most(key: str, value: float, most: float) -> list[Problem]:
-    """A problem if ``value`` is more than ``most``."""
+    """Check that ``value`` is at most ``most``."""
     if value <= most:
         return []
     return [Problem(f"config.{key}", str(value), f"must be at most {most}", f"Lower config.{key}.")]
 
 
 def above_zero(key: str, value: float | None) -> list[Problem]:
-    """A problem if ``value`` is given and not positive."""
+    """Check that ``value``, if given, is positive."""
     if value is None or value > 0:
         return []
     return [Problem(f"config.{key}", str(value), "must be above 0", f"Correct config.{key}.")]
 
 
 def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
-    """A problem if ``value`` is not among ``allowed``."""
+    """Check that ``value`` is among ``allowed``."""
     names = list(allowed)
     if value in names:
         return []
@@ -206,7 +206,7 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
 
 
 def pattern_problems(key: str, value: str) -> list[Problem]:
-    """A problem if ``value`` is no regular expression, or an empty one; ``key`` in full."""
+    """Check that ``value`` is a regular expression, and not empty; ``key`` in full."""
     fix = "Write the names or parts of them, '|' between: 'qkv|fc1' finds all layers whose names have one of these."
     try:
         re.compile(value)

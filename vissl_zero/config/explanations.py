@@ -152,7 +152,7 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
 
 
 def _everyday(word: str) -> str:
-    """The full key behind a short word; empty if unknown."""
+    """Look up the full key behind a short word; empty if unknown."""
     plain = word.lower().replace("_", "").replace("-", "")
     return next((key for key, words in EVERYDAY.items() if plain in words), "")
 

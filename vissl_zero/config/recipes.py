@@ -45,7 +45,7 @@ class RecipeSearchPath(SearchPathPlugin):
     """Adds our folders and leaves out other packages' recipes."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra with a path that holds Hydra's own configuration and the package's."""
+        """Add the folders of recipes to Hydra's search path, which holds its own configuration and the package's."""
         if not any(element.path == PACKAGE for element in search_path.get_path()):
             return  # another Hydra program in this process
         path = search_path.get_path()
@@ -246,7 +246,7 @@ class ModerateFiles(FileConfigSource):
         return is_there(path) and not path.is_dir()
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Called by Hydra for every file of a composition."""
+        """Read one file of a composition, of moderate size; Hydra calls this for each."""
         path = Path(self.path, self._normalize_file_name(config_path))
         if is_there(path):
             try:
@@ -262,7 +262,7 @@ ModerateFiles.__name__ = FileConfigSource.__name__
 
 
 def recipe_text(path: Path) -> str:
-    """The text of a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
+    """Read a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
 
     Raises:
         ConfigError: it is no regular file of YAML, or larger or deeper than any recipe is.
@@ -307,7 +307,7 @@ def require_moderate(text: str) -> None:
 
 
 def _config_folder(folder: Path) -> Path:
-    """The folder ``config`` that recipe names begin below: the nearest at or above ``folder``."""
+    """Find the folder ``config`` that recipe names begin below: the nearest at or above ``folder``."""
     folder = folder.absolute()
     for candidate in (folder, *folder.parents):
         if candidate.name == "config":
@@ -352,7 +352,7 @@ def _blocks(file: Path) -> set[str]:
 
 
 def _program(tree: Any) -> str:
-    """The program that a file's blocks are for; empty where it says so itself, or is for none."""
+    """Infer the program that a file's blocks are for; empty where it says so itself, or is for none."""
     config = _block(tree, "config")
     if isinstance(tree, dict) and tree.get("engine_name"):
         return ""

@@ -34,7 +34,7 @@ class Key:
 
 
 def reference() -> str:
-    """The page: a table per block under ``config:``, then those of components that are not blocks."""
+    """Write the page: a table per block under ``config:``, then those of components that are not blocks."""
     tables = list(_blocks(RunConfig(), "config"))
     for kind in ("head", "base optimizer"):
         tables += [_table(f"{kind} `{name}`", schema()) for name, schema in builtin_keys(kind).items()]

@@ -152,7 +152,7 @@ class ImageBatch:
         return len(self.sample_ids)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
-        """The batch on ``device``, images as ``dtype``; asynchronous from pinned memory."""
+        """Copy the batch to ``device``, images as ``dtype``; asynchronously from pinned memory."""
         return replace(
             self,
             images=[image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images],
@@ -161,7 +161,7 @@ class ImageBatch:
         )
 
     def pin_memory(self) -> ImageBatch:
-        """The batch in page-locked memory; torch's DataLoader calls this where CUDA is used."""
+        """Copy the batch to page-locked memory; torch's DataLoader calls this where CUDA is used."""
         return replace(
             self,
             images=[image.pin_memory() for image in self.images],
@@ -202,7 +202,7 @@ def borrowed_randomness() -> Iterator[None]:
 
 
 def shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch: a permutation of (num_samples,) int64, drawn from (seed, epoch)."""
+    """Draw the order of an epoch: a permutation of (num_samples,) int64, keyed by (seed, epoch)."""
     generator = torch.Generator().manual_seed(key_of(seed, epoch, _SHUFFLE))
     return torch.randperm(num_samples, generator=generator)
 

@@ -183,7 +183,7 @@ def _on(background: tuple[int, int, int], image: Image.Image) -> Image.Image:
 
 
 def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
-    """The array of a ``.npy`` file, of one dimension or at most ``max_dims``. Nothing is unpickled.
+    """Read the array of a ``.npy`` file, of one dimension or at most ``max_dims``. Nothing is unpickled.
 
     Raises:
         ValueError: missing, damaged, or another array; the text says which.
@@ -229,7 +229,7 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
 
 
 def _tag(image: Image.Image, number: int) -> set[int]:
-    """What a TIFF says; empty for other formats, which leave no choice."""
+    """Read the values of a TIFF tag; empty for other formats, which leave no choice."""
     tags = getattr(image, "tag_v2", None)
     found = tags.get(number, ()) if tags is not None else ()
     return set(found) if isinstance(found, tuple) else {found}

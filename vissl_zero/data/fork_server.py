@@ -19,7 +19,7 @@ _server: int | None = os.getpid()
 
 
 def _end_with_server() -> None:
-    """Runs in a forked process before it unpickles what it has to do, which imports modules, too."""
+    """Tie a forked process to its server; it runs before the process unpickles its work, which imports modules, too."""
     global _server
     server, _server = _server, None  # what the process forks itself has another parent
     if server is not None:

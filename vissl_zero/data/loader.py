@@ -47,7 +47,7 @@ class Loader:
         return self.order.steps_per_epoch
 
     def epoch(self, epoch: int, start_sample: int = 0) -> Iterator[list[ImageBatch]]:
-        """The micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
+        """Yield the micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
 
         Args:
             epoch: from 0.
@@ -88,7 +88,7 @@ def build_loader(
     accumulation_steps: int,
     is_exact: bool = False,
 ) -> Loader:
-    """The loader of one split. Every rank builds its own; nothing is communicated.
+    """Build the loader of one split. Every rank builds its own; nothing is communicated.
 
     Args:
         data_cfg: the resolved DATA block.
@@ -146,7 +146,7 @@ def _check_length(order: EpochOrder, split: str) -> None:
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
-    """The samples of a global micro-batch that go to ``rank``: those i with i * world_size // num_samples == rank.
+    """Return the samples of a global micro-batch for ``rank``: those i with i * world_size // num_samples == rank.
 
     Contiguous, and uneven by one at most; every sample goes to exactly one rank whatever the numbers are.
     """
@@ -195,7 +195,7 @@ class EpochOrder:
         return -(-self.num_kept // (self.micro_batch * self.accumulation_steps))
 
     def steps(self, epoch: int, start_sample: int = 0) -> Iterator[list[MicroBatchPlan]]:
-        """The micro-batches of each step.
+        """Yield the micro-batches of each step.
 
         Args:
             epoch: from 0.
@@ -210,7 +210,7 @@ class EpochOrder:
                 yield self._dealt(epoch, step)
 
     def first(self) -> MicroBatchPlan:
-        """The first micro-batch of an epoch that is not shuffled: as large as a run's, at no cost for any data set."""
+        """Make the first micro-batch of an epoch without shuffling: of a run's size, at no cost for any data set."""
         step = torch.arange(min(self.micro_batch * self.accumulation_steps, self.num_kept))
         return self._dealt(0, step)[0]
 
@@ -220,7 +220,7 @@ class EpochOrder:
         return [self._plan(epoch, part) for part in step.split(self.micro_batch)]
 
     def _together(self, epoch: int, step: Tensor) -> list[MicroBatchPlan]:
-        """A step dealt to ranks as a whole; fewer micro-batches where there are not enough samples for one each."""
+        """Deal a step to ranks as a whole; fewer micro-batches where there are not enough samples for one each."""
         shares = [step[rank_slice(len(step), rank, self.world_size)] for rank in range(self.world_size)]
         count = max(1, min(self.accumulation_steps, *map(len, shares)))
         parts = [[share[rank_slice(len(share), index, count)] for share in shares] for index in range(count)]
@@ -259,7 +259,7 @@ class EvalImages:
         return len(self.source)
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[ImageBatch]:
-        """This rank's share of every image once.
+        """Yield this rank's share of every image once.
 
         Every rank gets the same number of batches, so a sharded model can be called on each. Put results in their
         place by ``sample_ids``: a rank left without a sample in the last batch gets a copy of the last one.
@@ -305,7 +305,7 @@ def require_evaluation(data_cfg: Data, seed: int) -> None:
 
 
 def eval_images(source: Source, data_cfg: Data, seed: int) -> EvalImages:
-    """The images of ``source`` under the evaluation transforms of ``data_cfg``.
+    """Prepare the images of ``source`` under the evaluation transforms of ``data_cfg``.
 
     Raises:
         ConfigError: a transform is unknown, or its arguments do not fit.

@@ -22,7 +22,7 @@ _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize")
 
 
 def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The list ``split_pipeline.build_eval_pipeline`` uses without TEST.TRANSFORMS; see there."""
+    """Derive the transforms that ``split_pipeline.build_eval_pipeline`` uses without TEST.TRANSFORMS; see there."""
     size = _largest_crop(train)
     sized: list[Mapping[str, Any]] = (
         [{"name": "Resize", "size": max(size)}, {"name": "CenterCrop", "size": size}] if size else []
@@ -109,7 +109,7 @@ def _as_list(result: Any) -> Sequence[Any]:
 
 
 def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
-    """The pipeline of a TRANSFORMS list.
+    """Build the pipeline of a TRANSFORMS list.
 
     Args:
         entries: ``{name: ..., <argument>: ...}`` each. A name is one of the TRANSFORMS registry or of a class of
@@ -158,13 +158,13 @@ def _find(name: str, key: str) -> Component:
 
 
 def torchvision_names() -> list[str]:
-    """The transforms that torchvision offers by class name."""
+    """List the transforms that torchvision offers by class name."""
     everything = vars(torchvision.transforms).items()
     return sorted(name for name, thing in everything if inspect.isclass(thing) and not issubclass(thing, Enum))
 
 
 def argument(value: Any, key: str) -> Any:
-    """An argument as the constructor wants it: YAML has neither nested transforms nor enumerations."""
+    """Convert an argument for the constructor: YAML has neither nested transforms nor enumerations."""
     if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
         return InterpolationMode(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "name" in v for v in value):

@@ -30,16 +30,16 @@ class Source(Protocol):
         """Name of each class, by label; empty when the images have no labels. A plain attribute will do."""
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
 
     def image(self, index: int) -> Image.Image:
-        """An RGB image. Raises BrokenImageError when it cannot be decoded."""
+        """Read an RGB image. Raises BrokenImageError when it cannot be decoded."""
 
     def label(self, index: int) -> int | None:
-        """The class of an image, or None without labels."""
+        """Return the class of an image, or None without labels."""
 
     def name(self, index: int) -> str:
-        """What to call an image in messages: its path, where it has one."""
+        """Name an image for messages: its path, where it has one."""
 
 
 class EncodedSource:
@@ -141,7 +141,7 @@ class Subset(_Derived):
 
 
 def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[str] = ()) -> Source:
-    """The source of one split, with DATA_LIMIT and label files applied.
+    """Build the source of one split, with DATA_LIMIT and label files applied.
 
     Args:
         data_cfg: the resolved DATA block.
@@ -223,7 +223,7 @@ PART = "part of these images"  # where TEST has none
 
 
 def described(data_cfg: Data, split: str) -> str:
-    """What a person calls the images of a split: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
+    """Describe the images of a split for people: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
     cfg = split_of(data_cfg, split)
     if not cfg.DATA_SOURCES:
         return ""
@@ -281,7 +281,7 @@ def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) ->
 
 
 def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator, key: str) -> list[int]:
-    """Indices of ``limit`` images, from each class as many, or one more from the first classes."""
+    """Draw the indices of ``limit`` images, from each class as many, or one more from the first classes."""
     groups: dict[int, list[int]] = {}
     for index in range(len(source)):
         if (label := source.label(index)) is not None:

@@ -12,7 +12,7 @@ from vissl_zero.errors import ConfigError, Problem
 
 
 def build_eval_pipeline(data_cfg: Data) -> Pipeline:
-    """TEST's TRANSFORMS, or, where it has none, Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
+    """Build the pipeline of TEST's TRANSFORMS, or Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
 
     The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
     """

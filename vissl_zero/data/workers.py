@@ -88,7 +88,7 @@ class BatchStream:
         )
 
     def load(self, plans: Iterable[MicroBatchPlan]) -> Iterator[ImageBatch]:
-        """The micro-batches of ``plans``, in order; one such iteration at a time.
+        """Yield the micro-batches of ``plans``, in order; one such iteration at a time.
 
         Raises:
             DataError: an image cannot be used, or there is no shared memory for a batch.
@@ -99,7 +99,7 @@ class BatchStream:
             yield self._open(loaded)
 
     def _from_workers(self) -> Iterator[Loaded]:
-        """What the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
+        """Yield what the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
         requests: SimpleQueue[bool] = SimpleQueue()
         answers: SimpleQueue[Any] = SimpleQueue()
         arguments = (self._loader, self._workers, self._device, requests, answers)
@@ -133,7 +133,7 @@ class BatchStream:
         )
 
     def _explained(self, error: BaseException) -> BaseException:
-        """A dead worker shows as an error of torch's, or of the socket that a batch was to come through."""
+        """Explain an error of torch's, or of the socket that a batch was to come through, where a worker has died."""
         if not isinstance(error, OSError | EOFError) and not str(error).startswith("DataLoader worker"):
             return error
         for worker in self._workers:
@@ -209,7 +209,7 @@ def _serve(
     requests: SimpleQueue[bool],
     answers: SimpleQueue[Any],
 ) -> None:
-    """Runs in a thread: a batch, an error or the end for each request, until there is none. Fills ``workers``."""
+    """Answer each request in a thread: a batch, an error or the end, until there is none. Fills ``workers``."""
     if device is not None:
         torch.cuda.set_device(device)  # each thread has its own, and the loader pins memory for it
     batches: Iterator[Any] | None = None

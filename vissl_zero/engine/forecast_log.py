@@ -55,7 +55,7 @@ def note_running(folder: Path, step: int, held_bytes: int) -> None:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """The lines of a run folder in order; damaged ones are passed over."""
+    """Read the lines of a run folder in order; damaged ones are passed over."""
     found = []
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / FILE_NAME).read_text(encoding="utf-8").splitlines():
@@ -65,7 +65,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 
 def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:
-    """Steps beyond ``after`` in ``metrics.jsonl``, and the peak of rank 0 until then, bytes."""
+    """Yield steps beyond ``after`` in ``metrics.jsonl``, and the peak of rank 0 until then, bytes."""
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):

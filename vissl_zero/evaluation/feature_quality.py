@@ -65,7 +65,7 @@ class FeatureQuality(Hook):
 
 
 def _recognized(run: Run) -> str:
-    """The network in words."""
+    """Name the network for people."""
     model = run.plan.config.MODEL
     name = model.WEIGHTS_INIT.PARAMS_FILE
     if name and is_of_no_run(name):

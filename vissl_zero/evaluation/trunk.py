@@ -81,13 +81,13 @@ class LoadedTrunk(nn.Module):
         return features
 
     def transform(self, image: Image.Image) -> Tensor:
-        """An RGB image as (3, H, W) float32: sized and normalised as for the run's own evaluation."""
+        """Transform an RGB image to (3, H, W) float32: sized and normalized as for the run's own evaluation."""
         (crop,) = self._pipeline(image)
         return crop
 
 
 def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool = False) -> LoadedTrunk:
-    """The trunk of a run with its trained weights, in float32 on the CPU.
+    """Load the trunk of a run with its trained weights, in float32 on the CPU.
 
     Of a run that has ended these are its final weights; of one in progress or stopped, those of its newest complete
     checkpoint, and a warning says of which. Data are checked against their checksums.
@@ -159,14 +159,14 @@ def _of_no_run(name: str) -> LoadedTrunk:
 
 
 def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
-    """A trunk block as resolution leaves it: the model of a library among its own keys."""
+    """Restore a trunk block as resolution leaves it: the model of a library among its own keys."""
     if trunk_component(trunk["NAME"]) == trunk["NAME"]:
         return dict(trunk)
     return {**trunk, "PARAMS": trunk_params(trunk["NAME"], trunk.get("PARAMS", {}))}
 
 
 def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
-    """Final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
+    """Open the final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
     if not path.exists():
         raise CheckpointError(f"There is no folder {path}. Give the run folder that training printed at its end.")
     passed_over: list[str] = []
@@ -188,7 +188,7 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
 
 
 def _config(weights: Weights) -> dict[str, Any]:
-    """The run's configuration as data."""
+    """Read the run's configuration as data."""
     if isinstance(weights.store, Checkpoint):
         path, data = weights.path, dict(weights.store.manifest.config)
     else:
@@ -235,7 +235,7 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
-    """The trunk with its weights: built without memory first, and for real once it is known to fit them."""
+    """Build the trunk with its weights: first without memory, and for real once it is known to fit them."""
     infos = {name.removeprefix(_PREFIX): i for name, i in weights.tensors.items() if name.startswith(_PREFIX)}
     limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]

@@ -63,7 +63,7 @@ class ClassyZero(ClassyOptimizer):
         return cls(build_optimizer(config["base_optimizer"]), config["zero"])
 
     def prepare(self, param_groups: Any) -> None:
-        """Called by ``set_param_groups``. Collective: shards the model."""
+        """Shard the model. Collective; ``set_param_groups`` calls this."""
         if self.model is None:
             fix = "Name the task vissl_zero_classification_task."
             raise ConfigError([Problem("optimizer.name", "vissl_zero", "needs a task that gives it the model", fix)])

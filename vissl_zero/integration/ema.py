@@ -70,7 +70,7 @@ class Ema:
     decay: Decay
 
     def decay_at(self, num_updates: int) -> float:
-        """The decay after so many updates."""
+        """Return the decay after so many updates."""
         return self.decay(num_updates) if callable(self.decay) else self.decay
 
     def adopt(self, sharded: ShardedModel) -> None:
@@ -88,6 +88,6 @@ class Ema:
 
 
 def take_ema(model: nn.Module) -> Ema | None:
-    """The teacher that ``ema`` has made of ``model``, if any; from now on its caller's."""
+    """Take the teacher that ``ema`` has made of ``model``, if any; from now on it is its caller's."""
     found: Ema | None = model.__dict__.pop(_KEY, None)
     return found

@@ -43,7 +43,7 @@ _GIB = 2**30
 def choose_plan(
     model: nn.Module, optimizer: Any, base: ShardingPlan, settings: ZeroSettings, sample: Any, device: torch.device
 ) -> tuple[ShardingPlan, str]:
-    """The cheapest plan that fits, and a sentence on why. Every rank must call it; rank 0's choice counts.
+    """Choose the cheapest plan that fits, and say why. Every rank must call it; rank 0's choice counts.
 
     Args:
         model: whole, on any device; left as it is.
@@ -87,7 +87,7 @@ def choose_plan(
 def forecaster_of(
     model: nn.Module, optimizer: Any, base: ShardingPlan, sample: Any, device: torch.device
 ) -> tuple[Forecaster, FakeTensorMode]:
-    """What answers for any plan over these ranks, to be called in that mode. Each rank may call it alone.
+    """Make what forecasts any plan over these ranks, to be called in that mode. Each rank may call it alone.
 
     Args:
         model, optimizer, base, sample, device: as for ``choose_plan``.
@@ -123,7 +123,7 @@ def forecaster_of(
 
 
 def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
-    """The same on every rank: what the one with the least may use."""
+    """Agree on the budget of the rank that may use the least."""
     host, disk = (None if gib is None else int(gib * _GIB) for gib in (settings.host_memory_gb, settings.disk_gb))
     if settings.memory_gb is not None:
         return Budget(int(settings.memory_gb * _GIB), host, disk, "zero.memory_gb")
@@ -167,7 +167,7 @@ def _outside(mode: FakeTensorMode, model: nn.Module, sample: Callable[..., Any])
 
 
 def _fake(leaf: Any) -> Any:
-    """A fake CPU tensor in the place of a tensor; in ``FakeTensorMode``."""
+    """Replace a tensor by a fake CPU tensor; in ``FakeTensorMode``."""
     if not isinstance(leaf, Tensor):
         return leaf
     fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
@@ -175,7 +175,7 @@ def _fake(leaf: Any) -> Any:
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are fake, tied ones once; in ``FakeTensorMode``."""
+    """Copy a model with fake parameters and buffers, tied ones once; in ``FakeTensorMode``."""
     tensors = [*model.parameters(), *model.buffers()]
     try:
         # deepcopy takes what stands in its memo for copied already: no weight is read, and tied ones stay tied.
@@ -186,7 +186,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
 
 
 def _shell(optimizer: Any) -> Any:
-    """A ready optimizer's twin, over the parameter names it will be given: what it updates stays as it is."""
+    """Copy a ready optimizer without its tensors, over parameter names it will be given. The original stays."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     # Its constructor may want arguments that nobody has kept.
@@ -199,7 +199,7 @@ def _shell(optimizer: Any) -> Any:
 
 
 def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
-    """The loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
+    """Compute the loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
     if callable(sample):
         loss = sample(model)
         return loss, loss

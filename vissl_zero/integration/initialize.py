@@ -143,7 +143,7 @@ def initialize(
 
 
 def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
-    """What must be the same on every rank."""
+    """List what must be the same on every rank."""
     names = (
         "level",
         "engine",
@@ -215,7 +215,7 @@ _NAMES = {torch.float64: "float64", torch.float32: "float32", torch.float16: "fl
 
 
 def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precision, tuple[str, ...]]:
-    """Number formats from the model's own and from ``fp16``, ``bf16`` and the ``type=`` form; notes to say once.
+    """Choose number formats from the model's own and from ``fp16``, ``bf16`` and the ``type=`` form; add notes.
 
     float64 is never touched. A model in half precision computes in it, over float32 masters. ``type=`` turns float16 on
     at levels 2 and 3, unless ``fp16=False`` or ``bf16=True``. At level 0 half precision is autocast. A model of several
@@ -302,7 +302,7 @@ def _format_of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], setti
 
 
 def _examples(formats: Mapping[torch.dtype, str]) -> str:
-    """A parameter of each format."""
+    """Name a parameter of each format."""
     examples = (f"{str(dtype).removeprefix('torch.')} of {name}" for dtype, name in formats.items())
     return ", ".join(sorted(examples)) or "none"
 

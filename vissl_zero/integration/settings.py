@@ -123,7 +123,7 @@ class ZeroSettings:
 
 
 def read_settings(zero: Any) -> ZeroSettings:
-    """Settings from whatever the user gave as ``zero``.
+    """Read the settings from whatever the user gave as ``zero``.
 
     Args:
         zero: mapping, DictConfig, or path of a YAML file that holds the keys at its root, under ``zero`` or under
@@ -293,7 +293,7 @@ def _range_problems(keys: _Keys) -> list[Problem]:
 def _rounding_problems(
     keys: _Keys, is_fitted: bool, optimizer: OffloadOptimizer, params: OffloadParam
 ) -> list[Problem]:
-    """What cannot go with parameters in bfloat16."""
+    """Check what cannot go with parameters in bfloat16."""
     if not keys.rounding:
         return []
     if keys.rounding not in ("stochastic", "kahan"):
@@ -311,7 +311,7 @@ def _rounding_problems(
 
 
 def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
-    """What contradicts a plan that is yet to be chosen."""
+    """Check what contradicts a plan that is yet to be chosen."""
     given = {
         "type": keys.type is not None,
         "engine": keys.engine not in ("auto", "torch"),

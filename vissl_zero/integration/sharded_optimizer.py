@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are given to ``initialize`` and fixed from then on.
+        """Refuse a group: groups are given to ``initialize`` and fixed from then on.
 
         Raises:
             VisslZeroError: always, once built.
@@ -154,7 +154,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
+        """Return this rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
 
         Tensors are shared with the training state, not copied; what is on NVMe is read into memory, all of it
         (``save`` does without). ``torch.save`` writes it; every rank has its own.
@@ -231,7 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield
 
     def full_state(self) -> dict[str, Any]:
-        """What ``state_dict()`` of the plain model would be, gathered to rank 0's CPU; empty on other ranks.
+        """Gather what ``state_dict()`` of the plain model would be to rank 0's CPU; empty on other ranks.
 
         Every rank must call it. Tensors are gathered one by one.
         """
@@ -250,7 +250,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._with_tied(self._sharded.plain_state(of_teacher=True))
 
     def ledger(self) -> Any:
-        """This rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
+        """Return this rank's bytes by kind (``vissl_zero.sharding.strategy.Bytes``)."""
         return self._sharded.ledger()
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._show(self._params)
 
     def _refuse_extra_state(self, method: str) -> None:
-        """A checkpoint has tensors and numbers; a module's own state may be any object."""
+        """Refuse modules with a state of their own, which may be any object: a checkpoint has tensors and numbers."""
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise VisslZeroError(
@@ -321,7 +321,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:
-    """The model's parameters of each group; None where the engine has put others in their place."""
+    """List the model's parameters of each group; None where the engine has put others in their place."""
     params = dict(model.named_parameters())
     names = [group["params"] for group in sharded.group_facts()]
     if any(name not in params for own in names for name in own):

@@ -82,7 +82,7 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
 
 
 def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that computes the loss itself, several times in a step (LBFGS), cannot run on averaged gradients."""
+    """Refuse an optimizer that computes the loss itself, several times in a step (LBFGS): gradients are averaged."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         fix = "Use a first-order optimizer such as AdamW, or plain torch in one process."

@@ -166,7 +166,7 @@ def _compare(
 def _distance(
     plain: _Trace, number: int, loss: float | None, state: Mapping[str, Tensor], tolerance: float
 ) -> tuple[str, float, bool]:
-    """What differs most after a step, by how much, and whether that is within bounds: rank 0's word for all."""
+    """Find what differs most after a step, by how much, and whether that is within bounds: rank 0's word for all."""
     worst: list[Any] = ["", 0.0, True, -1.0]
     # ``full_state`` is on rank 0 only.
     if collectives.rank() == 0:
@@ -256,7 +256,7 @@ def _built(build: Build, seed: int, dtype: torch.dtype | None) -> tuple[nn.Modul
 
 
 def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """What plain torch runs for the ``optimizer`` argument of ``initialize``."""
+    """Build what plain torch runs for the ``optimizer`` argument of ``initialize``."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     params = [param for param in model.parameters() if param.requires_grad]
@@ -289,7 +289,7 @@ def _options(settings: ZeroSettings) -> dict[str, Any]:
 
 
 def _share(batch: Any) -> Any:
-    """This rank's rows."""
+    """Select this rank's rows of a batch."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     num_ranks = collectives.world_size()
     if num_ranks == 1 or not leaves:

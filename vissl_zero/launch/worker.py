@@ -93,7 +93,7 @@ def work(plan: ResolvedRun) -> int:
 
 
 def take_place() -> None:
-    """Number this rank among all machines; torch's launcher knows its own machine only."""
+    """Set this rank's number among all machines; torch's launcher knows its own machine only."""
     if FIRST_RANK_VARIABLE in os.environ:
         os.environ["RANK"] = str(int(os.environ[FIRST_RANK_VARIABLE]) + int(os.environ["RANK"]))
         os.environ["LOCAL_RANK"] = str(int(os.environ[FIRST_LOCAL_RANK_VARIABLE]) + int(os.environ["LOCAL_RANK"]))

@@ -91,7 +91,7 @@ class Centre(nn.Module):
 
     @torch.no_grad()
     def sums(self, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
-        """What ``update`` needs of this rank's scores (..., K): their sum (K,), and their number. No communication.
+        """Sum this rank's scores (..., K) for ``update``: their sum (K,), and their number. No communication.
 
         Args:
             teacher: scores.
@@ -159,7 +159,7 @@ class DINOHead(nn.Module):
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Truncated normal of deviation 0.02 for the MLP, biases 0."""
+        """Draw the MLP's weights from a truncated normal of deviation 0.02; set biases to 0."""
         for name, module in self.mlp.named_modules(prefix="mlp"):
             if isinstance(module, nn.Linear):
                 drawn = torch.empty(module.weight.shape)
@@ -230,12 +230,12 @@ class DINO(EmbeddingMethod):
         self._step = step
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The teacher's crops only."""
+        """Run the teacher on its crops only."""
         outputs: list[Any] = model(images_of(batch, self.crops_for_teacher))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dino_loss``."""
+        """Compute the mean loss over this rank's samples; see ``dino_loss``."""
         student = output_of(outputs, "scores").scores[0].unflatten(0, (sum(batch.num_crops), batch.num_local))
         scores = taught[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
         self._note(outputs[0].embeddings)
@@ -243,7 +243,7 @@ class DINO(EmbeddingMethod):
         return dino_loss(student, self.centre.targets(scores, temperature), self.student_temp)
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """Sums of the teacher's scores."""
+        """Sum the teacher's scores."""
         assert taught is not None
         return self.centre.sums(taught[0].scores[0])
 
@@ -424,7 +424,7 @@ class PatchDistillation(EmbeddingMethod):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The crops of the first size, whole."""
+        """Run the teacher on the crops of the first size, whole."""
         outputs: list[Any] = model(batch.images[:1], see=partial(self._see, masks=False))
         return outputs
 
@@ -509,7 +509,7 @@ class IBOT(PatchDistillation):
         self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
+        """Compute the mean loss over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
         student, teacher = output_of(outputs, "patch_scores"), taught[0]
         self._note(student.embeddings)
         temperature = self.crop_temperature.at(self._step, self._steps_per_epoch)
@@ -521,7 +521,7 @@ class IBOT(PatchDistillation):
         return self.weights[0] * crops + self.weights[1] * patches
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """Sums of the teacher's scores of crops, and of masked patches."""
+        """Sum the teacher's scores of crops, and of masked patches."""
         assert taught is not None
         is_masked = outputs[0].is_masked
         return self.centre.sums(taught[0].scores), self.patch_centre.sums(taught[0].patch_scores, is_masked)
@@ -550,7 +550,7 @@ def dinov2_loss(
     weights: tuple[float, float, float] = (1.0, 1.0, 0.1),
     counts: SampleCounts | None = None,
 ) -> Tensor:
-    """The three terms, weighted. Targets are centred by Sinkhorn over the rows of all ranks. Collective.
+    """Add the three weighted terms. Targets are centered by Sinkhorn over the rows of all ranks. Collective.
 
     Args:
         class_scores: the student's (V, n, K) and the teacher's (T, n, K).
@@ -608,7 +608,7 @@ class DINOv2(PatchDistillation):
         self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dinov2_loss``. Collective."""
+        """Compute the mean loss over this rank's samples; see ``dinov2_loss``. Collective."""
         student, teacher = output_of(outputs, "patch_scores"), taught[0]
         self._note(student.embeddings)
         num_views = sum(batch.num_crops)

@@ -111,7 +111,7 @@ class DINOSpec(MethodSpec):
 
 
 def _teacher_crops(crops: list[int], key: str, counts: list[int] | None) -> list[Problem]:
-    """The teacher's crops are the first ones, so that teacher and student number them in the same way."""
+    """Check that the teacher's crops are the first ones, so that teacher and student number them in the same way."""
     total = sum(counts or [])
     if crops and crops == list(range(len(crops))) and len(crops) <= max(total, 1):
         return []
@@ -225,7 +225,7 @@ class IBOTSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer with a mask token, one head, two crops or more, numbers in range."""
+        """Check the recipe: a vision transformer with a mask token, one head, two crops or more, numbers in range."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability),
@@ -249,14 +249,14 @@ def prototypes_of(cfg: RunConfig) -> list[int] | None:
 
 
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
-    """What iBOT, DINOv2 and iBOT's distillation ask for."""
+    """Check what iBOT, DINOv2 and iBOT's distillation ask for."""
     return distills_patches(cfg, path, ratio, probability, IBOT_HEADS)
 
 
 def distills_patches(
     cfg: RunConfig, path: str, ratio: Sequence[float], probability: float, heads: Sequence[str]
 ) -> list[Problem]:
-    """The same, with one of these heads."""
+    """Check what the distillation of patches asks for, with one of these heads."""
     found = [
         *one_head(cfg, *heads),
         *patch_trunk(cfg, mask_token=True),

@@ -84,7 +84,7 @@ class KnowledgeDistillation(EmbeddingMethod):
         self.couples_samples = soft_target_alpha < 1  # the number of labels divides
 
     def make_teacher(self, model: Model) -> Model:
-        """The trained model of another run; nothing of the one that is trained here, unless that is none's.
+        """Return the trained model of another run, or this run's own where none is named.
 
         Args:
             model: without a run folder, the model under DISTILLATION with its weights.
@@ -108,7 +108,7 @@ class KnowledgeDistillation(EmbeddingMethod):
         return teacher.requires_grad_(False)
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples and crops; see ``distillation_loss``. Collective where labels count.
+        """Compute the mean loss over this rank's crops; see ``distillation_loss``. Collective where labels count.
 
         Raises:
             ConfigError: student and teacher have other numbers of outputs.
@@ -182,7 +182,7 @@ class DINODistillation(EmbeddingMethod):
         self.swapped_assignment = swapped_assignment
 
     def make_teacher(self, model: Model) -> Model:
-        """The model under DISTILLATION, with its weights, as it is."""
+        """Return the model under DISTILLATION, with its weights, as it is."""
         return model.requires_grad_(False)
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -196,12 +196,12 @@ class DINODistillation(EmbeddingMethod):
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The teacher's crops only."""
+        """Run the teacher on its crops only."""
         outputs: list[Any] = model(images_of(batch, self.teacher_crops))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dino_distillation_loss``.
+        """Compute the mean loss over this rank's samples; see ``dino_distillation_loss``.
 
         Raises:
             ConfigError: student and teacher have other numbers of scores.
@@ -248,11 +248,11 @@ class IBOTDistillation(PatchDistillation):
         self.swapped_assignment = swapped_assignment
 
     def make_teacher(self, model: Model) -> Model:
-        """The model under DISTILLATION, with its weights, as it is."""
+        """Return the model under DISTILLATION, with its weights, as it is."""
         return model.requires_grad_(False)
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``dino_distillation_loss`` and ``masked_patch_loss``.
+        """Compute the mean loss over this rank's samples; see ``dino_distillation_loss`` and ``masked_patch_loss``.
 
         Raises:
             ConfigError: student and teacher have other numbers of scores.
@@ -320,7 +320,7 @@ class SwAVDistillation(EmbeddingMethod):
         self._step = 0
 
     def make_teacher(self, model: Model) -> Model:
-        """The model under DISTILLATION, with its weights, as it is; its prototypes are noted."""
+        """Return the model under DISTILLATION, with its weights, as it is; note its prototypes."""
         head: Any = model.heads[0]
         self.prototypes.copy_(head.prototypes0.weight.detach())
         return model.requires_grad_(False)
@@ -331,12 +331,12 @@ class SwAVDistillation(EmbeddingMethod):
         self._step = step
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The teacher's crops only."""
+        """Run the teacher on its crops only."""
         outputs: list[Any] = model(images_of(batch, self.teacher_crops))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.
+        """Compute the mean loss over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.
 
         Raises:
             ConfigError: what the student gives has another width than what it is compared with.
@@ -361,7 +361,7 @@ class SwAVDistillation(EmbeddingMethod):
         )
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """The teacher's embeddings, once the queue has started."""
+        """Return the teacher's embeddings, once the queue has started."""
         if self.queue is None or self._step < self.queue_start:
             return None
         assert taught is not None
@@ -376,7 +376,7 @@ class SwAVDistillation(EmbeddingMethod):
 
     @torch.no_grad()
     def _assign(self, scores: Tensor) -> Tensor:
-        """Assignments (T, B, K) of scores (T, B, K), the rows of the queue taking part."""
+        """Compute assignments (T, B, K) of scores (T, B, K), the rows of the queue taking part."""
         num_samples = scores.shape[1]
         if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
             past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
@@ -387,7 +387,7 @@ class SwAVDistillation(EmbeddingMethod):
         return assigned
 
     def _given(self, output: Any) -> Tensor:
-        """What the student gives: rows of an mlp, or embeddings or scores of a head with prototypes."""
+        """Return what the student gives: rows of an mlp, or embeddings or scores of a head with prototypes."""
         if isinstance(output, Tensor):
             return at_least_float32(output)
         return at_least_float32(output.scores[0] if self.uses_own_prototypes else output.embeddings)

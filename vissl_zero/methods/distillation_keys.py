@@ -138,7 +138,7 @@ _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 
 def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """What is wrong with the model under DISTILLATION, under its own keys; it has weights."""
+    """Check the model under DISTILLATION, under its own keys; it has weights."""
     from vissl_zero.resolve import model_rules as rules
     from vissl_zero.resolve.inactive import refused
 
@@ -176,7 +176,7 @@ class DistillationSpec(MethodSpec):
         return not getattr(loss_keys(cfg), "teacher", "")
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """The number of crops; sizes of the teacher's head and of the queue."""
+        """Infer the number of crops; sizes of the teacher's head and of the queue."""
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return _swav_sizes(cfg)
         counts = crops_of(cfg)
@@ -230,7 +230,7 @@ def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
 
 
 def _swav_problems(cfg: RunConfig) -> list[Problem]:
-    """A teacher with one layer of prototypes, crops for both."""
+    """Check the recipe: a teacher with one layer of prototypes, crops for both."""
     keys, found = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
     heads = list(heads_of(as_teacher(cfg)))
     layers = [len(options.get("num_clusters") or []) for _, options in heads]

@@ -57,7 +57,7 @@ class SampleCounts:
 
 
 def count_samples(num_local: int, device: torch.device) -> SampleCounts:
-    """The samples of every rank. Collective.
+    """Count the samples of every rank. Collective.
 
     Cost: one all-gather of one number, read on the host, which waits for the device. Nothing with one rank.
     """
@@ -93,7 +93,7 @@ def sum_over_ranks(statistic: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor, num_local: int) -> Tensor:
-    """This rank's part of a weighted mean over all ranks, where ranks may hold different total weights. Collective.
+    """Compute this rank's part of a weighted mean over all ranks, which may hold different total weights. Collective.
 
     The loop's mean over ranks of what this returns is ``sum(weights * values) / sum(weights)`` over all ranks.
 
@@ -111,7 +111,7 @@ def weighted_mean(values: Tensor, weights: Tensor, num_local: int) -> Tensor:
 
 
 def at_least_float32(tensors: Tensor) -> Tensor:
-    """The tensor in float32 if it has a narrower format; float64 stays. Losses are computed in it."""
+    """Widen the tensor to float32 if it has a narrower format; float64 stays. Losses are computed in it."""
     return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
 
 
@@ -218,7 +218,7 @@ class EmbeddingQueue(nn.Module):
         self.num_filled = min(length, self.num_filled + newest.shape[1])
 
     def local_part(self) -> Tensor:
-        """This rank's share (C, q, D) of the samples in the queue; shares are consecutive and differ by one at most."""
+        """Return this rank's share (C, q, D) of the queue; shares are consecutive and differ by one at most."""
         rank, world_size = collectives.rank(), collectives.world_size()
         return self.embeddings[:, rank * self.num_filled // world_size : (rank + 1) * self.num_filled // world_size]
 

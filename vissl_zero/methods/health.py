@@ -14,7 +14,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def clustering_sums(embeddings: Tensor, assignments: Sequence[Tensor]) -> Tensor:
-    """What ``clustering_health`` needs of each rank's samples, to be summed over ranks.
+    """Compute what ``clustering_health`` needs of each rank's samples, to be summed over ranks.
 
     Args:
         embeddings: (m, D) of this rank; any m.
@@ -33,7 +33,7 @@ def clustering_sums(embeddings: Tensor, assignments: Sequence[Tensor]) -> Tensor
 
 
 def clustering_health(sums: Tensor, dim: int, num_prototypes: Sequence[int]) -> dict[str, float]:
-    """Assignment entropy, prototypes in use and effective rank.
+    """Compute assignment entropy, prototypes in use and effective rank.
 
     Args:
         sums: ``clustering_sums`` over all samples.
@@ -81,7 +81,7 @@ _MOST_FEATURES = 256  # what the figures of wide embeddings are about: more woul
 
 @torch.no_grad()
 def embedding_sums(embeddings: Tensor) -> Tensor:
-    """What ``embedding_rank`` needs of each rank's samples, to be summed over ranks: X^T X of unit rows, float64, 1-d.
+    """Compute X^T X of unit rows for ``embedding_rank``, to be summed over ranks: float64, 1-d.
 
     Args:
         embeddings: (m, D) of this rank; any m; the first 256 of D features are looked at.

@@ -61,7 +61,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def pixel_targets(images: Tensor, patch_size: int, normalize: bool = True) -> Tensor:
-    """What a decoder predicts, (B, P, patch_size^2 * C); with ``normalize``, each patch has mean 0 and variance 1."""
+    """Compute what a decoder predicts, (B, P, patch_size^2 * C); ``normalize``: patches of mean 0 and variance 1."""
     patches = patchify(at_least_float32(images), patch_size)
     if not normalize:
         return patches
@@ -100,12 +100,12 @@ class MAE(EmbeddingMethod):
         self.normalize_pixels = normalize_pixels
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """A random part of the patches."""
+        """Run the student on a random part of the patches."""
         outputs: list[Any] = model(batch.images, see=self._see)
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's images; see ``mae_loss``. Collective."""
+        """Compute the mean loss over this rank's images; see ``mae_loss``. Collective."""
         output, (images,) = output_of(outputs, "predictions"), batch.images
         self._note(output.embeddings)
         height, width = images.shape[2] // output.grid[0], images.shape[3] // output.grid[1]
@@ -205,7 +205,7 @@ class SimMIM(EmbeddingMethod):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's images; see ``simmim_loss``. Collective."""
+        """Compute the mean loss over this rank's images; see ``simmim_loss``. Collective."""
         output, (images,) = output_of(outputs, "pixels"), batch.images
         if output.pixels.shape != images.shape:
             num_pixels, got = (tensor[0].numel() // output.mask[0].numel() for tensor in (images, output.pixels))
@@ -278,7 +278,7 @@ class IJEPA(EmbeddingMethod):
         self.beta = beta
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The context."""
+        """Run the student on the context."""
         outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=False))
         return outputs
 
@@ -288,7 +288,7 @@ class IJEPA(EmbeddingMethod):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``latent_regression``."""
+        """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
         self._note(taught[0].embeddings)
         return latent_regression(student.predictions, taught[0].patches, self.beta)
@@ -311,7 +311,7 @@ class IJEPA(EmbeddingMethod):
 
 
 def mean_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """The mean over blocks of their tokens, each normalised over its features without learned weights.
+    """Average the tokens of blocks, each normalized over its features without learned weights.
 
     Args:
         blocks: K tensors (b, n, D).
@@ -398,7 +398,7 @@ class Data2Vec(EmbeddingMethod):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``latent_regression``."""
+        """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
         self._note(taught[0].embeddings)
         return latent_regression(student.predictions, taught[0].targets, self.beta)

@@ -38,7 +38,7 @@ class MAESpec(MethodSpec):
     recipe = "digits/mae"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer, a predictor, one size of crops."""
+        """Check the recipe: a vision transformer, a predictor, one size of crops."""
         return [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
 
 
@@ -72,7 +72,7 @@ class SimMIMSpec(MethodSpec):
     recipe = "digits/simmim"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer with a mask token, a head of pixels, one size of crops."""
+        """Check the recipe: a vision transformer with a mask token, a head of pixels, one size of crops."""
         return [*one_head(cfg, "pixel_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
 
 
@@ -107,7 +107,7 @@ class IJEPASpec(MethodSpec):
     recipe = "digits/ijepa"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer, a predictor, one size of crops, room for context beside the targets."""
+        """Check the recipe: a vision transformer, a predictor, one size of crops, room for context beside targets."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
         found += share(f"{path}.momentum", keys.momentum)
@@ -158,7 +158,7 @@ class Data2VecSpec(MethodSpec):
     recipe = "digits/data2vec"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer with a mask token and enough blocks, a head of latents, one size of crops."""
+        """Check the recipe: a vision transformer with mask token, blocks enough, a head of latents, one crop size."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "latent_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
         found += share(f"{path}.momentum", keys.momentum)

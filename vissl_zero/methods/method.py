@@ -110,7 +110,7 @@ class Method(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(outputs, batch)")
 
     def loss(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
-        """The loss, a 0-d tensor; see the module for what its gradient must be. It calls ``forward``.
+        """Compute the loss, a 0-d tensor; see the module for what its gradient must be. It calls ``forward``.
 
         Args:
             outputs: one entry per head of the model.
@@ -132,12 +132,12 @@ class Method(nn.Module):
         return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The model's outputs for a micro-batch: an entry per head."""
+        """Compute the model's outputs for a micro-batch: an entry per head."""
         outputs: list[Any] = model(batch.images, self.probe())
         return outputs
 
     def make_teacher(self, model: Model) -> Model:
-        """The teacher at the start of a run, without gradients.
+        """Make the teacher at the start of a run, without gradients.
 
         Args:
             model: a copy of the one that is trained, to be changed in place.
@@ -145,7 +145,7 @@ class Method(nn.Module):
         return model.as_teacher()
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The teacher's outputs; called without gradient. By default it sees all crops, as the student does."""
+        """Compute the teacher's outputs; called without gradient. By default it sees all crops, as the student does."""
         outputs: list[Any] = model(batch.images)
         return outputs
 
@@ -162,7 +162,7 @@ class Method(nn.Module):
         return 0
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
-        """Outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
+        """Join outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
 
         Args:
             parts: outputs of student or teacher, a micro-batch each.
@@ -203,13 +203,13 @@ class Method(nn.Module):
         """How long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
 
     def on_epoch(self, epoch: int) -> None:
-        """A new epoch begins, counted from 0. May be a collective."""
+        """Prepare for a new epoch, counted from 0. May be a collective."""
 
     def on_step(self, step: int, epoch: int) -> None:
-        """A new optimizer step begins; both count from 0."""
+        """Prepare for a new optimizer step; both count from 0."""
 
     def health_sums(self) -> Tensor:
-        """What ``health`` needs of this rank's last micro-batch, 1-d; the loop sums it over ranks, with the loss."""
+        """Return what ``health`` needs of this rank's last micro-batch, 1-d; the loop sums it over ranks."""
         return torch.empty(0)
 
     def health(self, sums: Tensor) -> dict[str, float]:
@@ -221,7 +221,7 @@ class Method(nn.Module):
         return {}
 
     def collapse_rule(self, num_steps: int) -> CollapseRule | None:
-        """What tells from ``health``, step by step, that the model collapses; None: nothing does.
+        """Return what tells from ``health``, step by step, that the model collapses; None: nothing does.
 
         Args:
             num_steps: of the run.
@@ -246,7 +246,7 @@ def join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
 
 
 def build_method(loss_config: Mapping[str, Any], num_images: int = 0) -> Method:
-    """The method whose loss ``LOSS.name`` names, built with the keys under that name.
+    """Build the method whose loss ``LOSS.name`` names, with the keys under that name.
 
     Args:
         loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
@@ -322,7 +322,7 @@ def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
-    """The images of some crops, as a model takes them: a tensor per resolution that has any, rows crop-major.
+    """Select the images of some crops, as a model takes them: a tensor per resolution that has any, rows crop-major.
 
     Args:
         crops: in ascending order.
@@ -337,7 +337,7 @@ def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
 
 
 def output_of(outputs: list[Any], name: str) -> Any:
-    """The first head's output, which must have a field ``name``.
+    """Return the first head's output, which must have a field ``name``.
 
     Raises:
         ConfigError: it has none.

@@ -150,7 +150,7 @@ class Mixing:
 
 
 def mixing_of(train: Split) -> Mixing | None:
-    """What mixes the images of ``config.DATA.TRAIN`` after resolution; None: nothing does."""
+    """Build what mixes the images of ``config.DATA.TRAIN`` after resolution; None: nothing does."""
     if train.COLLATE_FUNCTION != MIXING_COLLATOR:
         return None
     key = "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS"

@@ -147,7 +147,7 @@ def shuffled(tiles: Tensor, orders: Tensor) -> Tensor:
 
 
 def random_order(num_rows: int, num_tiles: int, layer: str, device: torch.device) -> Tensor:
-    """An order of tiles for each row, (num_rows, num_tiles), keyed as ``keyed_bits`` is."""
+    """Draw an order of tiles for each row, (num_rows, num_tiles), keyed as ``keyed_bits`` is."""
     return keyed_bits(num_rows, num_tiles, layer, device).argsort(dim=1, stable=True)
 
 
@@ -246,7 +246,7 @@ class Jigsaw(PretextTask):
         self.register_buffer("orders", orders, persistent=False)  # a constant: it is not saved
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The tiles of every crop, rows by place, then by crop, then by sample."""
+        """Run the student on the tiles of every crop, rows by place, then by crop, then by sample."""
         (images,) = batch.images
         num_tiles = self.num_towers
         tiles = images.unflatten(0, (num_tiles, -1)) if self.are_cut else tiles_of(images, num_tiles)
@@ -407,11 +407,11 @@ class NPID(EmbeddingMethod):
         self.memory_momentum = (memory_params or {}).get("momentum", 0.5)
 
     def set_images(self, num_images: int) -> None:
-        """A random memory of each."""
+        """Make a random memory of each image."""
         self.bank = MemoryBank(num_images, self.embedding_dim, self.memory_momentum)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's samples; see ``nce_loss``. Collective in the first call only."""
+        """Compute the mean loss over this rank's samples; see ``nce_loss``. Collective in the first call only."""
         (embeddings,) = crops_of(outputs[0], 1, batch)
         self._note(embeddings)
         negatives = self.bank.draw_negatives(len(embeddings), self.num_negatives)
@@ -521,7 +521,7 @@ class PIRL(NPID):
         self.tile_weight = tile_weight
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The first crop, and the tiles of the second."""
+        """Run the student on the first crop, and the tiles of the second."""
         if self.are_cut:
             return super().run_student(model, batch)
         (whole,), (other,) = images_of(batch, [0]), images_of(batch, [1])
@@ -530,7 +530,7 @@ class PIRL(NPID):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's samples; see ``pirl_loss``. Collective in the first call only."""
+        """Compute the mean loss over this rank's samples; see ``pirl_loss``. Collective in the first call only."""
         images, tiles = output_of(outputs, "tiles")
         self._note(images)
         return pirl_loss(

@@ -158,7 +158,7 @@ def towers_of(cfg: RunConfig, default: int | None) -> int | None:
 
 
 def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
-    """A problem unless the head takes a number of tiles that an image can be cut into."""
+    """Check that the head takes a number of tiles that an image can be cut into."""
     towers = towers_of(cfg, 9)
     if towers is None or towers in grids:
         return []
@@ -167,7 +167,7 @@ def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
 
 
 def wrong_tiles(cfg: RunConfig) -> list[Problem]:
-    """A problem if the transforms cut images into other tiles than the head takes."""
+    """Check that the transforms cut images into the tiles that the head takes."""
     towers, counts = towers_of(cfg, 9), crops_of(cfg)
     if not are_cut(cfg) or towers is None or counts is None or counts[-1] == towers:
         return []

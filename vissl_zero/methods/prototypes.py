@@ -123,8 +123,10 @@ class ClusterMemory(nn.Module):
         rows = collectives.all_gather_rows(rows.transpose(0, 1))
         indices = collectives.all_gather_rows(sample_ids)
         is_finite = rows.isfinite().flatten(1).all(dim=1)
-        self.embeddings[:, indices[is_finite]] = rows[is_finite].transpose(0, 1)
-        self.is_known[indices[is_finite]] = True
+        # Chosen by value: to index with the mask would wait for the device.
+        kept = self.embeddings[:, indices]
+        self.embeddings[:, indices] = torch.where(is_finite[:, None], rows.transpose(0, 1), kept)
+        self.is_known[indices] = self.is_known[indices] | is_finite
 
     @torch.no_grad()
     def cluster(self, epoch: int, num_iters: int = 10) -> None:
@@ -189,7 +191,7 @@ class DeepClusterV2(EmbeddingMethod):
         self.guessing_loss = sum(math.log(count) for count in self.num_clusters) / len(self.num_clusters)
 
     def set_images(self, num_images: int) -> None:
-        """An empty memory of them.
+        """Make an empty memory of the images.
 
         Raises:
             ConfigError: there are more clusters than images.
@@ -206,7 +208,7 @@ class DeepClusterV2(EmbeddingMethod):
         self.memory.cluster(epoch, self.kmeans_iters)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over counted crops; see ``deepcluster_loss``. Collective."""
+        """Compute the mean loss over counted crops; see ``deepcluster_loss``. Collective."""
         embeddings = self._by_crop(outputs, batch)
         self._note(embeddings[0])
         assignments = self.memory.assignments[:, batch.sample_ids]
@@ -302,7 +304,7 @@ class MSNHead(nn.Module):
         return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes, dim=1))
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Truncated normal of deviation 0.02 for the layers, biases 0; uniform prototypes, as VISSL has them."""
+        """Draw layers from a truncated normal of deviation 0.02, prototypes uniformly, as VISSL; biases are 0."""
         for name, module in self.fc.named_modules(prefix="fc"):
             if isinstance(module, nn.Linear):
                 drawn = torch.empty(module.weight.shape)
@@ -349,7 +351,7 @@ class MSN(EmbeddingMethod):
         self._targets: Tensor | None = None
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The first crop, whole. Its embeddings are what the student scores next."""
+        """Run the teacher on the first crop, whole. Its embeddings are what the student scores next."""
         outputs: list[Any] = model(images_of(batch, [0]))
         self._targets = output_of(outputs, "embeddings").embeddings.detach()
         return outputs
@@ -361,11 +363,11 @@ class MSN(EmbeddingMethod):
         return outputs
 
     def probe(self) -> Tensor | None:
-        """The teacher's embeddings."""
+        """Return the teacher's embeddings."""
         return self._targets
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``msn_loss``. Collective."""
+        """Compute the mean loss over this rank's samples; see ``msn_loss``. Collective."""
         student = output_of(outputs, "probe_scores")
         self._note(student.embeddings)
         anchors = student.scores[0].unflatten(0, (sum(batch.num_crops) - 1, batch.num_local))

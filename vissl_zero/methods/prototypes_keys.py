@@ -144,7 +144,7 @@ class MSNSpec(MethodSpec):
         return {"output_dim": (counts[0], "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """A vision transformer, one head with one layer of prototypes of unit length, two large crops."""
+        """Check the recipe: a vision transformer, one head with a layer of unit-length prototypes, two large crops."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = [*one_head(cfg, "swav_head", "msn_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
         counts = crops_of(cfg)

@@ -55,12 +55,12 @@ class MethodSpec:
         return False
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """What is wrong with a recipe that names one of ``losses``; the types of the keys have been checked."""
+        """Check a recipe that names one of ``losses``; the types of the keys have been checked."""
         return []
 
 
 def loss_keys(cfg: RunConfig) -> Any:
-    """The typed keys of the recipe's loss."""
+    """Return the typed keys of the recipe's loss."""
     return cfg.LOSS[cfg.LOSS["name"]]
 
 
@@ -102,7 +102,7 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
 
 
 def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
-    """A problem unless the model has one head, of an allowed name."""
+    """Check that the model has one head, of an allowed name."""
     # Of a chain, the last head counts: those before it are projections.
     names = [options["heads"][-1][0] if name == "chain" else name for name, options in heads_of(cfg)]
     if not names or (len(names) == 1 and (names[0] in allowed or names[0] not in HEADS.builtin())):
@@ -113,7 +113,7 @@ def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
 
 
 def two_views(cfg: RunConfig, exactly: bool = True) -> list[Problem]:
-    """A problem unless the transforms make two crops of every image, of one size; or two or more of any sizes."""
+    """Check that the transforms make two crops of every image, of one size; or two or more of any sizes."""
     counts = crops_of(cfg)
     if counts is not None and (counts == [2] if exactly else sum(counts) >= 2):
         return []
@@ -130,7 +130,7 @@ def two_views(cfg: RunConfig, exactly: bool = True) -> list[Problem]:
 
 
 def one_size(cfg: RunConfig) -> list[Problem]:
-    """A problem if the transforms make crops of several sizes."""
+    """Check that the transforms make crops of one size."""
     counts = crops_of(cfg)
     if counts is None or len(counts) == 1:
         return []
@@ -140,7 +140,7 @@ def one_size(cfg: RunConfig) -> list[Problem]:
 
 
 def patch_trunk(cfg: RunConfig, mask_token: bool = False) -> list[Problem]:
-    """A problem unless the trunk is a vision transformer, with a learned vector for masked patches where needed.
+    """Check that the trunk is a vision transformer, with a learned vector for masked patches where needed.
 
     Which of timm's models are plain vision transformers shows when the model is built.
     """
@@ -163,7 +163,7 @@ def patch_trunk(cfg: RunConfig, mask_token: bool = False) -> list[Problem]:
 
 
 def share(key: str, value: float) -> list[Problem]:
-    """A problem unless ``value`` is between 0 and 1."""
+    """Check that ``value`` is between 0 and 1."""
     if 0 <= value <= 1:
         return []
     return [Problem(f"config.{key}", str(value), "must be between 0 and 1", f"Correct config.{key}.")]
@@ -177,7 +177,7 @@ _CIFAR_MARKS = "<!-- CIFAR-10: written by python -m vissl_zero.methods.spec -->"
 
 
 def table() -> str:
-    """The table of all methods, in Markdown."""
+    """Write the table of all methods, in Markdown."""
     rows = []
     for name in METHODS.builtin():
         spec: MethodSpec = METHODS.get(name).build()
@@ -198,7 +198,7 @@ def _reached(method: str) -> str:
 
 
 def cifar_table() -> str:
-    """What was reached on CIFAR-10's images, a row for each run, in Markdown."""
+    """Write what was reached on CIFAR-10's images, a row for each run, in Markdown."""
     reached = "kNN top-1: untrained -> trained (raw pixels) | linear top-1, the same"
     lines = [f"| method | seed | {reached} | epochs | minutes of one core | date |", f"|{' --- |' * 7}"]
     for name, figures in json.loads(FIGURES.read_text()).items():

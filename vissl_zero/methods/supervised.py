@@ -79,7 +79,7 @@ class CrossEntropy(Method):
         return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The model's outputs; where images are mixed, the mixed labels (rows, num_classes) come after them."""
+        """Compute the model's outputs; where images are mixed, the mixed labels (rows, num_classes) come after them."""
         if self.mixing is None:
             return super().run_student(model, batch)
         targets_of(batch)

@@ -239,7 +239,7 @@ class SwAVLoss(Method):
         return torch.stack(losses).mean()
 
     def probe(self) -> Tensor | None:
-        """This rank's share of the queue (C * q, D), queue by queue; None before the queue starts."""
+        """Return this rank's share of the queue (C * q, D), queue by queue; None before the queue starts."""
         if self.queue is None or not self._is_queue_on() or self.queue.num_filled == 0:
             return None
         return self.queue.local_part().flatten(0, 1)
@@ -284,13 +284,13 @@ class SwAVLoss(Method):
         return ClusteringCollapse(trivial_loss(self.num_prototypes), max(500, num_steps // 4), advice)
 
     def normalized_rows(self) -> list[str]:
-        """The prototypes, which are kept at unit length where ``normalize_last_layer``."""
+        """Name the prototypes, which are kept at unit length where ``normalize_last_layer``."""
         if not self.normalize_last_layer:
             return []
         return [f"heads.0.prototypes{index}.weight" for index in range(len(self.num_prototypes))]
 
     def _assign(self, scores: Tensor, queue_scores: Tensor | None) -> Tensor:
-        """Assignments (C, B, K) of scores (C, B, K), the rows of the queue taking part."""
+        """Compute assignments (C, B, K) of scores (C, B, K), the rows of the queue taking part."""
         num_assigned, num_samples, num_prototypes = scores.shape
         if queue_scores is not None:
             past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
@@ -311,7 +311,7 @@ class SwAVLoss(Method):
         return -(assigned * others).sum() / num_terms
 
     def _assigned(self, rows: Tensor, batch: Batch) -> Tensor:
-        """The assigned crops (C, B, ...) among the rows that assignments come from, without gradient."""
+        """Select the assigned crops (C, B, ...) among the rows that assignments come from, without gradient."""
         return rows.detach().unflatten(0, (self.num_crops, batch.num_local))[self.crops_for_assign]
 
     def _upcast(self, scores: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class SwAVLoss(Method):
         return self._step >= self.queue_start_iter and self._epoch >= self.queue_start_epoch
 
     def _output_of(self, outputs: list[Any], batch: Batch) -> ClusteredOutput:
-        """The first head's output, after checking that it is what this loss was built for."""
+        """Return the first head's output, after checking that it is what this loss was built for."""
         output = outputs[0]
         if not isinstance(output, ClusteredOutput):
             fix = 'Write config.MODEL.HEAD.PARAMS: [["swav_head", {...}]].'
@@ -378,7 +378,7 @@ class SwAVMomentumLoss(SwAVLoss):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The assigned crops, and the rows of the queue."""
+        """Run the teacher on the assigned crops, and the rows of the queue."""
         outputs: list[Any] = model(images_of(batch, self.crops_for_assign), self.probe())
         return outputs
 

@@ -87,7 +87,7 @@ class SwAVLossConfig:
 
 
 def needs_embeddings(cfg: RunConfig) -> list[Problem]:
-    """A problem if a ``swav_head`` is to leave out the embeddings, which the loss takes."""
+    """Check that a ``swav_head`` does not leave out the embeddings, which the loss takes."""
     if all(options.get("return_embeddings", True) for _, options in heads_of(cfg)):
         return []
     must = f"must be true for {cfg.LOSS['name']}, which needs embeddings"
@@ -151,7 +151,7 @@ def _prototypes(keys: SwAVLossConfig, path: str) -> list[Problem]:
 
 
 def _lengths(cfg: RunConfig, keys: SwAVLossConfig, path: str) -> list[Problem]:
-    """The loss divides weights of linear layers alone by their norm."""
+    """Check that prototypes to normalize have no weight norm: the loss divides linear layers alone by their norm."""
     has_lengths = any(options.get("use_weight_norm_prototypes") for _, options in heads_of(cfg))
     if not (has_lengths and keys.normalize_last_layer):
         return []

@@ -69,7 +69,7 @@ class SimCLR(EmbeddingMethod):
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's views; see ``nt_xent``. Collective."""
+        """Compute the mean loss over this rank's views; see ``nt_xent``. Collective."""
         views = crops_of(outputs[0], self.num_crops, batch)
         self._note(views[0])
         return nt_xent(views, self.temperature)
@@ -153,7 +153,7 @@ class MoCoV2(EmbeddingMethod):
         self.temperature = temperature
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Queries: the first crop."""
+        """Compute the queries: the first crop."""
         outputs: list[Any] = model(images_of(batch, [0]))
         return outputs
 
@@ -163,13 +163,13 @@ class MoCoV2(EmbeddingMethod):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``info_nce``."""
+        """Compute the mean loss over this rank's samples; see ``info_nce``."""
         (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(taught[0], 1, batch)
         self._note(queries)
         return info_nce(queries, keys, self.queue.keys, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
-        """The keys."""
+        """Return the keys."""
         assert taught is not None
         return taught[0].detach()
 
@@ -226,7 +226,7 @@ class MoCoV3(EmbeddingMethod):
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``symmetric_info_nce``. Collective."""
+        """Compute the mean loss over this rank's samples; see ``symmetric_info_nce``. Collective."""
         queries = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
         keys = crops_of(output_of(taught, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
@@ -277,7 +277,7 @@ class BYOL(EmbeddingMethod):
         self.first_momentum = momentum
 
     def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
-        """The mean over this rank's samples; see ``byol_loss``."""
+        """Compute the mean loss over this rank's samples; see ``byol_loss``."""
         predictions = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
         targets = crops_of(output_of(taught, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
@@ -307,7 +307,7 @@ class SimSiam(EmbeddingMethod):
     guessing_loss = 0.0  # unrelated directions
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The mean over this rank's samples; see ``simsiam_loss``."""
+        """Compute the mean loss over this rank's samples; see ``simsiam_loss``."""
         projections = crops_of(output_of(outputs, "projections").projections, 2, batch)
         predictions = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
         self._note(projections[0])
@@ -369,7 +369,7 @@ class BarlowTwins(EmbeddingMethod):
         self.scale_loss = scale_loss
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """The same on every rank; see ``barlow_twins_loss``. Collective."""
+        """Compute the loss, the same on every rank; see ``barlow_twins_loss``. Collective."""
         first, second = crops_of(outputs[0], 2, batch)
         self._note(first)
         return barlow_twins_loss(first, second, self.lambda_, self.scale_loss)

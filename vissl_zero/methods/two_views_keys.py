@@ -46,7 +46,7 @@ class SimCLRSpec(MethodSpec):
     recipe = "digits/simclr"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """The number of crops."""
+        """Infer the number of crops."""
         if not _has_many_crops(cfg):
             return {}
         return {"num_crops": (sum(crops_of(cfg) or []) or None, "transforms")}

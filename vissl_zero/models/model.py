@@ -421,7 +421,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """What a head gave for each resolution, as one: tensors one after the other."""
+    """Join what a head gave for each resolution: tensors one after the other."""
     columns = zip(*map(pytree.tree_leaves, parts), strict=True)
     joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))

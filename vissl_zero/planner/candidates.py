@@ -105,7 +105,7 @@ class Candidate:
         }
 
     def overrides(self) -> list[str]:
-        """``settings`` as words of the command line."""
+        """Write ``settings`` as words of the command line."""
         return [f"config.{path}={_word(value)}" for path, value in self.settings().items()]
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candi
 
 
 def chosen_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one of ``rank_candidates`` that is chosen; None: nothing fits."""
+    """Return the one of ``rank_candidates`` that is chosen; None: nothing fits."""
     return next((candidate for candidate in candidates if candidate.is_chosen), None)
 
 
@@ -229,7 +229,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one that comes closest to its budget, the one with the smallest peak of equal ones; None: none is known."""
+    """Find the candidate closest to its budget, of equal ones that with the smallest peak; None: none is known."""
     known = [candidate for candidate in candidates if candidate.forecast.step is not None]
     return min(known, key=lambda c: (c.excess or 0, c.forecast.step.resident_bytes), default=None)  # type: ignore[union-attr]
 
@@ -237,7 +237,7 @@ def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
 def nothing_fits(
     candidates: Sequence[Candidate], budget: Budget, *, level: str, memory: str, disk: str, others: str, block: str = ""
 ) -> Problem:
-    """The problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
+    """Make the problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
 
     Args:
         level, memory: the names of the two keys, as a user writes them.
@@ -324,7 +324,7 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
 
 
 def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> Found:
-    """A plan with as many parameters kept in memory as there is room for; none if its parameters are not on a disk.
+    """Find a plan with as many parameters kept in memory as have room; none if its parameters are not on a disk.
 
     Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` forecasts, and no recording.
 
@@ -373,7 +373,7 @@ class _Part:
     freed: int = 0
 
     def with_enough(self, blocks: Sequence[Recomputable]) -> _Part:
-        """The same with as many blocks more as it takes; with all of them where all are too few."""
+        """Add as many blocks as it takes; all of them where all are too few."""
         number, freed, seconds = self.number, self.freed, self.seconds
         while number < len(blocks) and freed < self.excess:
             freed += blocks[number].saved_bytes

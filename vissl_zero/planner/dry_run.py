@@ -243,7 +243,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
 
 
 def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:
-    """What a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
+    """Forecast what a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
     stage = set_stage(plan, check)
     found = stage.forecast()
     num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
@@ -298,7 +298,7 @@ def described_machine(plan: ResolvedRun) -> MachineProfile | None:
 
 
 def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
-    """The DATA block, with images made up where none of the run's are here, and a sentence that says so."""
+    """Return the DATA block, with images made up where none of the run's are here, and a sentence that says so."""
     data = plan.config.DATA
     named = [path for split in (data.TRAIN, data.TEST) for path in split.DATA_PATHS]
     if not named or any(Path(path).exists() for path in named):  # what is missing beside others is a mistake
@@ -335,7 +335,7 @@ def _loader(plan: ResolvedRun, data: Data) -> Loader:
 
 
 def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
-    """A micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
+    """Make a micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
     shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     return ImageBatch(
         images=[torch.zeros(shape, dtype=dtype) for shape in shapes],

@@ -70,11 +70,11 @@ class FitPlans:
         self.why = why
 
     def first(self) -> FitOption:
-        """The cheapest that fits."""
+        """Return the cheapest option that fits."""
         return next(option for option in self.options if option.forecast_bytes <= self.budget_bytes)
 
     def next(self, rows: Sequence[Outcome], free_bytes: int) -> FitOption | None:
-        """The cheapest that fits what is free now, and 90 % of the smallest forecast that ran out of memory.
+        """Choose the cheapest that fits what is free now, and 90 % of the smallest forecast that ran out of memory.
 
         What plans have taken beyond their forecast is set aside. Where none fits: the smallest, if it is smaller than
         those that failed, else None.
@@ -91,7 +91,7 @@ class FitPlans:
         return least if least.forecast_bytes < min(_failed(rows), default=0) else None
 
     def allowed(self, free_bytes: int) -> int:
-        """The smaller of a rank's free memory and the user's limit."""
+        """Return the smaller of a rank's free memory and the user's limit."""
         return free_bytes if self.given_bytes is None else min(free_bytes, self.given_bytes)
 
 
@@ -159,7 +159,7 @@ class FitRun:
 
 
 def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
-    """The configuration to resolve instead of one whose ZERO.LEVEL is fit, as if the user had written the option."""
+    """Replace a configuration whose ZERO.LEVEL is fit by one to resolve, as if the user had written the option."""
     return replace(
         composed,
         run=with_settings(composed.run, option.settings),
@@ -169,7 +169,7 @@ def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
 
 
 def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The configuration that a user would write to get a plan."""
+    """Write the configuration that gets a plan, as a user would."""
     cfg = copy.deepcopy(cfg)
     cfg.ZERO.MEMORY_GB = cfg.ZERO.HOST_MEMORY_GB = cfg.ZERO.DISK_GB = None
     cfg.ZERO.MACHINE_PROFILE = None
@@ -180,7 +180,7 @@ def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree as written, for saved files: they show interpolations again, but not in place of the chosen values."""
+    """Remove the chosen values from the tree as written: saved files show no interpolations in their place."""
     left = copy.deepcopy(dict(written))
     left.pop("ZERO", None)
     left.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
@@ -189,7 +189,7 @@ def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def most_bytes(rows: Sequence[Outcome]) -> int | None:
-    """What a plan may be forecast to take where those of ``rows`` were tried; None: none ran out of memory."""
+    """Return what a plan may be forecast to take where those of ``rows`` were tried; None: none ran out of memory."""
     failed = _failed(rows)
     return int(SHARE_LEFT * min(failed)) if failed else None
 

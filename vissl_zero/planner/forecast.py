@@ -146,7 +146,7 @@ class Forecaster:
         subject.model.train()
 
     def forecast(self, plan: ShardingPlan, micro_batches: int = 1) -> Forecast:
-        """What ``plan`` holds.
+        """Forecast what ``plan`` holds.
 
         Raises:
             ConfigError: what asks for the impossible of this model.
@@ -226,7 +226,7 @@ class Forecaster:
         return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
 
     def trace(self, plan: ShardingPlan) -> StepTrace | str:
-        """A recorded micro-batch as ``plan`` computes it, or why there is none."""
+        """Record a micro-batch as ``plan`` computes it, or say why there is none."""
         checkpointed = self._wrap_plan(plan).checkpointed
         if checkpointed not in self._traces:
             self._traces[checkpointed] = self._record(plan, checkpointed)
@@ -247,7 +247,7 @@ class Forecaster:
                     share_among(module, None)
 
     def _rule(self, plan: ShardingPlan) -> UpdateRule:
-        """The reach of the optimizer's update, found by one trial for all plans that may be refused for it."""
+        """Find the reach of the optimizer's update, by one trial for all plans that may be refused for it."""
         is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
         key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
         if key not in self._rules:
@@ -363,7 +363,7 @@ _NORM_BYTES = 64  # that a parameter may take in tables of norms
 
 
 def _shard(param: Tensor, num_ranks: int) -> Tensor:
-    """The first rank's rows, which ``ParamFacts.padded`` counts. A slice: ``chunk`` makes a tensor for every rank."""
+    """Select the first rank's rows, which ``ParamFacts.padded`` counts. ``chunk`` makes a tensor for every rank."""
     return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
 
 
@@ -396,7 +396,7 @@ class _Trained:
 
 
 def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRule) -> list[_Trained]:
-    """What the first rank updates of ``model``, the subject's or a copy of it."""
+    """List what the first rank updates of ``model``, the subject's or a copy of it."""
     params = dict(model.named_parameters())
     trained = [(group, name) for group in subject.groups for name in group.params]
     owners = deal([params[name].numel() for _, name in trained], num_ranks)
@@ -411,7 +411,7 @@ def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRul
 
 
 def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
-    """What the optimizer's step takes on the first rank, which is dealt the largest tensor.
+    """Measure what the optimizer's step takes on the first rank, which is dealt the largest tensor.
 
     Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
     the second takes more than that (an update of all tensors at once), all are.
@@ -437,7 +437,7 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
 def _stepper(
     subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]
 ) -> tuple[Stepper, dict[int, Shard], torch.optim.Optimizer]:
-    """What updates copies of ``rows``, and these by the id of their row."""
+    """Build what updates copies of ``rows``, and these by the id of their row."""
     shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
     tables = [
         {

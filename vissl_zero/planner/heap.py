@@ -51,7 +51,7 @@ class Heap:
         return self._end + self._mapped
 
     def allocate(self, num_bytes: int) -> int:
-        """A block's number, for ``free``."""
+        """Allocate a block; return its number, for ``free``."""
         self._number += 1
         if num_bytes >= self._mapped_bytes:
             size = -(-num_bytes // _PAGE) * _PAGE
@@ -88,7 +88,7 @@ class Heap:
             self._end = self._top
 
     def _place(self, size: int) -> int:
-        """The smallest hole that is large enough, else the end."""
+        """Place a block in the smallest hole that is large enough, else at the end."""
         index = bisect_left(self._holes, (size + _SPARE, 0))
         if index < len(self._holes):
             room, start = self._holes[index]
@@ -112,5 +112,5 @@ class Heap:
 
 
 def heap_of(plan: ShardingPlan) -> Heap:
-    """An empty heap of a rank that vissl-zero starts, with the settings of ``sharding/allocator.py``."""
+    """Make an empty heap of a rank that vissl-zero starts, with the settings of ``sharding/allocator.py``."""
     return Heap(MAPPED_BYTES[plan.level], KEPT_BYTES)

@@ -72,7 +72,7 @@ def profile_names() -> list[str]:
 
 
 def read_profile(profile: str) -> MachineProfile:
-    """A machine by the name of a profile that ships, or by the path of a YAML file with its fields.
+    """Read a machine by the name of a profile that ships, or by the path of a YAML file with its fields.
 
     Raises:
         ConfigError: there is no such profile, or it is wrong; all that is wrong at once.

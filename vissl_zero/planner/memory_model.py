@@ -41,7 +41,7 @@ KINDS = (
 )
 _POINTS = 400  # of a drawn timeline
 # Of what a rank needs, added to the forecast: for fragments that a GPU's allocator leaves, and on a CPU for what twelve
-# recipes took beyond theirs (docs/plan.md).
+# recipes took beyond theirs (benchmarks/plan_accuracy.md).
 MARGIN = 0.05
 
 
@@ -297,7 +297,7 @@ class _Step:
         return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
 
     def offload_pools(self) -> Iterator[_Pool]:
-        """What passes through memory on its way from and to a disk."""
+        """Yield what passes through memory on its way from and to a disk."""
         value = 0
         if self.plan.offload_params.is_on_disk:
             # The teacher is a sharded model of its own, with buffers of its own.
@@ -352,7 +352,7 @@ class _Step:
             self.blocks.append((self.place, kind, [size for size in blocks if size]))
 
     def gather(self, unit: str, gathered: set[str], kind: str) -> None:
-        """A unit's parameters become whole."""
+        """Gather a unit's parameters."""
         if self.has_shards and unit in self.units and unit not in gathered:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
@@ -365,7 +365,7 @@ class _Step:
                 self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
 
     def free(self, unit: str, gathered: set[str], kind: str) -> None:
-        """A unit's full parameters go."""
+        """Free a unit's full parameters."""
         if unit in gathered:
             gathered.remove(unit)
             self.change(kind, -int(self.whole_unit(unit) * self.compute_share))
@@ -402,7 +402,7 @@ class _Step:
         self.place += 1
 
     def take(self, mark: Mark, queue: _Queue) -> None:
-        """What one mark changes."""
+        """Apply what one mark changes."""
         moment, name = mark.moment, mark.name
         if moment == Moment.FORWARD_IN:
             self.gather(name, self.gathered, "params")
@@ -422,7 +422,7 @@ class _Step:
             self.gradient(name, mark.num_bytes, queue)
 
     def gradient(self, name: str, num_bytes: int, queue: _Queue) -> None:
-        """A gradient is finished: it stays, is sent, or waits for its unit."""
+        """Count a finished gradient: it stays, is sent, or waits for its unit."""
         param = self.facts.params[name]
         has_earlier = self.micro_batches > 1
         if self.has_shards:
@@ -483,7 +483,7 @@ class _Step:
         yield ended
 
     def reduce(self, unit: str) -> None:
-        """A unit's gradients become this rank's part of their mean."""
+        """Reduce a unit's gradients to this rank's part of their mean."""
         whole = self.pending.pop(unit, 0)
         if not whole:
             return
@@ -551,7 +551,7 @@ class _Step:
         )
 
     def resident(self) -> tuple[int, int, int]:
-        """What a CPU rank holds at most; bytes that are cleared in a step, and large blocks of them.
+        """Return a CPU rank's peak in bytes, the bytes that are cleared in a step, and the number of large blocks.
 
         Blocks are replayed on the allocator's heap.
         """
@@ -652,7 +652,7 @@ class _Queue:
         self._next = 0
 
     def ready(self, name: str) -> Iterator[Sequence[str]]:
-        """The buckets that may leave now that ``name`` is finished."""
+        """Yield the buckets that may leave now that ``name`` is finished."""
         self._ready.add(name)
         while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
             yield self._buckets[self._next]

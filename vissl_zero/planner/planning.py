@@ -149,7 +149,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
-    """What a rank may use: as the configuration says, else what the machine has; less where the run has had too little.
+    """Return what a rank may use: as the configuration says, else what the machine has; less where that was too little.
 
     Plans of this run folder that ran out of memory say what the forecasts of later ones must stay below: below theirs,
     and by as much as they took beyond theirs below the budget.
@@ -190,7 +190,7 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
 
 
 def _without_choice(cfg: RunConfig) -> RunConfig:
-    """The configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
+    """Copy the configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
     plain = copy.deepcopy(cfg)
     for block in (plain.ZERO.offload_optimizer_config, plain.ZERO.offload_param_config):
         block.device, block.nvme_path = "none", None
@@ -255,7 +255,7 @@ def history(folder: Path) -> Iterator[Past]:
 
 
 def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
-    """A row for each plan that ``fit`` chose, in order; one that was started again in between has one for both."""
+    """List each plan that ``fit`` chose, in order; one that was started again in between has one row for both."""
     peaks = dict(measured_peaks(folder))
     found: list[Past] = []
     for index, row in enumerate(rows):

@@ -11,7 +11,8 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 
 _MIB = 2**20
-# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks (docs/plan.md).
+# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks
+# (benchmarks/plan_accuracy.md).
 _PROCESS_BYTES = 8 * _MIB  # the model's modules, threads
 _SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
 _SUM_BYTES = 15 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
@@ -23,7 +24,7 @@ _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third noth
 def process_bytes(
     plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
 ) -> int:
-    """What a CPU rank holds beside its tensors and the holes between them.
+    """Return the bytes that a CPU rank holds beside its tensors and the holes between them.
 
     Args:
         plan: level and tiers.
@@ -81,7 +82,7 @@ class BlockReplay:
         states: Sequence[int],
         temporaries: Sequence[int],
     ) -> None:
-        """Some steps.
+        """Replay some steps.
 
         Args:
             trace: of a micro-batch.

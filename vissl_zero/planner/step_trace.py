@@ -66,7 +66,7 @@ class Work:
     num_messages: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """This and ``times`` the other; -1 takes it away."""
+        """Add ``times`` the other; -1 takes it away."""
         return Work(
             tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
             tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
@@ -104,7 +104,7 @@ class WorkCounter:
         self._num_messages += is_message
 
     def so_far(self) -> Work:
-        """The sums."""
+        """Return the sums so far."""
         return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
 
 
@@ -202,7 +202,7 @@ class StepTrace:
     scratch: dict[int, int] = field(default_factory=dict)
 
     def forward_bytes(self) -> dict[str, int]:
-        """What the forward pass of each unit leaves for the backward pass, its output included."""
+        """Return what the forward pass of each unit leaves for the backward pass, its output included."""
         found: dict[str, int] = {}
         for entered, left in self.forward_passes():
             kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
@@ -210,7 +210,7 @@ class StepTrace:
         return found
 
     def forward_passes(self) -> Iterator[tuple[int, int]]:
-        """Indices of the two marks around each forward pass of a unit."""
+        """Yield the indices of the two marks around each forward pass of a unit."""
         begun: dict[str, int] = {}
         for index, mark in enumerate(self.marks):
             if mark.moment == Moment.FORWARD_IN:

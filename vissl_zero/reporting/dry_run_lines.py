@@ -72,12 +72,12 @@ def verdict(run: DryRun) -> tuple[bool, list[str]]:
 
 
 def title(plan: ResolvedRun) -> str:
-    """The first line, known before the rest has been found out."""
+    """Write the first line, known before the rest has been found out."""
     return f"vissl_zero {__version__}, dry run of {plan.recipe}: nothing was started"
 
 
 def dry_run_lines(run: DryRun) -> Iterator[str]:
-    """The plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
+    """Describe the plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
     plan = run.plan
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",

@@ -47,7 +47,7 @@ def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
-    """What to say beside the table."""
+    """Yield what to print beside the table."""
     plan, chosen = planned.plan, planned.chosen
     yield (
         f"{plan.recipe}: {plan.world_size} ranks on {plan.num_nodes} machine(s), {plan.device}; "
@@ -121,7 +121,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
-    """A picture: memory over one step by kind, of each recipe's chosen plan, or its smallest; False: none is known."""
+    """Draw memory over one step by kind, of each recipe's chosen plan, or its smallest; False: none is known."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

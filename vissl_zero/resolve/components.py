@@ -47,7 +47,7 @@ def takes_other_model(cfg: RunConfig) -> bool:
 
 
 def as_teacher(cfg: RunConfig) -> RunConfig:
-    """A configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
+    """Make a configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
     given = cfg.DISTILLATION.TEACHER_MODEL
     model = type(cfg.MODEL)(TRUNK=given.TRUNK, HEAD=given.HEAD, INPUT_TYPE=given.INPUT_TYPE)
     model.WEIGHTS_INIT = given.WEIGHTS_INIT
@@ -76,7 +76,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
 
 
 def inferred_notes(cfg: RunConfig) -> list[str]:
-    """Notes where the loss's keys say something else than the blocks they are taken from."""
+    """Write notes where the loss's keys say something else than the blocks they are taken from."""
     name, notes = cfg.LOSS["name"], []
     for key, (value, origin) in _inferred(cfg).items():
         said = getattr(cfg.LOSS[name], key)
@@ -86,7 +86,7 @@ def inferred_notes(cfg: RunConfig) -> list[str]:
 
 
 def method_of(loss: Any) -> Any:
-    """The ``MethodSpec`` that a built-in loss belongs to; None for a loss of your own."""
+    """Find the ``MethodSpec`` that a built-in loss belongs to; None for a loss of your own."""
     specs = (METHODS.get(name).build() for name in METHODS)
     return next((spec for spec in specs if loss in spec.losses), None)
 
@@ -135,7 +135,7 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
 
 
 def _network(path: str, key: str) -> Mapping[str, Any]:
-    """The network that weights are of, and how images are shown to it; imports torch."""
+    """Recognize the network that weights are of, and how images are shown to it; imports torch."""
     found: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
     return found
 
@@ -159,7 +159,7 @@ def _says_auto(entries: Sequence[Any]) -> bool:
 
 
 def _with_data(own: Data, saved: Mapping[str, Any], path: str) -> Data:
-    """The images and transforms of the run where ``own`` says auto.
+    """Take the images and transforms of the run where ``own`` says auto. Paths that the user names are a disk_folder.
 
     Paths that the user names are a disk_folder. TEST is then not the run's: its classes would be others.
     """
@@ -223,7 +223,7 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
 
 
 def missing_weights(path: str) -> Problem | None:
-    """A problem if PARAMS_FILE names what does not exist."""
+    """Check that PARAMS_FILE names what exists."""
     if not path or scheme_of(path) or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
@@ -238,7 +238,7 @@ def _known(
 
 
 def _saved_config(path: Path) -> Mapping[str, Any] | None:
-    """Configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
+    """Read the configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
     folder = path if is_folder(path) else path.parent
     for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):
         for name, read in (("manifest.json", _manifest), (RESOLVED_FILE, read_saved)):

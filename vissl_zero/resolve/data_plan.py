@@ -64,7 +64,7 @@ def crop_sides(transforms: Sequence[Any]) -> list[int]:
 
 
 def _last_sized(transforms: Sequence[Any]) -> tuple[Any, Sequence[str]]:
-    """The transform that sets the size of what the trunk sees, and the keys that do."""
+    """Find the transform that sets the size of what the trunk sees, and the keys that do."""
     sized = ((entry, [key for key in _size_keys(entry) if entry.get(key)]) for entry in reversed(transforms))
     return next(((entry, keys) for entry, keys in sized if keys), ({}, ()))
 
@@ -137,7 +137,7 @@ def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Data sets that are named without paths are in a catalogue, and have classes of images, not of pixels."""
+    """Check that data sets named without paths are in a catalog, and have classes of images, not of pixels."""
     found = missing(cfg.DATA)
     for name, split in splits(cfg).items():
         if of_pixels := [dataset for dataset in split.DATASET_NAMES if dataset.endswith("_SEGMENTATION")]:
@@ -156,7 +156,7 @@ def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """A vision transformer cuts its crops into patches, with nothing left over."""
+    """Check that a vision transformer cuts its crops into patches, with nothing left over."""
     side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
     must = f"must be a multiple of the trunk's patches of {side} pixels"
     if size is not None and size % side:
@@ -204,7 +204,7 @@ def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
 
 
 def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
-    """A number, a size and two scales for each kind of crop."""
+    """Check for a number, a size and two scales for each kind of crop."""
     counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
     if not (_are_counts(counts) and _are_counts(sizes)):
         fix = "Write num_crops: [2, 6], size_crops: [224, 96], for example."
@@ -241,7 +241,7 @@ _SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
 
 @cache
 def torchvision_names() -> frozenset[str]:
-    """Transforms that torchvision exports, read from its source: importing it would import torch."""
+    """List the transforms that torchvision exports, from its source: importing it would import torch."""
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -255,7 +255,7 @@ def torchvision_names() -> frozenset[str]:
 
 
 def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """A user's own images are not evaluated with a trunk that was trained on the digits, nor indexed by them."""
+    """Refuse to evaluate a trunk trained on the digits with a user's own images, or to index these by them."""
     train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
     if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
         return None
@@ -269,7 +269,7 @@ NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
 def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """A disk_folder has folders that exist and hold images.
+    """Check that a disk_folder has folders that exist and hold images.
 
     A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
     resembles a folder beside it, is a mistake.
@@ -330,7 +330,7 @@ def _hint(folder: Path, name: str) -> str:
 
 
 def _missing_part(path: Path) -> tuple[Path, str]:
-    """The last folder of a path that exists, and the name in it that does not."""
+    """Return the last folder of a path that exists, and the name in it that does not."""
     existing = next((parent for parent in path.absolute().parents if is_folder(parent)), Path("/"))
     return existing, path.absolute().relative_to(existing).parts[0]
 

@@ -50,7 +50,7 @@ _LIBRARIES = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
 
 
 def fast_backend(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The fast backend has its libraries, and a fast form of every transform."""
+    """Check that the fast backend has its libraries, and a fast form of every transform."""
     if cfg.DATA.BACKEND != "fast":
         return []
     found: list[Problem] = []

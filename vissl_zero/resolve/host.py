@@ -61,7 +61,7 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
 
 
 def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
-    """A node of the SLURM cluster as a job will see it, which need not be like this machine.
+    """Describe a node of the SLURM cluster as a job will see it, which need not be like this machine.
 
     Args:
         num_procs, num_cores: that the job asks for on each node.
@@ -74,7 +74,7 @@ def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) ->
 
 
 def assumed_host(here: Host, num_procs: int) -> Host:
-    """A machine with a GPU for each process, for a dry run where ``here`` has fewer."""
+    """Assume a machine with a GPU for each process, for a dry run where ``here`` has fewer."""
     why = here.why_no_gpu or f"this one has {here.num_gpus}"
     return replace(
         here, num_gpus=num_procs, why_no_gpu="", assumed=f"Assumed: machines with {num_procs} GPU(s) each ({why})."
@@ -159,7 +159,7 @@ def _gpus() -> tuple[int, str]:
 
 
 def _torch_has_cuda() -> bool:
-    """What ``torch.version.cuda`` would say; reading the file does not import torch."""
+    """Read whether torch is built with CUDA from its file, without importing torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -275,7 +275,7 @@ def settled_free_memory(most_s: float = 5.0) -> int:
 
 
 def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the kernel has killed for their memory so far; 0: it does not say.
+    """Count the processes that the kernel has killed for their memory so far; 0: it does not say.
 
     In this process's control group, else on the whole machine. Linux before 4.13 counts how often a limit was reached.
     """

@@ -351,7 +351,7 @@ def _differs(cfg: RunConfig, key: str) -> bool:
 
 
 def inactive_keys(cfg: RunConfig) -> list[str]:
-    """A sentence per switch that is off and has keys set away from their defaults, and per unread block."""
+    """Write a sentence per switch that is off and has keys set away from their defaults, and per unread block."""
     notes = []
     for switch, keys in _SWITCHES.items():
         if not _value(cfg, switch) and (found := [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]):

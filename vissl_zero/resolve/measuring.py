@@ -31,7 +31,7 @@ PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
 
 
 def program(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The program is known."""
+    """Check that the program is known."""
     return one_of("PROGRAM", cfg.PROGRAM, [TRAIN, *PROGRAMS])
 
 
@@ -61,7 +61,7 @@ def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The layer that is clustered is one of those that are extracted."""
+    """Check that the layer that is clustered is one of those that are extracted."""
     if cfg.PROGRAM != CLUSTERING:
         return []
     entries, name = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, cfg.CLUSTERFIT.FEATURES.LAYER_NAME
@@ -225,7 +225,7 @@ _BLOCKS = {
 
 
 def _of_other_program(cfg: RunConfig) -> Problem | None:
-    """The recipe has a block of a program that was not asked for: kNN is not what it is about."""
+    """Check for a block of a program that was not asked for: kNN is not what the recipe is about."""
     unset = RunConfig()
     for key, program in _BLOCKS.items():
         if getattr(cfg, key) != getattr(unset, key):

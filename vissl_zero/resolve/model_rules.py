@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The loss is known and has the keys it is given; no other block is mistyped."""
+    """Check that the loss is known and has the keys it is given, and that no other block is mistyped."""
     name = cfg.LOSS.get("name")
     blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
     found = [
@@ -70,7 +70,7 @@ def _known() -> str:
 
 
 def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """What the method says of the recipe."""
+    """Check what the method asks of the recipe."""
     name = str(cfg.LOSS.get("name"))
     spec = method_of(name)
     return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, decided)
@@ -99,7 +99,7 @@ def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def no_teacher(loss: str) -> Problem:
-    """What is wrong with EVALUATED_MODEL=teacher for a loss without a momentum copy."""
+    """Make the problem of EVALUATED_MODEL=teacher for a loss without a momentum copy."""
     must = f"must be student: {loss} has no teacher that follows the model"
     return Problem("config.EVALUATED_MODEL", "teacher", must, "Write config.EVALUATED_MODEL=student.")
 
@@ -109,7 +109,7 @@ _CLASSIFIERS = ("mlp", "eval_mlp")
 
 
 def trunk(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The trunk is known and has the keys it is given."""
+    """Check that the trunk is known and has the keys it is given."""
     if trunk_component(cfg.MODEL.TRUNK.NAME) not in TRUNKS:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
     has_name = "name" in cfg.MODEL.TRUNK.PARAMS and trunk_component(cfg.MODEL.TRUNK.NAME) == "timm"
@@ -130,7 +130,7 @@ _INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_coloriza
 
 
 def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """The trunk can look at images in this way, as in VISSL."""
+    """Check that the trunk can look at images in this way, as in VISSL."""
     key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
     if name == "alexnet_colorization" and given != "lab":
         fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
@@ -147,7 +147,7 @@ def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """A RegNet has a name or all of its parameters, and they make one."""
+    """Check that a RegNet has a name or all of its parameters, and that they make one."""
     if cfg.MODEL.TRUNK.NAME != "regnet":
         return []
     block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
@@ -211,7 +211,7 @@ def _not_in_convit(cfg: RunConfig) -> list[Problem]:
 
 
 def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """What is frozen for a time has a name and a number of steps."""
+    """Check that what is frozen for a time has a name and a number of steps."""
     key, found = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
         pair = list(entry) if isinstance(entry, (list, tuple)) else []
@@ -300,7 +300,7 @@ def _widths(name: str, dims: list[int]) -> list[Problem]:
 
 
 def evaluation(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Settings of evaluation need their mode, as in VISSL, where they would be ignored without it."""
+    """Check that settings of evaluation have their mode, as in VISSL, where they would be ignored without it."""
     settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
     if settings.EVAL_MODE_ON:
         return []
@@ -336,7 +336,7 @@ def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def probe(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """A probe that is trained is measured on images it has not seen."""
+    """Check that a probe that is trained is measured on images it has not seen."""
     if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
         return None
     fix = "Write config.DATA.TEST.DATA_PATHS=[<class folders of test images>]."
@@ -344,7 +344,7 @@ def probe(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def weights(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """The initial weights exist."""
+    """Check that the initial weights exist."""
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 

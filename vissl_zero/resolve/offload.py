@@ -39,7 +39,7 @@ def max_in_cpu(params: OffloadParam) -> int | None:
 
 
 def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: int, root: str) -> list[Problem]:
-    """What cannot be done, each with the reason.
+    """Check what cannot be done, each with the reason.
 
     Args:
         optimizer, params: the blocks.
@@ -87,7 +87,7 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
 
 
 def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
-    """Notes to print once about keys without effect and keys that were read in another way.
+    """Write notes to print once on keys without effect and keys that were read in another way.
 
     Args:
         optimizer, params, root: as for ``offload_problems``.
@@ -139,7 +139,7 @@ def engine_of(name: str) -> str:
 def engine_problems(
     name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool = False
 ) -> list[Problem]:
-    """What cannot be done, each with the reason.
+    """Check what cannot be done, each with the reason.
 
     Args:
         name: as given.

@@ -48,7 +48,7 @@ def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The optimizer is known and has the keys it is given."""
+    """Check that the optimizer is known and has the keys it is given."""
     if form(cfg, decided):
         return []
     if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
@@ -128,7 +128,7 @@ _SCHEDULES = "config.OPTIMIZER.param_schedulers"
 
 
 def used(cfg: RunConfig) -> dict[str, Scheduler]:
-    """The schedules that this run follows."""
+    """Return the schedules that this run follows."""
     block = cfg.OPTIMIZER.param_schedulers
     found = {"lr": block.lr}
     if cfg.OPTIMIZER.head_optimizer_params.use_different_lr:
@@ -306,7 +306,7 @@ def weight_decay(block: Optimizer) -> float:
 
 
 def optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The optimizer's own keys, typed and complete, and notes on keys it does not have.
+    """Return the optimizer's own keys, typed and complete, and notes on keys it does not have.
 
     Raises:
         ConfigError: an unknown optimizer, unknown keys in PARAMS, values of a wrong type.
@@ -342,7 +342,7 @@ def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
 
 
 def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
-    """The optimizer of a run, and what to say about it.
+    """Plan the optimizer of a run, and what to say about it.
 
     Args:
         cfg: a configuration that passed the rules.
@@ -377,7 +377,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[O
 
 
 def _warm_up_notes(block: Optimizer, schedules: DerivedSchedules) -> list[str]:
-    """What VISSL's scaling left out of a schedule."""
+    """Note what VISSL's scaling left out of a schedule."""
     return [
         f"config.OPTIMIZER.param_schedulers.{name}: on one machine the warm-up is left out, as in VISSL, because it "
         "would begin at the scaled rate; auto_lr_scaling.keep_shape=true keeps it."
@@ -446,7 +446,7 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
 
 
 def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[str, Any]:
-    """A schedule with its rates scaled by the batch, if auto_scale: https://arxiv.org/abs/1706.02677.
+    """Scale a schedule's rates by the batch, if auto_scale: https://arxiv.org/abs/1706.02677.
 
     The rate becomes ``base_value * global_batch / base_lr_batch_size``, or the root of that ratio. With ``keep_shape``
     all of the schedule is multiplied by one factor, so that its peak is that rate; else it is as in VISSL
@@ -482,7 +482,7 @@ def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float,
 
 
 def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
-    """A composite without one of its parts; the other parts take over its share."""
+    """Remove one part from a composite; the other parts take over its share."""
     parts, lengths, scaling = (
         [value for at, value in enumerate(schedule.get(key) or []) if at != index]
         for key in ("schedulers", "lengths", "interval_scaling")
@@ -495,13 +495,13 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def with_peak(scheduler: Scheduler, value: float) -> dict[str, Any]:
-    """A schedule multiplied by one factor, so that the largest value it takes is ``value`` at any batch."""
+    """Multiply a schedule by one factor, so that the largest value it takes is ``value`` at any batch."""
     schedule = plain(scheduler)
     return _multiplied(schedule, value / peak(schedule))
 
 
 def plain(scheduler: Scheduler) -> dict[str, Any]:
-    """A schedule as the dict that builds it: its name, its own keys, its update interval."""
+    """Convert a schedule to the dict that builds it: its name, its own keys, its update interval."""
     return _own_keys(asdict(scheduler))
 
 
@@ -517,7 +517,7 @@ def _own_keys(schedule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak(schedule: Mapping[str, Any]) -> float:
-    """The largest value a schedule takes."""
+    """Return the largest value a schedule takes."""
     if schedule["name"] == "composite":
         return max((peak(part) for part in schedule["schedulers"]), default=0.0)
     return max([*(schedule[key] for key in _VALUES if key in schedule), *schedule.get("values", [])], default=0.0)

@@ -96,7 +96,7 @@ def _device(cfg: RunConfig, host: Host, procs: int) -> str:
 
 
 def gpu(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Requested GPUs exist, one per process, and use nccl."""
+    """Check that requested GPUs exist, one per process, and use nccl."""
     if cfg.MACHINE.DEVICE not in GPU_NAMES:
         return None
     key, got = "config.MACHINE.DEVICE", repr(cfg.MACHINE.DEVICE)
@@ -140,7 +140,7 @@ def hooks(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The run folder has a name."""
+    """Check that the run folder has a name."""
     if cfg.CHECKPOINT.DIR is None or (cfg.CHECKPOINT.DIR and "\0" not in cfg.CHECKPOINT.DIR):
         return []
     fix = "Write config.CHECKPOINT.DIR=runs/mine, or leave it out for a new folder under runs/."
@@ -148,7 +148,7 @@ def folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """What may change is a key or a block that there is."""
+    """Check that what may change is a key or a block that there is."""
     found, known = [], [field.name for field in fields(cfg)]
     for key in cfg.CHECKPOINT.ALLOW_CHANGED:
         if key.removeprefix("config.").split(".")[0] not in known:
@@ -224,7 +224,7 @@ def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """SETUP is shell, and nothing but shell."""
+    """Check that SETUP is shell, and nothing but shell."""
     must = "must be shell commands, not options of sbatch"
     fix = "Put options into config.SLURM.ADDITIONAL_PARAMETERS."
     return [
@@ -272,7 +272,7 @@ def is_submitted(cfg: RunConfig) -> bool:
 
 
 def slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """What a job of a cluster may be called and ask for, where one is submitted."""
+    """Check what a job of a cluster may be called and ask for, where one is submitted."""
     if not is_submitted(cfg):
         return []
     return [*_texts(cfg, decided), *_setup(cfg, decided), *_additional(cfg, decided), *_numbers(cfg, decided)]

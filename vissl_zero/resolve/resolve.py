@@ -173,7 +173,7 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
 
 
 def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
-    """A part of a recipe given as one: its comment says so, it names no images and no heads, or heads and no more."""
+    """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
     part = next((found for found in list_recipes() if found.name == recipe and found.is_part), None)
     has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
     is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
@@ -189,7 +189,7 @@ def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
 
 
 def _host(cfg: RunConfig) -> Host:
-    """The machine to plan for: this one, or a node of the cluster that the run is submitted to."""
+    """Choose the machine to plan for: this one, or a node of the cluster that the run is submitted to."""
     here = this_host()
     if cfg.DRY_RUN and not is_submitted(cfg):
         procs = ranks(cfg, here)[1]

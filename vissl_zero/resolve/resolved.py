@@ -226,7 +226,7 @@ class ShardingPlan:
         return replace(self, offload_optimizer=optimizer, offload_params=params)
 
     def keeping_activations(self) -> ShardingPlan:
-        """The same plan, with nothing recomputed."""
+        """Copy the plan with nothing recomputed."""
         return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
 
 

@@ -55,7 +55,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find(tree: Any, path: str) -> tuple[Any, Any] | None:
-    """The dict or list that holds ``path`` and the key in it, or None if there is none."""
+    """Find the dict or list that holds ``path`` and the key in it, or None if there is none."""
     *parents, last = path.split(".")
     for part in parents:
         place = _key_at(tree, part)
@@ -96,7 +96,7 @@ def save_resolved(plan: ResolvedRun, path: Path) -> None:
 
 
 def as_data(plan: ResolvedRun) -> dict[str, Any]:
-    """A plan as plain containers with ``${...}`` as written: what may be kept and shared."""
+    """Convert a plan to plain containers with ``${...}`` as written: what may be kept and shared."""
     data = _plain(asdict(plan))
     data["config"] = _plain(config_data(plan.config, plan.learns_from_other))
     values, data[_WRITTEN] = _put_back(data["config"], plan.interpolations)
@@ -175,7 +175,7 @@ def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mappin
 
 
 def _place(tree: Any, path: str) -> tuple[Any, Any] | None:
-    """The dataclass, dict or list that holds ``path``, and its name there."""
+    """Find the dataclass, dict or list that holds ``path``, and its name there."""
     *parents, last = path.split(".")
     for name in [*parents, last]:
         known = tree if isinstance(tree, Mapping) else getattr(tree, "__dataclass_fields__", {})
@@ -214,7 +214,7 @@ def _put_back(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[d
 
 
 def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
-    """The run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
+    """Write the run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
     if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 
 def _masked_text(text: str, values: Mapping[str, str]) -> str:
-    """A sentence for people, with ``${...}`` in the place of interpolated texts: whole words, no parts of others."""
+    """Replace interpolated texts in a sentence for people by ``${...}``: whole words, no parts of others."""
     for value, written in values.items():
         as_it_is = written.replace("\\", r"\\")  # not a reference to a group
         text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", as_it_is, text)
@@ -243,7 +243,7 @@ def _masked_text(text: str, values: Mapping[str, str]) -> str:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """What ``config.resolved.yaml`` says, as data: nothing in it is resolved, imported or run.
+    """Read ``config.resolved.yaml`` as data: nothing in it is resolved, imported or run.
 
     For unchecked files: their size is limited, and aliases, which could unfold to any size, are refused.
 
@@ -268,7 +268,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration in which ``${config.A.B}`` is replaced by what stands there. Nothing else is resolved."""
+    """Replace ``${config.A.B}`` in a saved configuration by what stands there. Nothing else is resolved."""
     found = copy.deepcopy(dict(config))
     for path, value in leaves(config):
         text = value
@@ -328,7 +328,7 @@ def load_resolved(path: Path) -> ResolvedRun:
 
 
 def _at(root: DictConfig, key: str, text: str) -> Any:
-    """The value at ``key`` of the configuration, or ``text`` if the environment does not have it."""
+    """Return the value at ``key`` of the configuration, or ``text`` if the environment does not have it."""
     try:
         value = OmegaConf.select(root, f"config.{key}")
     except OmegaConfBaseException:

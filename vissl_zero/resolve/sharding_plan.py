@@ -26,7 +26,7 @@ _NVME_FIX = "Give a folder of yours on a local disk."
 
 
 def level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """The level is auto or a number from 0 to 3, and ``type`` says nothing else."""
+    """Check that the level is auto or a number from 0 to 3, and that ``type`` says nothing else."""
     zero, chosen = cfg.ZERO, chosen_level(cfg)
     if str(zero.LEVEL) == "fit":
         must = "must be decided from a forecast first, which this command does not make"
@@ -56,7 +56,7 @@ def one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def engine(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """The engine is installed, and runs on this device."""
+    """Check that the engine is installed, and runs on this device."""
     name = cfg.ZERO.ENGINE
     if name == "fairscale" and decided.level == 3 and decided.placement.device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
@@ -87,7 +87,7 @@ def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Groups of synchronised batch norm divide the world."""
+    """Check that groups of synchronized batch norm divide the world."""
     sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, decided.world_size
     size = min(sync.GROUP_SIZE, world_size)
     if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
@@ -97,7 +97,7 @@ def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Groups that share a copy of the state divide the world, on an engine that has them."""
+    """Check that groups that share a copy of the state divide the world, on an engine that has them."""
     size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, decided.world_size
     if size in (-1, world_size):
         return None
@@ -181,7 +181,7 @@ def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def narrow_problems(
     key: str, value: str, engine: str, is_on_disk: bool, others: Mapping[str, bool | None]
 ) -> list[Problem]:
-    """What cannot go with parameters in bfloat16.
+    """Check what cannot go with parameters in bfloat16.
 
     Args:
         key, value: that ask for them.
@@ -202,7 +202,7 @@ SENDS_NOTHING = (
 
 
 def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """The layers can be looked for, on an engine that prepares them. Whether there are any, the model says."""
+    """Check that an engine prepares float8 layers. Whether there are any, the model says."""
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
         key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
         return [Problem(key, "True", NEEDS_FLOAT8, fix)] if cfg.MODEL.FLOAT8.GATHER else []
@@ -266,7 +266,7 @@ _FAIRSCALE_KEYS = {
 
 
 def sharding_plan(decided: Decisions) -> tuple[ShardingPlan, tuple[str, ...]]:
-    """The sharding plan of a run, and the notes to print about it."""
+    """Decide the sharding plan of a run, and the notes to print about it."""
     cfg, place = decided.cfg, decided.placement
     number, level_notes = decided.level_and_notes
     formats, precision_notes = precision(cfg, number)
@@ -320,7 +320,7 @@ def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
 
 
 def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The one field of ``ShardingPlan`` that says which blocks, if any; notes."""
+    """Choose the one field of ``ShardingPlan`` that says which blocks to recompute, if any; add notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
     flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
     is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
@@ -348,7 +348,7 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
-    """Notes on keys that were set away from their defaults and do nothing in this plan."""
+    """Write notes on keys that were set away from their defaults and do nothing in this plan."""
     notes = []
     zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
     for key, (field, its_level) in _FAIRSCALE_KEYS.items():
@@ -407,13 +407,13 @@ TYPES = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
 
 
 def typed_level(name: str) -> int | None:
-    """The level that ColossalAI's name of it says; None: it is no such name."""
+    """Read the level from ColossalAI's name of it; None: it is no such name."""
     found = _TYPE.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def implied_level(params_device: str) -> int | None:
-    """The level of a block that names none but has parameters off the device, as on ColossalAI's page; else None."""
+    """Infer the level of a block that names none but keeps parameters off the device, as ColossalAI; else None."""
     return 3 if params_device in DEVICES[1:] else None
 
 
@@ -435,7 +435,7 @@ def switches(cfg: RunConfig) -> dict[str, int]:
 
 
 def chosen_level(cfg: RunConfig) -> int | None:
-    """The number in ``ZERO.LEVEL``, or in ``type``; None for auto (and for what is no level, which a rule refuses)."""
+    """Read the number in ``ZERO.LEVEL``, or in ``type``; None for auto, and for what a rule refuses."""
     text = str(cfg.ZERO.LEVEL)
     if text in {"0", "1", "2", "3"}:
         return int(text)
@@ -443,7 +443,7 @@ def chosen_level(cfg: RunConfig) -> int | None:
 
 
 def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
-    """The level, and a note for each switch that a number overrides."""
+    """Decide the level, and write a note for each switch that a number overrides."""
     chosen, found = chosen_level(cfg), switches(cfg)
     if chosen is None and not found and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
         return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
@@ -471,7 +471,7 @@ def amp_type(cfg: RunConfig) -> str | None:
 
 
 def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
-    """Number formats of a run, and a note for each key of FSDP_CONFIG that they override.
+    """Decide the number formats of a run, and write a note for each key of FSDP_CONFIG that they override.
 
     TRAINER.DTYPE=bfloat16: parameters in it, gradients reduced in float32. Else, AMP off: one format throughout. AMP
     on: autocast over float32 parameters, gradients reduced in float32. At level 3,
@@ -502,7 +502,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
 
 
 def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
-    """Notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
+    """Write notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
     fsdp = cfg.MODEL.FSDP_CONFIG
     if fsdp.compute_dtype == (half or "float32"):
         return ()
@@ -526,7 +526,7 @@ def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
 
 
 def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
-    """Notes on switches that were set and decide nothing."""
+    """Write notes on switches that were set and decide nothing."""
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     key, notes = "config.MODEL.FSDP_CONFIG", []
     if why_no_type and amp_type(cfg) == "O2":

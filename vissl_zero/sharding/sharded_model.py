@@ -180,7 +180,7 @@ class ShardedModel:
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
-        """What must be the same on every rank in this step."""
+        """Collect what must be the same on every rank in this step."""
         rates = [(group["lr"], group.get("weight_decay")) for group in self.optimizer.param_groups]
         return {
             "the learning rate or weight decay of a group. Set them to the same values on every rank": text_digest(
@@ -441,7 +441,7 @@ class ShardedModel:
         return state
 
     def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
-        """What ``state_dict()`` of the model would be if it were not sharded: on rank 0's CPU, empty on other ranks.
+        """Gather what ``state_dict()`` of the unsharded model would be: on rank 0's CPU, empty on other ranks.
 
         All names of what is shared, what the model's hooks make of it, and the extra state of modules. Collective;
         tensors are gathered one by one.
@@ -525,7 +525,7 @@ class ShardedModel:
         return layout_of(self._plan)
 
     def parts(self) -> Iterator[Part]:
-        """What this rank stores of parameters and optimizer state: over all ranks, each element once.
+        """Yield what this rank stores of parameters and optimizer state: over all ranks, each element once.
 
         Not a collective. Memory is shared with training: read it before the next step (``before_next_change``).
         """
@@ -548,7 +548,7 @@ class ShardedModel:
         return scalars_of(self._shards, self.optimizer)
 
     def loss_scale_state(self) -> dict[str, float] | None:
-        """The loss scaler, equal on every rank; None without one. Not a collective."""
+        """Return the loss scaler, equal on every rank; None without one. Not a collective."""
         return self._loss_scale.state_dict() if self._loss_scale else None
 
     def group_facts(self) -> list[dict[str, Any]]:
@@ -645,7 +645,7 @@ class ShardedModel:
         self._activation_bytes = counter.alive_bytes(*excluded)
 
     def describe(self) -> str:
-        """The wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""
+        """Describe the wrap plan for people: units, what stays float32, what is recomputed. Not a collective."""
         return self._wrap_plan.describe()
 
     def _wait_for_readers(self) -> None:

@@ -90,7 +90,7 @@ class Strategy(ABC):
 def update_rule_of(
     build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
 ) -> UpdateRule:
-    """What the update of one element depends on: see ``optim/update_rule.py``.
+    """Find what the update of one element depends on: see ``optim/update_rule.py``.
 
     Not tried at level 0, unless all levels are to give the same bits or the optimizer gets pieces there too.
 

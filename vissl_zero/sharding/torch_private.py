@@ -235,7 +235,7 @@ def writes_in_place(operation: Any) -> bool:
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that the operation changes (``_schema``)."""
+    """List the tensors that the operation changes (``_schema``)."""
     found: list[Tensor] = []
     for index, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -273,12 +273,12 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's table of its own modules (``_modules``)."""
+    """Return the module's table of its own modules (``_modules``)."""
     return module._modules
 
 
 def without_memory(cls: type, like: Tensor) -> Any:
-    """An object of a class of tensors that has the facts of ``like`` and no memory (``_make_wrapper_subclass``)."""
+    """Make an object of a class of tensors with the facts of ``like`` and no memory (``_make_wrapper_subclass``)."""
     return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
 

@@ -156,7 +156,7 @@ def _empty_block(path: str) -> type:
 
 
 def without_vissl_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain configuration without VISSL's unused keys that are at their defaults: what a person wants to read."""
+    """Drop VISSL's unused keys at their defaults from a plain configuration: a person wants to read the rest."""
     unused: dict[str, Any] = {}
     for key in vissl_keys():
         *parents, last = key.path.split(".")

@@ -87,7 +87,7 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
 
 
 def _own(config: Mapping[str, Any]) -> Recognized | None:
-    """What ``vissl-zero export --to safetensors`` has written."""
+    """Recognize what ``vissl-zero export --to safetensors`` has written."""
     written = config.get("vissl_zero")
     trunk = written.get("TRUNK") if isinstance(written, Mapping) else None
     views = written.get("views") if isinstance(written, Mapping) else None
@@ -156,7 +156,7 @@ def _side(count: int) -> int:
 
 
 def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
-    """A plain vision transformer: timm's, DINO's, DINOv2's, MAE's, iBOT's, and transformers' and torchvision's."""
+    """Recognize a plain vision transformer of timm, DINO, DINOv2, MAE, iBOT, transformers or torchvision."""
     depth = _depth(shapes, r"blocks\.(\d+)\.attn\.qkv\.weight")
     patches, first = shapes.get("patch_embed.proj.weight"), shapes.get("blocks.0.mlp.fc1.weight")
     inside = [name.split(".", 2)[2] for name in shapes if name.startswith("blocks.")]
@@ -318,7 +318,7 @@ def _swin(shapes: Shapes) -> Recognized | None:
 
 
 def _indexed(shapes: Shapes, model: str) -> Recognized | None:
-    """A published model of timm or torchvision, by the names and shapes of all its tensors."""
+    """Recognize a published model of timm or torchvision, by the names and shapes of all its tensors."""
     found = models_of(shapes)
     name = model if model in found or (model and not found) else next(iter(found), "")
     if not name:

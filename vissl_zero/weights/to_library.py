@@ -99,7 +99,7 @@ class Source:
         return found
 
     def entries(self, style: str) -> list[Entry]:
-        """The trunk's tensors under timm's or torchvision's names.
+        """Return the trunk's tensors under timm's or torchvision's names.
 
         Raises:
             CheckpointError: that library has no names for some.
@@ -117,7 +117,7 @@ class Source:
 
 
 def _in_library(name: str) -> str:
-    """A name of a trunk in units (``trunk.net.features.0.unit.0.weight``) as its library has it."""
+    """Write a name of a trunk in units (``trunk.net.features.0.unit.0.weight``) as its library has it."""
     return ".".join(part for part in name.removeprefix(f"{_PREFIX}net.").split(".") if part != "unit")
 
 
@@ -145,7 +145,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
 
 
 def _whole(source: Source) -> int:
-    """The side of images to compare with: whole patches, as near to that of evaluation as they come."""
+    """Choose the side of images to compare with: whole patches, as near to that of evaluation as they come."""
     patch = getattr(source.trunk, "patch_size", (1, 1))[0]
     return max(patch, source.views.size // patch * patch)
 

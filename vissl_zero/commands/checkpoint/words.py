@@ -51,7 +51,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _meant(path: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first; else what the path is."""
+    """List the checkpoints of a run folder, oldest first; else what the path is."""
     if not path.is_dir() or (path / MANIFEST_NAME).exists():
         if path.is_dir() or path.suffix == ".safetensors":
             return [path]
@@ -283,7 +283,7 @@ def say(text: object, style: str = "") -> None:
 
 
 def opened(path: str) -> Checkpoint | WeightsFile:
-    """What ``path`` names, after saying which newer checkpoints do not open."""
+    """Open what ``path`` names, after saying which newer checkpoints do not open."""
     passed_over: list[str] = []
     store = open_store(path, passed_over)
     for reason in passed_over:
@@ -302,7 +302,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
         raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
 
 

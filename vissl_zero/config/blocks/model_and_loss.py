@@ -28,14 +28,14 @@ DEFAULT = "CrossEntropyLoss"
 
 
 def default_loss() -> dict[str, Any]:
-    """The built-in losses with their defaults; typed nodes, so a wrong key or type is refused where it stands."""
+    """Build the built-in losses with their defaults; typed nodes, so a wrong key or type is refused where it stands."""
     blocks = {name: _block(schema, f"LOSS.{name}")() for name, schema in builtin_keys("loss").items()}
     return {"name": DEFAULT, **blocks}
 
 
 @cache
 def _block(schema: type, path: str) -> type:
-    """A dataclass of keys, and those inside it, with VISSL's other keys of the same blocks."""
+    """Make a dataclass of keys, and those inside it, with VISSL's other keys of the same blocks."""
     extra: list[tuple[str, type, Any]] = []
     for item in fields(schema):
         if isinstance(item.default_factory, type) and is_dataclass(item.default_factory):

@@ -434,7 +434,7 @@ def _stage_problems(key: str, config: Any) -> list[Problem]:
 
 
 def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
-    """Lists of stages that are missing or not as long as each other."""
+    """Check that the lists of stages are all there and equally long."""
     lengths = {name: len(getattr(config, name)) for name in ANYNET_PARAMETERS}
     if len(set(lengths.values())) == 1 and lengths["depths"]:
         return []

@@ -86,7 +86,7 @@ class Colors:
         self._pixels = cv2.flip(self._pixels, 1)
 
     def _pending(self) -> np.ndarray:
-        """The matrix of the changes so far; what may have left the range is cut first."""
+        """Return the matrix of the changes so far; first cut what may have left the range."""
         if self._may_leave:
             _ = self.pixels
         return _NO_CHANGE if self._matrix is None else self._matrix

@@ -90,11 +90,11 @@ class Picture:
         return [Picture(cut.of(self.pixels)) for cut in cuts]
 
     def copy(self) -> Picture:
-        """The same pixels, to be changed apart from these."""
+        """Copy the picture, to be changed without touching this one's pixels."""
         return Picture(self.pixels)
 
     def opened(self) -> Picture:
-        """This: it is decoded."""
+        """Return this picture: it is decoded."""
         return self
 
 
@@ -134,7 +134,7 @@ class EncodedPicture:
         return self._opened
 
     def opened(self) -> Picture:
-        """The whole image, decoded once."""
+        """Decode the whole image, once."""
         if self._opened is None:
             pixels = self._decoded(1)
             self._opened = self._by_pillow() if pixels is None else Picture(pixels)

@@ -59,7 +59,7 @@ class DiskFolder(EncodedSource):
         return None if label == UNLABELLED else label
 
     def name(self, index: int) -> str:
-        """The file's path."""
+        """Return the file's path."""
         return os.fsdecode(self._files[index])
 
 
@@ -138,7 +138,7 @@ def _check_known(classes: list[str], request: SourceRequest) -> None:
 
 
 def _nearest(path: Path) -> str:
-    """The part of a missing path that does exist, to show where it goes wrong."""
+    """Name the part of a missing path that does exist, to show where it goes wrong."""
     parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
     return f" ({parent} does)" if parent else ""
 
@@ -190,7 +190,7 @@ class DiskFilelist(EncodedSource):
         return None
 
     def name(self, index: int) -> str:
-        """The file's path."""
+        """Return the file's path."""
         return os.fsdecode(self._files[index])
 
 
@@ -201,7 +201,7 @@ def _moved(path: str, old: str, new: str, folder: Path) -> str:
 
 
 def read_list(path: Path, key: str) -> list[str]:
-    """The paths of images that a list file holds.
+    """Read the paths of images that a list file holds.
 
     Args:
         path: a ``.npy`` file with a 1-d array of text, or a text file with a path a line (blank lines are passed over).

@@ -96,7 +96,7 @@ class Digits:
         return len(self._images)
 
     def image(self, index: int) -> Image.Image:
-        """The scan, grey in three channels."""
+        """Return the scan, gray in three channels."""
         return Image.fromarray(self._images[index]).convert("RGB")
 
     def label(self, index: int) -> int | None:
@@ -172,7 +172,7 @@ class TorchvisionDataset:
         return len(self._data)
 
     def image(self, index: int) -> Image.Image:
-        """The image, grey ones with three equal channels."""
+        """Return the image, gray ones with three equal channels."""
         image: Image.Image = self._data[index][0]
         return image.convert("RGB")
 
@@ -185,7 +185,7 @@ class TorchvisionDataset:
 
 
 def _labels(data: Any) -> list[int]:
-    """The label of every image, from what torchvision keeps; where it keeps none, every image is read once."""
+    """Return every image's label, from what torchvision keeps; where it keeps none, read every image once."""
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(data, attribute, None)
         if values is not None and len(values) == len(data):

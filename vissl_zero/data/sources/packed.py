@@ -126,12 +126,12 @@ class WebDataset(_Packed):
         return data
 
     def name(self, index: int) -> str:
-        """The tar's path and the file's name in it."""
+        """Return the tar's path and the file's name in it."""
         return f"{os.fsdecode(self._tars[self._tar[index]])}:{os.fsdecode(bytes(self._key[index]))}"
 
 
 def tars_in(path: Path, split: str) -> list[Path]:
-    """The tars in a folder, sorted by name, or the one tar that ``path`` is."""
+    """List the tars in a folder, sorted by name, or the one tar that ``path`` is."""
     found = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
     if not found:
         raise DataError(f"{path} has no tars. Correct config.DATA.{split}.DATA_PATHS.")
@@ -249,7 +249,7 @@ class ArrowFiles(_Packed):
         return bytes(value)
 
     def name(self, index: int) -> str:
-        """The folder's first file, and the row."""
+        """Return the folder's first file, and the row."""
         return f"{Path(os.fsdecode(self._files[0])).parent} row {index}"
 
 
@@ -347,5 +347,5 @@ class Lmdb(_Packed):
         return bytes(data)
 
     def name(self, index: int) -> str:
-        """The database's path and the key."""
+        """Return the database's path and the key."""
         return f"{self._path}:{os.fsdecode(bytes(self._keys[index]))}"

@@ -122,10 +122,7 @@ class StepCheck:
 
     def __init__(self, device: torch.device):
         self._is_needed = collectives.world_size() > 1
-        self._device = device
-        # The facts are the host's: on the CPU they need no wait for a GPU.
-        if self._is_needed and "cpu" in dist.get_backend_config():
-            self._device = torch.device("cpu")
+        self._device = collectives.device_of_numbers(device) if self._is_needed else device
 
     def require_equal(
         self, problem: str | None, facts: Mapping[str, int], marks: Sequence[bool] = ()
@@ -226,7 +223,7 @@ class ParameterGuard:
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     def accept_hooks(self) -> None:
-        """The hooks that parameters have by now are sharding's own."""
+        """Accept the hooks that parameters have by now as sharding's own."""
         self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
 
     @contextmanager
@@ -239,7 +236,7 @@ class ParameterGuard:
             self._is_own_step = False
 
     def problem(self) -> str | None:
-        """The first change that an update would not see, as a sentence for people; None if there is none."""
+        """Find the first change that an update would not see, as a sentence for people; None if there is none."""
         if self._is_followed and (problem := self._rebuilt()) is not None:
             return problem
         for shard in self._shards:
@@ -259,7 +256,7 @@ class ParameterGuard:
         return None
 
     def _rebuilt(self) -> str | None:
-        """The first parameter that was taken out of the model or put into it; one may change its name (pruning)."""
+        """Find the first parameter taken out of the model or put into it; one may change its name (pruning)."""
         tables = _tables(self._module)
         if tables == self._tables:
             return None
@@ -321,7 +318,7 @@ def _nothing_to_look_at() -> Callable[..., None]:
 
 
 def _place(shard: Shard) -> object:
-    """What must stay of a parameter: where its values lie, if the optimizer updates them under another name."""
+    """Return what must stay of a parameter: where its values lie, if the optimizer updates them under another name."""
     source = shard.source
     if shard.local is source:
         return source.dtype, source.device, source.shape

@@ -119,8 +119,11 @@ class GradientAverage:
 
     def _announce(self, is_opening: bool) -> tuple[Tensor, dist.Work]:
         """Say whether a round of means begins here, or this rank's micro-batch has ended."""
-        flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._params[0].device)
+        flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._device_of_flags())
         return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _device_of_flags(self) -> torch.device:
+        return collectives.device_of_numbers(self._params[0].device, self._group)
 
     def _agree_to_open(self, is_opening: bool) -> bool:
         flag, work = self._announce(is_opening)
@@ -149,7 +152,7 @@ class GradientAverage:
         # one.
         late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
-        table = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].device)
+        table = torch.tensor(flags, dtype=torch.uint8, device=self._device_of_flags())
         work = dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if self._opening is not None:
             self._opening[1].wait()
@@ -194,7 +197,7 @@ def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.
 
 
 def _wide(params: Sequence[Tensor]) -> torch.dtype:
-    """The format in which their gradients are summed."""
+    """Choose the format in which gradients are summed."""
     return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 
@@ -203,7 +206,7 @@ def _zeros(param: nn.Parameter) -> Tensor:
 
 
 def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """The elements of ``grad`` in the order in which the parameter's own lie in memory."""
+    """Flatten ``grad`` in the order in which the parameter's own elements lie in memory."""
     if param.is_contiguous():
         return grad.reshape(-1)
     laid_out = torch.empty_like(param)  # keeps channels_last and other dense formats
@@ -212,7 +215,7 @@ def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
-    """The reverse of ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
+    """Reverse ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
     if param.is_contiguous():
         return values.view(param.shape)
     return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
@@ -222,7 +225,7 @@ class OrderedReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``, which asks for no more than these two methods."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer."""
+        """Allocate a buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -267,7 +270,7 @@ class OrderedMeans:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """A gradient that only some ranks have is zero on the others."""
+        """Average the gradients over ranks; one that only some ranks have is zero on the others."""
         world_size = collectives.world_size()
         if world_size == 1 or not self._params:
             return

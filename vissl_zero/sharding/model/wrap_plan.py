@@ -158,7 +158,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _called_first(container: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules inside that have a forward pass."""
+    """Yield the outermost modules inside that have a forward pass."""
     for child in container.children():
         if _is_callable(child):
             yield child

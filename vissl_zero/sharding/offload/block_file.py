@@ -101,7 +101,7 @@ def new_run_name(run: str = "", keep: bool = False) -> str:
 
 
 def _of_run(run: str) -> str:
-    """The part of a name that all attempts of a run share."""
+    """Compute the part of a name that all attempts of a run share."""
     return hashlib.sha256(os.fsencode(Path(run).absolute())).hexdigest()[:16] + "-" if run else ""
 
 

@@ -48,7 +48,7 @@ class MissingGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, why: str) -> MissingGradient:
-        """A tensor without memory."""
+        """Make a tensor without memory."""
         made: MissingGradient = without_memory(cls, param)
         made.why = why
         return made
@@ -119,7 +119,7 @@ class WatchedParameter(nn.Parameter):
         return None
 
     def _drop_grad(self) -> None:
-        """The loop wants no gradient."""
+        """Drop the gradient, which the loop does not want."""
         set_real_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

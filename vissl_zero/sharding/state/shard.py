@@ -59,7 +59,7 @@ class Shard:
         return self.is_on_disk or self.noted is not None
 
     def local_grad(self) -> Tensor | None:
-        """The gradient of these rows that the last backward left, or None."""
+        """Return the gradient of these rows that the last backward left, or None."""
         grad = real_grad(self.source)
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
@@ -69,11 +69,11 @@ class Shard:
             self.local.grad = self.local_grad()
 
     def values(self) -> Tensor:
-        """These rows, to read."""
+        """Return these rows, to read."""
         return self.local.detach()
 
     def held(self) -> Tensor:
-        """This rank's elements of the parameter on the device, read-only: its rows, or all if it is replicated."""
+        """Return this rank's elements on the device, read-only: its rows, or the whole of a replicated parameter."""
         return self.values()
 
     def held_shape(self) -> torch.Size:
@@ -86,7 +86,7 @@ class Shard:
         self.local.copy_(values)
 
     def take_over(self, rows: Tensor) -> None:
-        """The loop has written ``rows`` into the source, where its values rest elsewhere too."""
+        """Store ``rows``, which the loop has written into the source, where its values rest elsewhere too."""
 
     def missing_gradient(self) -> str | None:
         """Why the loop cannot read the gradient that there is; None where it can, or there is none."""
@@ -98,7 +98,7 @@ class Shard:
         return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
 
     def mark_spent(self) -> None:
-        """The gradient was released after an update: a loop that uses it must learn so."""
+        """Mark the gradient as released after an update: a loop that uses it must learn so."""
         if isinstance(self.source, WatchedParameter | ShardedTensor):
             self.source.is_spent = True
 
@@ -106,7 +106,7 @@ class Shard:
         """Copy what the optimizer has changed to the model, where ``local`` is a copy. Does not wait for the device."""
 
     def grad(self) -> Tensor:
-        """The gradient that ``take_grad`` found, to read."""
+        """Return the gradient that ``take_grad`` found, to read."""
         assert self.local.grad is not None
         return self.local.grad
 
@@ -119,7 +119,7 @@ class Shard:
         self.local.grad = torch.zeros_like(self.local)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
-        """The gradient becomes ``factor * grad + param_factor * param``."""
+        """Set the gradient to ``factor * grad + param_factor * param``."""
         if self.noted is not None:
             self.noted.append((factor, param_factor))
             return
@@ -134,7 +134,7 @@ class Shard:
         self.local.grad = None
 
     def full_tensor(self) -> Tensor:
-        """The full parameter, on every rank. Collective; costs one all-gather of it."""
+        """Gather the full parameter on every rank. Collective; costs one all-gather of it."""
         with torch.no_grad():
             return self.source.full_tensor() if isinstance(self.source, DTensor) else self.source.detach()
 
@@ -145,7 +145,7 @@ class Shard:
 
 
 def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Shard]:
-    """This rank's shard of every parameter, tied ones once, in the order of ``named_parameters``.
+    """Yield this rank's shard of every parameter, tied ones once, in the order of ``named_parameters``.
 
     Args:
         model: already sharded.
@@ -167,7 +167,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Sha
 
 
 def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True) -> Shard:
-    """The shard of a parameter that every rank of the world holds whole."""
+    """Make the shard of a parameter that every rank of the world holds whole."""
     copies = collectives.world_size(), collectives.rank()
     return Shard(
         name, param, param, param.shape, contributes_to_norm=contributes_to_norm, num_copies=copies[0], copy=copies[1]
@@ -248,7 +248,7 @@ class ScalarParameter(WatchedParameter):
 
 
 def hide_gradient(shard: Shard) -> Shard:
-    """The same shard, whose gradient the loop cannot read: it would take this rank's own for the mean."""
+    """Hide the shard's gradient from the loop, which would take this rank's own for the mean."""
     local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
     shard.source.__class__ = ScalarParameter
     return dataclasses.replace(shard, local=local)
@@ -324,7 +324,7 @@ class RowShard(Shard):
 
 
 def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) -> Iterator[Shard]:
-    """A shard of every parameter, tied ones once, in the order of ``named_parameters``.
+    """Yield a shard of every parameter, tied ones once, in the order of ``named_parameters``.
 
     Args:
         module: whole, where it is to be trained.

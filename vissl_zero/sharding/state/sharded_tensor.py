@@ -93,10 +93,10 @@ class Store(Protocol):
     """Where values are that are not in ``_local_tensor``, or have a copy: ``vissl_zero.sharding.shard.Shard``."""
 
     def held(self) -> Tensor:
-        """This rank's rows, where the model computes with them."""
+        """Return this rank's rows, where the model computes with them."""
 
     def take_over(self, rows: Tensor) -> None:
-        """The loop has written these rows."""
+        """Store the rows that the loop has written."""
 
     def missing_gradient(self) -> str | None:
         """Why the loop cannot read the gradient that there is."""
@@ -181,7 +181,7 @@ class ShardedTensor(DTensor):
         return None if self.store is None else self.store.missing_gradient()
 
     def as_computed(self) -> ShardedTensor:
-        """The same memory, without history."""
+        """Return a tensor of the same memory, without history."""
         local = local_tensor(self)
         # Of a parameter on a disk, that has no memory; the device is the model's.
         found = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
@@ -190,7 +190,7 @@ class ShardedTensor(DTensor):
         return found
 
     def rows(self) -> Tensor:
-        """This rank's rows, to read or to write; ``written`` afterwards."""
+        """Return this rank's rows, to read or to write; call ``written`` afterwards."""
         return self._local_tensor if self.store is None else self.store.held()
 
     def written(self, rows: Tensor) -> None:
@@ -249,7 +249,7 @@ def sharded(tensor: DTensor) -> ShardedTensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, on every rank. Collective for sharded ones; any other comes back as it is."""
+    """Gather the full tensor on every rank. Collective for sharded ones; any other comes back as it is."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with waiting(f"{_called or 'full_tensor'}() of a sharded tensor"):
@@ -336,7 +336,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on lists, tensor by tensor: each may be sharded or not."""
+    """Run an operation on lists tensor by tensor: each may be sharded or not."""
     num = max(len(arg) for arg in args if isinstance(arg, list | tuple))
     results: list[Any] = []
     for index in range(num):
@@ -355,7 +355,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
-    """This rank's rows of a full tensor that can be broadcast to the shape of ``like``."""
+    """Select this rank's rows of a full tensor that can be broadcast to the shape of ``like``."""
     try:
         full = full.expand(like.shape)
     except RuntimeError as error:

@@ -134,7 +134,7 @@ def follow(
 
 
 def _mate(name: str) -> str:
-    """The student's parameter that the teacher's parameter ``name`` comes from."""
+    """Name the student's parameter that the teacher's parameter ``name`` comes from."""
     return TRUNK + name.removeprefix(ANCHOR) if name.startswith(ANCHOR) else name
 
 

@@ -212,7 +212,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._is_broken = False
 
     def _counts(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What the optimizer inside counts of its steps beside the state of tensors: in itself, in its groups."""
+        """Collect the inner optimizer's counts of its steps outside the state of tensors: its own, its groups'."""
         own = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
         groups = [{key: copied(group[key]) for key in self._counters & group.keys()} for group in self.param_groups]
         return own, groups

@@ -200,7 +200,7 @@ class FullySharded(ShardedModel):
 
 
 def _outermost(module: nn.Module) -> list[FSDPModule]:
-    """The model, or of a container of models each of them."""
+    """Find the model, or in a container of models each of them."""
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _outermost(child)]
@@ -217,7 +217,7 @@ def _show_to_loop(shards: Sequence[Shard]) -> None:
 
 
 def _refuse_penalty(grad: Tensor) -> NoReturn:
-    """The gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
+    """Refuse the gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
     raise VisslZeroError(OF_PARAMETERS)
 
 
@@ -314,7 +314,7 @@ def _value_and_presence(scalar: nn.Parameter) -> Tensor:
 
 
 def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
-    """Keeps shards in host memory, unless they are there anyway; gradients follow them, and the update runs there."""
+    """Choose host memory for shards, unless they are there anyway; gradients follow them, and the update runs there."""
     if plan.offload_params.device == "none" or mesh.device_type == "cpu":
         return OffloadPolicy()
     # Shards that are dropped once they are copied to the device must have been copied by then: not from pinned memory.

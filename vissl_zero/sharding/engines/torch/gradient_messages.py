@@ -87,7 +87,7 @@ class Piece:
     numel: int
 
     def view(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's elements of ``whole``, the parameter or its gradient."""
+        """Select a rank's elements of ``whole``, the parameter or its gradient."""
         start, stop = self.spans[rank]
         return whole.view(-1)[start:stop]
 
@@ -228,7 +228,7 @@ class GradientMessages:
             self._end_round()
 
     def forget(self) -> None:
-        """A new step begins: the next round overwrites the sums of this one."""
+        """Begin a new step: the next round overwrites the sums of this one."""
         self._is_summing = False
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -280,7 +280,7 @@ class GradientMessages:
         return self._num_opening > 0
 
     def _end_round(self) -> None:
-        """The backward pass has ended: send the rest, and receive everything that is under way."""
+        """Send the rest at the end of the backward pass, and receive everything that is under way."""
         is_begun = True
         while is_begun:
             while self._num_posted < len(self.messages):

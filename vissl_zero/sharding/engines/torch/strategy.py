@@ -211,5 +211,5 @@ class ReplicatedParameters(ShardedModel):
         return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
 
     def _after_shards_change(self) -> None:
-        """What was set are the rows that this rank updates: send them to the others."""
+        """Send the rows that this rank updates, which were just set, to the others."""
         self._parameters.share()

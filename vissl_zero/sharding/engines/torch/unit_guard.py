@@ -116,12 +116,12 @@ class UnitGuard:
         return id(param) in self._present
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self._present.clear()
         self._ran.clear()
 
     def order(self) -> int:
-        """A digest of which units were gathered and reduced since ``forget``, and in which order."""
+        """Digest which units were gathered and reduced since ``forget``, and in which order."""
         return text_digest(self._ran)
 
     def tell(self, number: int, *, is_reduce: bool) -> None:
@@ -255,7 +255,7 @@ class _GuardedUnit:
             call_on_gradient([param.unsharded_param for param in trained], self.on_gradient)
 
     def on_gradient(self, param: Tensor) -> None:
-        """A gradient has been accumulated: it must be reduced, also if no output of the unit led to it."""
+        """Prepare a unit with an accumulated gradient to be reduced, also if no output of the unit led to it."""
         # The parameter was freed before its gradient arrived, so the gradient would never be reduced.
         if not self._group.is_unsharded:
             raise VisslZeroError(FREED)
@@ -350,7 +350,7 @@ class _GuardedUnit:
         return self._num_runs % _SAMPLED_RUNS == 0
 
     def _follow_hooked(self) -> None:
-        """A module's forward hook may keep its output: a backward pass from there must find parameters whole.
+        """Follow modules whose forward hooks may keep an output: a backward pass from there must find parameters whole.
 
         For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
         """

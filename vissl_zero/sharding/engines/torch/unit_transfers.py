@@ -142,7 +142,7 @@ class Packing:
             unpacked(Rows(of_weight, next(pieces).view(torch.float8_e8m0fnu)[..., None]), out)
 
     def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of parameters in (..., m): those sent as they are (..., k), and weights (..., rows, k)."""
+        """Split (..., m) into views of parameters: those sent as they are (..., k), and weights (..., rows, k)."""
         found = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
         weights = [piece for piece, is_sent in found if is_sent]
         return (

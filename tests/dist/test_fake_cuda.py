@@ -1,0 +1,102 @@
+"""Whole steps on a CUDA device that is not there: no CPU tensor meets a CUDA one, and the host waits for nothing.
+
+What these cannot see: values, kernels, the order of streams, nccl itself, NVMe (files need real memory).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.device import compiled
+
+RECIPES = Path("configs/config/digits")
+NO_METHOD = {"base", "views", "patches"}
+METHODS = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in NO_METHOD)
+PRECISIONS = {
+    "float32": [],
+    "bfloat16": ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=bfloat16"],
+    "float16": ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=float16"],
+}
+TIERS = {"none": [], "cpu": ["config.ZERO.offload_param_config.device=cpu"]}
+Cell = dict[str, Any]
+
+
+def cell(method: str, level: int, precision: str = "float32", tier: str = "none", broken: str = "") -> Cell:
+    overrides = [f"config.ZERO.LEVEL={level}", *PRECISIONS[precision], *TIERS[tier]]
+    return {"recipe": f"digits/{method}", "overrides": overrides, "broken": broken, "precision": precision}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return compiled(tmp_path_factory.mktemp("fake_cuda"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no C++ compiler: {error}")
+
+
+def trained(library: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """What each cell has found, in one process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.cells"],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        input=json.dumps(list(cells)),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(cells), done.stderr[-3000:]
+    return found
+
+
+def require_no_waiting(cells: Sequence[Cell], found: Sequence[dict[str, Any]]) -> None:
+    """A step reads the device under a loss scale alone: whether it overflowed decides what to do."""
+    wrong = [
+        (one["recipe"], one["overrides"], result)
+        for one, result in zip(cells, found, strict=False)
+        if "error" in result or result["reads"] != ["item"] * (one["precision"] == "float16")
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+FAST = [
+    cell("simclr", 0),
+    cell("swav", 1, "bfloat16"),
+    cell("dino", 2, "float16"),
+    cell("dino", 3, "bfloat16", "cpu"),
+]
+MISTAKES = [cell("simclr", 0, broken=how) for how in ("read", "tensor", "upload")]
+
+
+def test_steps_do_not_wait_for_the_device_and_mistakes_are_found(library):
+    found = trained(library, [*FAST, *MISTAKES])
+    require_no_waiting(FAST, found)
+    right, (read, mixed, upload) = found[0], found[len(FAST) :]
+    assert read["reads"] == ["item"]
+    assert "FakeTensorDeviceMismatchError" in mixed["error"]
+    assert upload["uploads"] == right["uploads"] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("level", [0, 3])
+def test_every_method(level, part, library):
+    cells = [cell(method, level, "bfloat16") for method in METHODS[part::4]]
+    require_no_waiting(cells, trained(library, cells))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_levels_and_precisions(tier, library):
+    levels = [3] if tier == "cpu" else [0, 1, 2, 3]
+    cells = [cell("dino", level, precision, tier) for level in levels for precision in PRECISIONS]
+    require_no_waiting(cells, trained(library, cells))
