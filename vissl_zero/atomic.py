@@ -51,12 +51,12 @@ def is_there(path: str | Path) -> bool:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether there is a folder at ``path``; see ``is_there``."""
+    """Check whether there is a folder at ``path``; see ``is_there``."""
     return is_there(path) and Path(path).is_dir()
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a file at ``path``; see ``is_there``."""
+    """Check whether there is a file at ``path``; see ``is_there``."""
     return is_there(path) and Path(path).is_file()
 
 

@@ -45,7 +45,7 @@ _BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
 
 
 def with_differences(page: str) -> str:
-    """``docs/configuration.md`` with its table of keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
+    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
     before, _, rest = page.partition(_BEGIN)
     rows = ["| key | at | here, and in VISSL |", "| --- | --- | --- |"]
     for entry in DIFFERENCES:
@@ -86,7 +86,7 @@ def _default(value: Any) -> str:
 
 
 def keys_of(schema: type) -> list[Key]:
-    """Fields of a dataclass that are written in its source or its bases', with the sentence under each."""
+    """List the fields written in a dataclass's source or its bases', with the sentence under each."""
     found: dict[str, Key] = {}
     for cls in reversed(schema.__mro__):
         body = _body(cls.__module__, cls.__name__)
