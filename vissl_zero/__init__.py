@@ -9,7 +9,7 @@ from vissl_zero.torchvision_compat import install as _let_torchvision_import
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
-    from vissl_zero.commands.from_python import Run, plan, train
+    from vissl_zero.commands.from_python import Run, embed, evaluate, plan, train
     from vissl_zero.data.views import load_views
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.integration.ema import ema
@@ -18,11 +18,25 @@ if TYPE_CHECKING:
 
 _let_torchvision_import()
 
-__all__ = ["Run", "__version__", "ema", "initialize", "load_trunk", "load_views", "plan", "train", "verify"]
+__all__ = [
+    "Run",
+    "__version__",
+    "ema",
+    "embed",
+    "evaluate",
+    "initialize",
+    "load_trunk",
+    "load_views",
+    "plan",
+    "train",
+    "verify",
+]
 
 _FROM = {
     "Run": "vissl_zero.commands.from_python",
     "ema": "vissl_zero.integration.ema",
+    "embed": "vissl_zero.commands.from_python",
+    "evaluate": "vissl_zero.commands.from_python",
     "initialize": "vissl_zero.integration.initialize",
     "load_trunk": "vissl_zero.evaluation.trunk",
     "load_views": "vissl_zero.data.views",

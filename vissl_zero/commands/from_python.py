@@ -1,4 +1,4 @@
-"""``vissl_zero.train`` and ``vissl_zero.plan``: the command line from Python, also in a notebook."""
+"""``vissl_zero.train``, ``plan``, ``evaluate`` and ``embed``: the command line from Python, also in a notebook."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,8 @@ from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.lifetime import SWEEP_VARIABLE
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vissl_zero.evaluation.trunk import LoadedTrunk
 
 _INPUT_IS_WRONG = 2
@@ -107,13 +110,76 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
         raise LaunchError(f"vissl-zero plan ended with exit code {done.returncode}.\n{done.stderr.strip()}") from None
 
 
+def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Measure weights on class folders, without a recipe: ``vissl-zero evaluate --json``. Nothing is trained.
+
+    Args:
+        weights: a run folder, a file, or a name such as "timm:vit_small_patch16_224" (docs/weights.md).
+        data: a folder with train/ and val/, each with a folder for each class.
+        overrides: as for ``train``, such as ``{"config.ZERO.LEVEL": 3}``.
+    Returns:
+        Top-1 by kNN and by a linear probe, RankMe, what was recognized, and the protocol of each figure.
+    Raises:
+        ConfigError: the weights, the folder or a key are wrong.
+        LaunchError: the run crashed; with the end of what it printed.
+    """
+    printed: list[str] = []
+    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", *_words(overrides or {})]
+    _wait(words, printed.append)
+    return dict(json.loads("".join(printed)))
+
+
+def embed(
+    weights: str | Path, folder: str | Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """Compute the features of all images in a folder and the folders in it, as ``vissl-zero embed`` does.
+
+    Args:
+        weights: as for ``evaluate``.
+        folder: holds images, or folders of them.
+        overrides: as for ``train``.
+    Returns:
+        Features of shape (N, F), and N names: paths below the folder.
+    Raises:
+        ConfigError: the weights, the folder or a key are wrong.
+        LaunchError: the run crashed; with the end of what it printed.
+    """
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "features.npz"
+        words = ["embed", str(weights), _absolute(folder), "--out", str(out), *_words(overrides or {})]
+        _wait(words, lambda line: None)
+        with np.load(out) as file:
+            return file["features"], file["names"].tolist()
+
+
+def _absolute(folder: str | Path) -> str:
+    return str(Path(folder).expanduser().absolute())
+
+
+def _wait(words: Sequence[str], take: Callable[[str], object]) -> None:
+    """Run a command to its end, which must be a good one."""
+    code, tail = _command(words, take)
+    if code == _INPUT_IS_WRONG:
+        raise ConfigError(tail)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise LaunchError(f"vissl-zero {words[0]} ended with exit code {code}.\n{tail}")
+
+
+def _print_now(line: str) -> None:
+    print(line, end="", flush=True)
+
+
 def _new_folder(recipe: str) -> Path:
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
     return Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
 
 
-def _command(words: Sequence[str]) -> tuple[int, str]:
-    """Run ``vissl-zero`` and print what it prints; return its exit code and the end of its errors."""
+def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:
+    """Run ``vissl-zero`` and hand on each line it prints; return its exit code and the end of its errors."""
     # A session of its own: an interrupt is passed on once, and a second one ends it at once, as at a terminal.
     process = subprocess.Popen(
         [sys.executable, "-m", "vissl_zero.cli", *words],
@@ -132,7 +198,7 @@ def _command(words: Sequence[str]) -> tuple[int, str]:
     while True:
         try:
             for line in process.stdout:
-                print(line, end="", flush=True)
+                take(line)
             code = process.wait()
             break
         except KeyboardInterrupt:

@@ -77,6 +77,19 @@ def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, en
     assert "12 images, 64 features each" in capfd.readouterr().out
 
 
+@pytest.mark.slow
+def test_python_gives_the_figures_and_features_of_the_commands(folder):
+    small = dict(word.split("=") for word in SMALL)
+    found = vissl_zero.evaluate(folder / "tiny.pth", folder, small)
+    assert found["knn_top1"] == found["linear_top1"] == 1.0 and found["num_val"] == 12
+    features, names = vissl_zero.embed(folder / "tiny.pth", folder / "val", small)
+    assert names == sorted(f"{color}/{index}.jpg" for color in COLORS for index in range(4))
+    trunk = vissl_zero.load_trunk(folder / "tiny.pth")
+    views = torch.stack([trunk.transform(Image.open(folder / "val" / name)) for name in names])
+    with torch.no_grad():
+        np.testing.assert_allclose(features, trunk(views).numpy(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

@@ -34,6 +34,13 @@ def test_a_wrong_key_is_a_config_error() -> None:
         vissl_zero.train("quickstart/swav_digits", {"config.ZERO.LEVL": 3})
 
 
+def test_a_folder_without_splits_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must hold train/ and val/"):
+        vissl_zero.evaluate("a.pth", tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere: must be a folder with images"):
+        vissl_zero.embed("a.pth", tmp_path / "nowhere")
+
+
 SHORT = {"config.NEAREST_NEIGHBOR.USE_KNN": False, "config.DISTRIBUTED.NUM_PROC_PER_NODE": 1}
 
 
