@@ -42,7 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def is_there(path: str | Path) -> bool:
     """Whether there is something at ``path``; unlike ``Path.exists``, False for what no path can be (too long, a zero
-    byte) and for what this user may not look at."""
+    byte) and for what this user may not look at.
+    """
     try:
         Path(path).stat()
     except (OSError, ValueError):

@@ -224,11 +224,11 @@ def _broken_import(name: str, error: BaseException) -> Problem:
     elif missing and (name == missing or name.startswith(missing + ".")):
         fix = f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name."
     else:
-        fix = f"It ends with {_said(error)}{_where(error)}. Correct the module."
+        fix = f"It ends with {_error_text(error)}{_where(error)}. Correct the module."
     return Problem("config.IMPORTS", repr(name), "must name importable Python modules", fix)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
@@ -245,7 +245,7 @@ def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
     return Problem(
         f"plugin {entry_point.name!r}",
         entry_point.value,
-        f"cannot be loaded and is left out ({_said(error)})",
+        f"cannot be loaded and is left out ({_error_text(error)})",
         f"Correct or uninstall the package {package!r}.",
     )
 

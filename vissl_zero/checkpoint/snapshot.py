@@ -187,7 +187,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """torch's (CPU, and ``device`` if it is a GPU), numpy's and Python's. Bytes are hexadecimal."""
+    """Read the state of torch's generators (and ``device``'s), numpy's and Python's. Bytes are hexadecimal."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {

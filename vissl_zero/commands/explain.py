@@ -73,6 +73,25 @@ def explain(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
+    asked, overrides, flags, out = _parse(arguments)
+    files = _files(asked, "--parts" in flags)
+    accounts = accounts_of(files, overrides)
+    fixed = _fix(files, Path(out)) if out else {}
+    is_folder = Path(asked).is_dir()
+    if "--json" in flags:
+        rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
+        print(json.dumps(rows if is_folder else rows[0], indent=1))
+    elif is_folder:
+        _print_folder(accounts)
+    else:
+        _print_one(accounts[0])
+    if out and "--json" not in flags:
+        print(f"written: {len(fixed)} files in {out}, {sum(map(len, fixed.values()))} lines replaced")
+    return 0 if all(account.is_accepted for account in accounts) else REFUSED
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
+    """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     asked, overrides, flags, out = list[str](), list[str](), set[str](), ""
     while words:
@@ -96,20 +115,7 @@ def explain(arguments: Sequence[str]) -> int:
             overrides.append(word)
     if len(asked) != 1:
         raise ConfigError(f"vissl-zero explain: must name one recipe, file or folder (got {len(asked)}).\n{USAGE}")
-    files = _files(asked[0], "--parts" in flags)
-    accounts = accounts_of(files, overrides)
-    fixed = _fix(files, Path(out)) if out else {}
-    is_folder = Path(asked[0]).is_dir()
-    if "--json" in flags:
-        rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
-        print(json.dumps(rows if is_folder else rows[0], indent=1))
-    elif is_folder:
-        _print_folder(accounts)
-    else:
-        _print_one(accounts[0])
-    if out and "--json" not in flags:
-        print(f"written: {len(fixed)} files in {out}, {sum(map(len, fixed.values()))} lines replaced")
-    return 0 if all(account.is_accepted for account in accounts) else REFUSED
+    return asked[0], overrides, flags, out
 
 
 def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:

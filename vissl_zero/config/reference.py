@@ -1,5 +1,6 @@
 """Write ``docs/keys.md``, a table of every typed key, and the table in ``docs/configuration.md`` of what VISSL means
-otherwise: ``python -m vissl_zero.config.reference``."""
+otherwise: ``python -m vissl_zero.config.reference``.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
 
 def _places(length: int, side: int, count: int) -> list[int]:
     """Where ``count`` squares begin, spread over a length; around their centres, so that rounding agrees with
-    VISSL's."""
+    VISSL's.
+    """
     gap = (length - side) / (count - 1) if count > 1 else 0.0
     centre = np.floor(side / 2 - 1)
     return [min(int(np.floor(centre + gap * index) - centre), length - side) for index in range(count)]

@@ -124,7 +124,7 @@ class _Trace:
     is_random: bool
 
 
-def _compare(
+def _compare(  # noqa: PLR0913
     plain: _Trace,
     build: Build,
     step: Step,

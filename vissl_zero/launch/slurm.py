@@ -174,7 +174,7 @@ def code_folder(plan: ResolvedRun) -> Path:
 
 
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
-    """submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
+    """Collect submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
     slurm = plan.config.SLURM
     is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node

@@ -87,7 +87,7 @@ class NNCLR(EmbeddingMethod):
         pairs = (projections[0], projections[1]), (predictions[0], predictions[1])
         return nnclr_loss(*pairs, self.queue.keys, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the first view's projections."""
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 

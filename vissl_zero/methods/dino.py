@@ -234,18 +234,18 @@ class DINO(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, self.crops_for_teacher))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss``."""
         student = output_of(outputs, "scores").scores[0].unflatten(0, (sum(batch.num_crops), batch.num_local))
-        scores = taught[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
+        scores = teacher_outputs[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
         self._note(outputs[0].embeddings)
         temperature = self.temperature.at(self._step, self._steps_per_epoch)
         return dino_loss(student, self.centre.targets(scores, temperature), self.student_temp)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Sum the teacher's scores."""
-        assert taught is not None
-        return self.centre.sums(taught[0].scores[0])
+        assert teacher_outputs is not None
+        return self.centre.sums(teacher_outputs[0].scores[0])
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Move the centre. Collective."""
@@ -508,9 +508,9 @@ class IBOT(PatchDistillation):
         super().on_step(step, epoch)
         self._step = step
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
-        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         self._note(student.embeddings)
         temperature = self.crop_temperature.at(self._step, self._steps_per_epoch)
         targets = self.by_view(self.centre.targets(teacher.scores, temperature), batch)
@@ -520,11 +520,13 @@ class IBOT(PatchDistillation):
         patches = masked_patch_loss(student.patch_scores, targets, student.is_masked, self.student_temp)
         return self.weights[0] * crops + self.weights[1] * patches
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Sum the teacher's scores of crops, and of masked patches."""
-        assert taught is not None
+        assert teacher_outputs is not None
         is_masked = outputs[0].is_masked
-        return self.centre.sums(taught[0].scores), self.patch_centre.sums(taught[0].patch_scores, is_masked)
+        return self.centre.sums(teacher_outputs[0].scores), self.patch_centre.sums(
+            teacher_outputs[0].patch_scores, is_masked
+        )
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Move the centres. Collective."""
@@ -607,9 +609,9 @@ class DINOv2(PatchDistillation):
         super().on_step(step, epoch)
         self._step = step
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dinov2_loss``. Collective."""
-        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         self._note(student.embeddings)
         num_views = sum(batch.num_crops)
         return dinov2_loss(

@@ -287,11 +287,11 @@ class IJEPA(EmbeddingMethod):
         outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
-        self._note(taught[0].embeddings)
-        return latent_regression(student.predictions, taught[0].patches, self.beta)
+        self._note(teacher_outputs[0].embeddings)
+        return latent_regression(student.predictions, teacher_outputs[0].patches, self.beta)
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""
@@ -397,11 +397,11 @@ class Data2Vec(EmbeddingMethod):
         outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
-        self._note(taught[0].embeddings)
-        return latent_regression(student.predictions, taught[0].targets, self.beta)
+        self._note(teacher_outputs[0].embeddings)
+        return latent_regression(student.predictions, teacher_outputs[0].targets, self.beta)
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""

@@ -420,7 +420,7 @@ class NPID(EmbeddingMethod):
             return nce_loss(similarities, self.bank, self.temperature)
         return info_nce_loss(similarities, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Embeddings of the images, and which they are."""
         return outputs[0].detach(), batch.sample_ids
 
@@ -544,6 +544,6 @@ class PIRL(NPID):
             use_info_nce=self.loss_type == "cross_entropy",
         )
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Embeddings of the whole images, and which they are."""
         return outputs[0].images.detach(), batch.sample_ids

@@ -168,7 +168,7 @@ class DeepClusterV2(EmbeddingMethod):
     Args: the fields of ``DeepClusterV2LossConfig``, with embedding_dim known.
     """
 
-    looks_first = True
+    needs_initial_embeddings = True
     remembers_images = True
     memory: ClusterMemory
 
@@ -212,7 +212,7 @@ class DeepClusterV2(EmbeddingMethod):
         assignments = self.memory.assignments[:, batch.sample_ids]
         return deepcluster_loss(embeddings, self.memory.centroids, assignments, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Embeddings of the remembered crops, and of which images they are."""
         return self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids
 
@@ -364,7 +364,7 @@ class MSN(EmbeddingMethod):
         """Return the teacher's embeddings."""
         return self._targets
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``msn_loss``. Collective."""
         student = output_of(outputs, "probe_scores")
         self._note(student.embeddings)

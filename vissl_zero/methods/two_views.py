@@ -162,16 +162,16 @@ class MoCoV2(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, [1]))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``info_nce``."""
-        (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(taught[0], 1, batch)
+        (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(teacher_outputs[0], 1, batch)
         self._note(queries)
         return info_nce(queries, keys, self.queue.keys, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the keys."""
-        assert taught is not None
-        return taught[0].detach()
+        assert teacher_outputs is not None
+        return teacher_outputs[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the keys. Collective."""
@@ -225,10 +225,10 @@ class MoCoV3(EmbeddingMethod):
         self.first_momentum = momentum
         self.temperature = temperature
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``symmetric_info_nce``. Collective."""
         queries = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
-        keys = crops_of(output_of(taught, "projections").projections, 2, batch)
+        keys = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return symmetric_info_nce((queries[0], queries[1]), (keys[0], keys[1]), self.temperature)
 
@@ -276,10 +276,10 @@ class BYOL(EmbeddingMethod):
         super().__init__()
         self.first_momentum = momentum
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``byol_loss``."""
         predictions = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
-        targets = crops_of(output_of(taught, "projections").projections, 2, batch)
+        targets = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return byol_loss((predictions[0], predictions[1]), (targets[0], targets[1]))
 

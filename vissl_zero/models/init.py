@@ -173,7 +173,7 @@ def _convolution(module: nn.Module, generator_for: GeneratorFor) -> None:
 
 
 def _linear(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """torch's own: uniform within 1 / sqrt(fan-in)."""
+    """Draw weights as torch does: uniform within 1 / sqrt(fan-in)."""
     assert isinstance(module, nn.Linear)
     _uniform(module.weight, module.in_features, generator_for("weight"))
     if module.bias is not None:

@@ -159,7 +159,7 @@ def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
 
 
 def _timm_name(name: str) -> str:
-    """timm's name of a parameter of a transformer or of a ``timm/...`` trunk of ours."""
+    """Return timm's name of a parameter of a transformer or of a ``timm/...`` trunk of ours."""
     plain = name.removeprefix(_TIMM_TRUNK) if name.startswith(_TIMM_TRUNK) else name.removeprefix("trunk.")
     return ".".join(part for part in plain.split(".") if part not in _TRANSFORMER_PARTS)
 

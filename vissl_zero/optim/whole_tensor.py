@@ -61,7 +61,7 @@ class MuonAdamW(GroupOptimizer):
         row_beta: NorMuon's running mean square of each row of the updates; None: Muon.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - hyperparameters
         self,
         params: Any,
         lr: float = 1e-3,

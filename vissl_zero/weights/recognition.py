@@ -112,7 +112,7 @@ def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """timm's name in the ``config.json`` that timm writes."""
+    """Read timm's name in the ``config.json`` that timm writes."""
     name = config.get("architecture")
     return f"timm/{name}" if isinstance(name, str) else ""
 

@@ -180,7 +180,7 @@ def _timms(name: str) -> str:
 
 
 def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
-    """timm's model of the trunk: the one that it was built from, or the one with its tensors."""
+    """Find timm's model of the trunk: the one that it was built from, or the one with its tensors."""
     name, params = source.config["NAME"], source.config.get("PARAMS", {})
     if name.startswith("timm/"):
         return Recognized(name, {"NAME": name, "PARAMS": params})

@@ -127,8 +127,8 @@ def _swav(
         return SwAVOutput(rows, [rows @ layer.T for layer in layers], probed)
 
     student = output(_swav_rows()[0], loss.probe())
-    taught = None if rated is None else [output(rated, loss.probe())]
-    return loss.loss([student], LossBatch([2, 2], torch.arange(6), 6), taught)
+    teacher_outputs = None if rated is None else [output(rated, loss.probe())]
+    return loss.loss([student], LossBatch([2, 2], torch.arange(6), 6), teacher_outputs)
 
 
 def test_swav():
@@ -331,8 +331,8 @@ def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float)
     method = IBOTDistillation(3, 2, 0.1, 0.05, 0.06, lambda2=0.5, swapped_assignment=is_swapped)
     ids = torch.arange(3)
     batch = ImageBatch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
-    taught = IBOTOutput(teacher, teacher, teacher, seen, None)
-    _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [taught]), ibot)
+    teacher_outputs = IBOTOutput(teacher, teacher, teacher, seen, None)
+    _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [teacher_outputs]), ibot)
     # MSN's head gives the softmax of scores, at its own temperature; see vissl/keys.py.
     targets = F.softmax(teacher / 0.025, dim=1).view(2, 3, 7)
     _is(dino_distillation_loss(student.view(3, 3, 7), targets, 0.1, is_swapped), msn)
@@ -411,9 +411,9 @@ def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: boo
     batch = SimpleNamespace(num_local=6, num_crops=[5])
     for seed, value in zip((2, 5), published, strict=True):
         embeddings = F.normalize(_randn(seed, 12, 4), dim=1)[: 12 if two else 6]
-        taught = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
-        _is(loss([_randn(0, 30, 4)], batch, [taught]), value)
-        loss.update_state([loss.observe([], batch, [taught])])
+        teacher_outputs = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
+        _is(loss([_randn(0, 30, 4)], batch, [teacher_outputs]), value)
+        loss.update_state([loss.observe([], batch, [teacher_outputs])])
 
 
 def test_soft_targets_are_torchs():

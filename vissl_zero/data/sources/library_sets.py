@@ -198,7 +198,7 @@ def _labels(data: Any) -> list[int]:
 
 
 def _class_names(data: Any, labels: np.ndarray) -> tuple[str, ...]:
-    """torchvision's names of the classes where it has them, else their numbers, gaps included."""
+    """Return torchvision's names of the classes where it has them, else their numbers, gaps included."""
     names = tuple(str(name) for name in getattr(data, "classes", ()))
     number = int(labels.max()) + 1
     return names if len(names) >= number else tuple(str(label) for label in range(number))

@@ -40,7 +40,7 @@ class StandardizedConv2d(nn.Conv2d):
     """A convolution whose filters are brought to mean 0 and standard deviation 1 whenever it is applied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (b, C, H, W) -> (b, C', H', W')."""
+        """Convolve x with standardized weights: (b, C, H, W) -> (b, C', H', W')."""
         centred = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
         # The square root of the variance plus eps, not the deviation plus eps: differentiable for a constant filter.
         scale = centred.square().mean(dim=(1, 2, 3), keepdim=True).add(_EPS**2).rsqrt()

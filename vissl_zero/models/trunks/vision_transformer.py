@@ -342,7 +342,7 @@ def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch
 
 
 def layer_norm(dim: int, **options: Any) -> nn.LayerNorm:
-    """timm's ``norm_layer``, with the epsilon of vision transformers."""
+    """Build timm's ``norm_layer``, with the epsilon of vision transformers."""
     return nn.LayerNorm(dim, eps=_LAYER_NORM_EPS, **{k: v for k, v in options.items() if k in ("device", "dtype")})
 
 

@@ -236,7 +236,7 @@ def _is_known(given: type[_BatchNorm]) -> bool:
 
 
 def _has_activation(given: type[_BatchNorm]) -> bool:
-    """timm's batch norm with an activation, of which timm has a form on top of ``nn.SyncBatchNorm``."""
+    """Check for timm's batch norm with an activation, of which it has a form on top of ``nn.SyncBatchNorm``."""
     return given.__name__ == "BatchNormAct2d" and given.__module__.startswith("timm.")
 
 

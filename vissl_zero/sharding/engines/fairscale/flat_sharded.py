@@ -227,7 +227,7 @@ class _Joined(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - autograd's signature
         return grads
 
 
@@ -349,7 +349,7 @@ def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, st
 
 
 def _options(unit: PlannedUnit, own: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:
-    """fairscale's options of one unit."""
+    """Build fairscale's options of one unit."""
     precision = plan.precision
     is_mixed = precision.compute != precision.master and not unit.is_float32
     return {
