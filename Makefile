@@ -19,8 +19,8 @@ $(READY): requirements.txt setup.py
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c requirements.txt --no-build-isolation -e .
 	@touch $@
 
-$(STAMP): $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.txt
+$(STAMP): $(READY) requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	@touch $@
 
 quickstart: $(READY) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.

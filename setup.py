@@ -1,4 +1,4 @@
-"""Package metadata; tool settings live in pyproject.toml, exact pins in requirements.txt."""
+"""Package metadata; tool settings live in pyproject.toml, exact pins in requirements.txt and requirements-dev.txt."""
 
 import re
 from pathlib import Path
@@ -42,6 +42,7 @@ setup(
         "submitit>=1.5",
         "hydra-submitit-launcher>=1.2",
         "numpy>=1.26",
+        "pyyaml>=6",
         "pillow>=10",
         "rich>=13",
         "tensorboard>=2.15",

@@ -1,6 +1,6 @@
 """Train each method beside the code that people trust: from the same weights, on the same crops, in float64.
 
-    pip install -r requirements.txt                      # has lightly
+    pip install -r requirements-dev.txt                  # has lightly
     python benchmarks/twins.py                           # against lightly
     python benchmarks/twins.py --repositories ~/peers    # and against the authors' code
 

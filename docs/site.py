@@ -15,10 +15,19 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 # Path in the checkout -> path on the site.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PAGES |= {"SECURITY.md": "security.md"}
+PAGES |= {"SECURITY.md": "security.md", "UPGRADING.md": "upgrading.md"}
 PAGES |= {f"benchmarks/{path.name}": f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))}
 PICTURES = [path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks").glob("*.svg"))]
+VERSION = re.compile(r'__version__ = "(.+)"')
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Name the version in the header of every page."""
+    version = VERSION.search((ROOT / "vissl_zero/version.py").read_text())
+    assert version is not None
+    config.site_name = f"{config.site_name} {version[1]}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -36,6 +45,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.generated_by is not None:
         return markdown
     return _relinked(markdown, ROOT / "docs" / Path(page.file.src_uri).parent, Path(page.file.src_uri).parent)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """End a docstring's sentence before code with one colon: ``::`` means something to docstrings only."""
+    return html.replace("::</p>", ":</p>")
 
 
 def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:
