@@ -41,8 +41,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether there is something at ``path``; unlike ``Path.exists``, False for what no path can be (too long, a zero
-    byte) and for what this user may not look at.
+    """Check whether there is something at ``path``.
+
+    Unlike ``Path.exists``, False for what no path can be (too long, a zero byte) and for what this user may not
+    look at.
     """
     try:
         Path(path).stat()
@@ -52,12 +54,12 @@ def is_there(path: str | Path) -> bool:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether there is a folder at ``path``; see ``is_there``."""
+    """Check whether there is a folder at ``path``; see ``is_there``."""
     return is_there(path) and Path(path).is_dir()
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a file at ``path``; see ``is_there``."""
+    """Check whether there is a file at ``path``; see ``is_there``."""
     return is_there(path) and Path(path).is_file()
 
 

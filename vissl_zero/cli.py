@@ -154,7 +154,7 @@ _MEASURES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the ``vissl-zero`` command and of ``tools/run_distributed.py``; returns the exit code."""
+    """Run the ``vissl-zero`` command, or ``tools/run_distributed.py``; return the exit code."""
     if argv is None:
         if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
             end_with_parent(int(sweep))
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: list[str]) -> bool:
-    """Whether there is more to a command than what it prints."""
+    """Check whether there is more to a command than what it prints."""
     return arguments[0] not in (*WORDS, "--version") and not {word.split("=")[0] for word in arguments} & _PRINT_ONLY
 
 
@@ -251,7 +251,7 @@ def _refuse_unknown(word: str) -> None:
 
 
 def _config_dirs(words: list[str]) -> tuple[list[str], list[str]]:
-    """Words without --config-dir, and the folders it names."""
+    """Split off --config-dir; return the other words, and the folders it names."""
     rest, folders = [], []
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
     while words:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether this process is a member of an initialised default group."""
+    """Check whether this process is a member of an initialized default group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -28,17 +28,17 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Global rank of this process; 0 without a process group."""
+    """Return the global rank of this process; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum of ``tensor`` over all ranks, as a new tensor; same shape and dtype everywhere. Cost: one all-reduce."""
+    """Sum ``tensor`` over all ranks, as a new tensor; same shape and dtype everywhere. Cost: one all-reduce."""
     return _all_reduce(tensor, "sum")
 
 
 def sum_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """As ``all_reduce_sum``, without waiting: call what it returns for the sum, on the CPU, when it is needed.
+    """Sum as ``all_reduce_sum`` without waiting: call what it returns for the sum, on the CPU, when it is needed.
 
     The sum and its copy to the host run in the background. Calling the result is not a collective. Cost: one
     all-reduce.
@@ -67,12 +67,12 @@ def sum_later(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:
-    """Element-wise maximum of ``tensor`` over all ranks, as a new tensor. Cost: one all-reduce."""
+    """Take the element-wise maximum of ``tensor`` over all ranks, as a new tensor. Cost: one all-reduce."""
     return _all_reduce(tensor, "max")
 
 
 def all_gather_rows(tensor: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Rows of all ranks, one below the other in the order of ranks.
+    """Gather the rows of all ranks, one below the other in the order of ranks.
 
     Args:
         tensor: (n_r, ...) with any n_r per rank, zero included; trailing dimensions and dtype equal on all ranks.
@@ -126,7 +126,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's ``value`` on every rank, pickled; small objects between ranks of one run only. Cost: two broadcasts."""
+    """Send rank 0's ``value`` to every rank, pickled; for small objects of one run. Cost: two broadcasts."""
     if world_size() == 1:
         return value
     box = [value]

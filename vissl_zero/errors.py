@@ -113,6 +113,6 @@ class Problem:
 
 
 def did_you_mean(name: str, known: Iterable[str], num_matches: int = 3) -> str:
-    """``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
+    """Write ``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
     matches = get_close_matches(name, list(known), n=num_matches, cutoff=0.5)
     return f" Did you mean {', '.join(repr(m) for m in matches)}?" if matches else ""

@@ -38,7 +38,7 @@ class TensorDifference:
 
 
 def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterator[TensorDifference]:
-    """Every tensor that differs, by name, read in chunks: a few MiB of memory whatever the size.
+    """Yield every tensor that differs, by name, read in chunks: a few MiB of memory whatever the size.
 
     Two checkpoints are compared as a whole, but for what belongs to single ranks and is in one of them only; anything
     else by its weights.
@@ -61,13 +61,13 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
 
 
 def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Step, level, ranks and the like of two checkpoints, where they differ."""
+    """Compare step, level, ranks and the like of two checkpoints; return what differs."""
     pairs = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key path -> values of two configurations, where they differ; "-" for a key that one of them lacks."""
+    """Compare two configurations: key path -> values that differ; "-" for a key that one of them lacks."""
     return dict(sorted(differing(settings(a), settings(b), absent="-").items()))
 
 
@@ -113,7 +113,7 @@ _ROOT = "config."
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key path under ``config`` -> (value in the checkpoint, value here), for every leaf that differs.
+    """Map key paths under ``config`` to (value in the checkpoint, value here), for every leaf that differs.
 
     Args:
         saved, now: resolved runs as data (``config.saved.as_data``).
@@ -125,7 +125,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
 
 
 def settings(tree: Any, path: str = "") -> dict[str, Any]:
-    """Values by key path. A list is one value, and so is an empty block (``saved.leaves`` takes lists apart)."""
+    """Collect values by key path. A list is one value, and so is an empty block (``saved.leaves`` splits lists)."""
     if not isinstance(tree, Mapping) or (path and not tree):
         return {path: tree}
     found: dict[str, Any] = {}
@@ -135,13 +135,13 @@ def settings(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
-    """Key -> (value before, value after) where they differ; ``absent`` for one that is not there."""
+    """Map keys to (value before, value after) where they differ; ``absent`` for one that is not there."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return {key: (before.get(key, absent), after.get(key, absent)) for key in keys}
 
 
 def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> list[Problem]:
-    """Differences in shapes, order of the data or optimizer that ALLOW_CHANGED does not name.
+    """List differences in shapes, order of the data or optimizer that ALLOW_CHANGED does not name.
 
     Args:
         saved, now: as for ``differences``.

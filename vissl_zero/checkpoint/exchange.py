@@ -194,7 +194,7 @@ def _write_file(path: Path, found: Match, metadata: Mapping[str, str]) -> None:
 def _optimizer_state(
     found: Match, optimizer: OptimizerState, config: Mapping[str, Any]
 ) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """State by our names, all of it or none, and a sentence on it."""
+    """Translate the state to our names, all of it or none, and say so in a sentence."""
     name = config.get("optimizer", {}).get("name", "")
     state = {ours: optimizer.of[theirs] for ours, theirs in found.theirs.items() if theirs in optimizer.of}
     reason = optimizer.reason

@@ -46,7 +46,7 @@ class Match:
     num_foreign: int = 0
 
     def lacks(self, part: str) -> list[str]:
-        """Tensors of a part ("trunk", "heads") that the file did not fill, without batch norm's counters."""
+        """List the tensors of a part ("trunk", "heads") that the file did not fill, without batch norm's counters."""
         names = [*self.missing, *self.other_shape]
         return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(COUNTERS))
 
@@ -106,7 +106,7 @@ def match(
 
 
 def shapes_of(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters and buffers of a model by full name; takes no memory for them.
+    """Return the shapes of a model's parameters and buffers by full name; takes no memory for them.
 
     Args:
         model_config: ``config.MODEL`` after resolution.

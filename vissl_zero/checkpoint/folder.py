@@ -128,7 +128,7 @@ class TensorInfo(Sized):
 
 
 def stem_of(rank: int) -> str:
-    """Name of a rank's two files, without ending."""
+    """Name a rank's two files, without ending."""
     return f"rank{rank:05d}"
 
 
@@ -156,7 +156,7 @@ def write_json(path: Path, body: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
-    """Body and digest of a JSON file of ours.
+    """Read body and digest of a JSON file of ours.
 
     Raises:
         LaterFormatError: a later version has written it.
@@ -205,7 +205,7 @@ def _is_deeper(tree: Any, most: int) -> bool:
 
 
 def canonical(body: Any) -> str:
-    """JSON text that is the same for equal content."""
+    """Write JSON text that is the same for equal content."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -325,7 +325,7 @@ class Checkpoint:
             self._pieces[name] = [piece for piece, _ in parts]
 
     def read(self, name: str) -> Tensor:
-        """One full tensor, on the CPU.
+        """Read one full tensor, on the CPU.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -336,7 +336,7 @@ class Checkpoint:
         return flat.view(info.shape)
 
     def read_range(self, name: str, first_element: int, num_elements: int) -> Tensor:
-        """Elements of one tensor, flattened: (num_elements,)."""
+        """Read elements of one tensor, flattened: (num_elements,)."""
         flat = torch.empty(num_elements, dtype=self._info(name).dtype)
         self.read_into(name, first_element, flat)
         return flat
@@ -366,7 +366,7 @@ class Checkpoint:
             out.detach().copy_(flat)
 
     def scalars(self, parameter: str) -> dict[str, Any]:
-        """Optimizer state of a parameter that is one number each (Adam's ``step``)."""
+        """Read the optimizer state of a parameter that is one number each (Adam's ``step``)."""
         found: dict[str, Any] = {}
         for rank in self.ranks.values():
             found |= rank.scalars.get(parameter, {})
@@ -454,23 +454,23 @@ _PARTIAL = re.compile(r"\.step_\d{9,}\.(partial|old)")
 
 
 def name_of(step: int) -> str:
-    """Folder name of the checkpoint after ``step`` optimizer steps."""
+    """Name the folder of the checkpoint after ``step`` optimizer steps."""
     return f"step_{step:09d}"
 
 
 def partial_name_of(step: int) -> str:
-    """Folder name while it is being written."""
+    """Name the folder while it is being written."""
     return f".{name_of(step)}.partial"
 
 
 def step_of(path: Path) -> int | None:
-    """Optimizer steps of a checkpoint folder, by its name; None for anything else."""
+    """Read the optimizer steps of a checkpoint folder from its name; None for anything else."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def find_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Folders of a run's finished checkpoints, newest first. Open one to learn whether it is complete."""
+    """List the folders of a run's finished checkpoints, newest first. Open one to learn whether it is complete."""
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []

@@ -302,7 +302,7 @@ def _count(content: Mapping[str, Any], key: str) -> int:
 
 
 def _epoch(content: Mapping[str, Any]) -> int:
-    """Epochs done: VISSL counts training phases from 0, and -1 before the first."""
+    """Count the epochs done: VISSL counts training phases from 0, and -1 before the first."""
     value = content.get("train_phase_idx", -1)
     return value + 1 if isinstance(value, int) and 0 <= value < 2**53 else 0
 
@@ -453,14 +453,14 @@ def _to_hugging_face(entry: Entry, layers: Mapping[str, str]) -> list[Entry]:
 
 
 def _to_dinov2(entry: Entry, layers: Mapping[str, str]) -> Entry:
-    """DINOv2's own names are timm's, but for a gated MLP."""
+    """Rename a tensor to DINOv2's own names: timm's, but for a gated MLP."""
     match = _TIMM_BLOCK.fullmatch(entry.key)
     is_other = match is not None and match[2] in layers
     return replace(entry, key=f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}") if match and is_other else entry
 
 
 def _without_class_position(entries: list[Entry]) -> list[Entry]:
-    """DINOv2 with registers: the class token with its position in it, positions of patches alone."""
+    """Convert positions for DINOv2 with registers: the class token has its own in it, patches have theirs alone."""
     found = {_last(entry): entry for entry in entries}
     registers, token, positions = (found.get(name) for name in ("register_tokens", "cls_token", "pos_embed"))
     if registers is None or token is None or positions is None:
@@ -518,7 +518,7 @@ def _last(entry: Entry) -> str:
 
 
 def as_token(entry: Entry) -> Entry:
-    """VISSL's vector of masked patches, (1, D), as the token (1, 1, D) that it is here; any other entry as it is."""
+    """Reshape VISSL's vector of masked patches, (1, D), to our token (1, 1, D); any other entry stays as it is."""
     if not entry.key.endswith("patch_masking.masked_embed") or len(entry.shape) != 2:
         return entry
     return Entry(entry.key, entry.dtype, (1, *entry.shape), lambda: entry.read()[None])

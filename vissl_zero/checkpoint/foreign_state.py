@@ -105,7 +105,7 @@ def method_of(loss_config: Mapping[str, Any], state: LossState) -> Method | None
 
 
 def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) -> tuple[dict[str, Tensor], list[str]]:
-    """State of ``method``: what VISSL's file has, and the rest as a new run has it.
+    """Build the state of ``method``: what VISSL's file has, and the rest as a new run has it.
 
     Args:
         method: of ``method_of``.
@@ -137,7 +137,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
 def _translated(
     loss: str, config: Mapping[str, Any], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """VISSL's tensors under our names and in our form."""
+    """Translate VISSL's tensors to our names and our form."""
     found: dict[str, Tensor] = {}
     for name, place in (("center", "centre.mean"), ("criterion.center", "centre.mean")):
         if name in theirs:
@@ -206,12 +206,12 @@ class OptimizerState:
     reason: str = ""
 
     def fits(self, optimizer: str) -> bool:
-        """Whether an optimizer of ours (``OPTIMIZER.name``) has this state."""
+        """Check whether an optimizer of ours (``OPTIMIZER.name``) has this state."""
         return all(state.keys() == _KEYS_OF.get(optimizer) for state in self.of.values())
 
 
 def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -> OptimizerState:
-    """State of every parameter that has some.
+    """Read the state of every parameter that has some.
 
     Args:
         classy_state: ``classy_state_dict`` of the file.
@@ -240,7 +240,7 @@ def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors, and the number of steps as a number; the None that SGD without momentum keeps is left out.
+    """Keep tensors, and the number of steps as a number; drop the None that SGD without momentum keeps.
 
     Raises:
         ValueError, TypeError, AttributeError, RuntimeError: it is something else.
@@ -269,7 +269,7 @@ def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
 def _default_groups(
     params: Sequence[Entry], entries: Sequence[Entry], bias: bool, norm: bool, is_layer_norm: bool
 ) -> list[list[Entry]]:
-    """VISSL's ``default``: trunk with and without decay, heads with and without decay, and the rest, if there is any.
+    """Sort into VISSL's ``default``: trunk with and without decay, heads with and without decay, the rest if any.
 
     Args:
         params: those that are trained.
@@ -304,7 +304,7 @@ def _default_groups(
 def _take(
     sorting: list[list[Entry]], groups: list[tuple[Any, ...]], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """State by name if the groups of the file are those of ``sorting``; else None."""
+    """Take the state by name if the groups of the file are those of ``sorting``; else None."""
     if [len(group) for group in sorting] != [len(group) for group in groups]:
         return None
     taken, rest = {}, dict(states)
@@ -342,7 +342,7 @@ class _Group:
 
 
 def full_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Parameters, each put together when it is read, and buffers as rank 0 has them.
+    """Collect parameters, each put together when it is read, and buffers as rank 0 has them.
 
     Args:
         states: ``local_state_dict`` of every rank, in order.
@@ -387,7 +387,7 @@ def _groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any
 
 
 def _old_groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]) -> list[_Group]:
-    """Before fairscale 0.4: one flat tensor called ``flat_param_0``, or one tensor for each parameter."""
+    """Read the form before fairscale 0.4: one flat tensor called ``flat_param_0``, or one for each parameter."""
     path, names = unit["fsdp_path"], list(unit["param_names"])
     shapes = [tuple(shape) for shape in unit["param_shapes"]]
     paddings = [[int(count) for count in rank["num_padded"]] for rank in of_ranks]
@@ -432,7 +432,7 @@ def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entr
 
 
 def _gather(parts: Sequence[Tensor], first: int, size: int, shape: tuple[int, ...]) -> Tensor:
-    """Elements of the parts laid end to end."""
+    """Take elements of the parts laid end to end."""
     found, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(first + size - start, part.numel())

@@ -105,7 +105,7 @@ def _new_name(name: str, rules: _Rules) -> str:
 
 
 def _without_plain_mlp(entries: list[Entry]) -> list[Entry]:
-    """Hugging Face calls the first layer ``up_proj`` with and without a gate; timm ``fc1`` without one."""
+    """Rename the first layer without a gate: Hugging Face calls both ``up_proj``, timm this one ``fc1``."""
     if any(".fc1_g." in entry.key for entry in entries):
         return entries
     return [replace(entry, key=entry.key.replace(".fc1_x.", ".fc1.")) for entry in entries]

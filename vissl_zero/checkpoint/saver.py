@@ -278,7 +278,7 @@ class Saver:
         self._write(snapshot)
 
     def _is_gone(self) -> bool:
-        """Whether the run folder was moved or removed; a new one of its name does not hold the run's lock."""
+        """Check whether the run folder was moved or removed; a new one of its name does not hold the run's lock."""
         return not self._run_folder.is_dir() or (self._has_lock and not (self._run_folder / LOCK_NAME).exists())
 
     def _require_folder(self) -> None:

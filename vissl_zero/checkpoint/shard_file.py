@@ -204,7 +204,7 @@ class ShardFile:
             done += count
 
     def digest(self, key: str) -> str:
-        """Checksum of the bytes of one tensor, read in slices."""
+        """Compute the checksum of the bytes of one tensor, read in slices."""
         size = math.prod(self.shapes[key])
         step = max(SLICE_BYTES // self.dtypes[key].itemsize, 1)
         buffer, digest = torch.empty(min(step, size), dtype=self.dtypes[key]), xxhash.xxh3_64()
@@ -291,7 +291,7 @@ def _checksums(header: str, tensors: Mapping[str, str]) -> str:
 
 
 def _header_digest(header: Mapping[str, Any]) -> str:
-    """Checksum of everything in a header except the checksums."""
+    """Compute the checksum of everything in a header except the checksums."""
     texts = {key: text for key, text in header["__metadata__"].items() if key != CHECKSUMS}
     plain = json.dumps({**header, "__metadata__": texts}, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(plain.encode())

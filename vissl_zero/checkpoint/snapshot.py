@@ -145,7 +145,7 @@ def hook_names(hooks: Sequence[Hook]) -> list[str]:
 
 
 def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of the loss: its tensors, and everything else."""
+    """Split the state of the loss into its tensors, and everything else."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     for name, value in run.method.state_dict().items():
@@ -173,12 +173,12 @@ def _hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """As the file will have it: what a hook gives may change while the checkpoint is being written."""
+    """Copy a value as the file will have it: what a hook gives may change while the checkpoint is being written."""
     return json.loads(json.dumps(value))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON holds it."""
+    """Check whether JSON holds the value."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

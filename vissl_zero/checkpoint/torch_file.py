@@ -56,7 +56,7 @@ _STORAGES = {
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Whether a tensor of this type can be written (8-bit floats and wide unsigned integers cannot)."""
+    """Check whether a tensor of this type can be written (8-bit floats and wide unsigned integers cannot)."""
     return dtype in _STORAGES
 
 
@@ -236,7 +236,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether a value is a tensor with memory of its own for every element, in a format that safetensors has."""
+    """Check for a tensor with memory of its own for every element, in a format that safetensors has."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     if value.is_quantized or value.is_complex() or value.is_nested:
@@ -303,7 +303,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUSED_OPCODES) -> None:
-    """One pickle. ``stack`` and ``memo`` hold the number of elements of each object, nested tuples counted out."""
+    """Check one pickle. ``stack`` and ``memo`` hold each object's number of elements, nested tuples counted out."""
     stack: list[int | None] = []  # None: a mark
     memo: dict[Any, int | None] = {}
     start = file.tell()

@@ -104,14 +104,14 @@ class Weights:
         }
 
     def read(self, name: str) -> Tensor:
-        """One full tensor, on the CPU, in the stored dtype."""
+        """Read one full tensor, on the CPU, in the stored dtype."""
         info = self.tensors[name]
         flat = torch.empty(info.num_elements, dtype=info.dtype)
         self.store.read_into(self._stored[name], 0, flat)
         return flat.view(info.shape)
 
     def read_range(self, name: str, first_element: int, num_elements: int) -> Tensor:
-        """Elements of one tensor, flattened: (num_elements,)."""
+        """Read elements of one tensor, flattened: (num_elements,)."""
         flat = torch.empty(num_elements, dtype=self.tensors[name].dtype)
         self.store.read_into(self._stored[name], first_element, flat)
         return flat
@@ -235,7 +235,7 @@ def open_weights(path: str | Path, passed_over: list[str] | None = None, with_da
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins as torch.save's do: a zip file, or a pickle."""
+    """Check whether a file begins as torch.save's do: a zip file, or a pickle."""
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             start = file.read(9)

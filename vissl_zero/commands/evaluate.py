@@ -181,7 +181,7 @@ def _quoted(text: str) -> str:
 
 
 def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tuple[int, dict[str, Any]]:
-    """One run with what it prints on stderr; returns its exit code and its results."""
+    """Run one evaluation with what it prints on stderr; return its exit code and its results."""
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return _run(weights, words, Path(temporary))

@@ -216,7 +216,7 @@ def _print_folder(accounts: Sequence[Account]) -> None:
 
 
 def scoreboard(accounts: Sequence[Account]) -> list[str]:
-    """How many are accepted, and what blocks the others: how many it takes part in, and in how many it is alone."""
+    """Count how many are accepted, and what blocks the others: in how many it takes part, and in how many alone."""
     accepted = sum(account.is_accepted for account in accounts)
     lines = [f"{accepted} of {len(accounts)} recipes are accepted"]
     part: Counter[str] = Counter()
@@ -315,14 +315,14 @@ def account_of(
 
 
 def _written(tree: DictConfig) -> dict[str, Any]:
-    """Keys under ``config:`` that the files write, with their values."""
+    """Collect the keys under ``config:`` that the files write, with their values."""
     plain = OmegaConf.to_container(tree.config, resolve=False)
     assert isinstance(plain, dict)
     return dict(_leaves({key: value for key, value in plain.items() if key != "DRY_RUN"}))
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key paths with what is no block; a list is one value."""
+    """Yield key paths with what is no block; a list is one value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -395,7 +395,7 @@ def _stand_in() -> Iterator[str]:
 
 
 def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], notes: Sequence[str]) -> None:
-    """Each written key into its list; the sentences that are about no key into ``notes``."""
+    """Sort each written key into its list, and sentences that are about no key into ``notes``."""
     loss = run.LOSS.get("name")
     inactive: dict[str, str] = {key.path: key.why for key in vissl_keys() if not key.is_refused}
     inactive |= {f"LOSS.{name}": f"the loss is {loss}." for name in run.LOSS if name not in ("name", loss)}

@@ -110,7 +110,7 @@ def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, licens
 
 
 def _facts(source: Path) -> dict[str, Any]:
-    """Recipe, data and figures of a run of ours."""
+    """Collect recipe, data and figures of a run of ours."""
     summary = source / "summary.json"
     if not summary.is_file():
         return {}

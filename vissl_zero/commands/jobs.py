@@ -97,12 +97,12 @@ def state_of(job: Submitted) -> str:
 
 
 def _is_same(job: Submitted, description: str) -> bool:
-    """Job numbers restart on a cluster that was set up again, so the log's path identifies a job."""
+    """Identify a job by its log's path: job numbers restart on a cluster that was set up again."""
     return str(Path(job.stdout).parent) in description
 
 
 def _steps(job: Submitted) -> str:
-    """Optimizer steps so far, from the last line of the run's metrics."""
+    """Read the optimizer steps so far from the last line of the run's metrics."""
     try:
         with os.fdopen(open_regular(Path(job.run_dir) / "metrics.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))

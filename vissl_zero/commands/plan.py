@@ -86,7 +86,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _history(words: Sequence[str]) -> int:
-    """Forecast against measured, plan by plan."""
+    """Print forecast against measured memory, plan by plan."""
     if len(words) != 1 or not Path(words[0]).is_dir():
         got = " ".join(words) or "nothing"
         fix = "Write vissl-zero plan --history runs."
@@ -100,7 +100,7 @@ def _history(words: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:
-    """Recipes, overrides, whether to print JSON, and the file for the plot."""
+    """Parse recipes, overrides, whether to print JSON, and the file for the plot."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
     overrides = ["config.DRY_RUN=true"]

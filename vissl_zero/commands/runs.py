@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, dict[str, str], bool]:
 
 
 def _order(run: ListedRun, column: str) -> tuple[bool, float | str]:
-    """Rank a run; one that lacks the figure comes last."""
+    """Return the key to sort runs by; one that lacks the figure comes last."""
     if column in FIGURES:
         value = run.figures.get(column)
         return value is None, (value or 0.0) * (1 if column == "loss_last" else -1)

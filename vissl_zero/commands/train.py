@@ -139,7 +139,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
 
 
 def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
-    """``config=glob(pretrain/*)`` as a list: Hydra does not look into the folders of a group."""
+    """Expand ``config=glob(pretrain/*)`` to a list: Hydra does not look into the folders of a group."""
     if not word.startswith("config=glob("):
         return word
     glob = OverridesParser.create().parse_override(word).value()
@@ -149,7 +149,7 @@ def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
 
 
 def _run_job(cfg: DictConfig) -> int:
-    """One composed job: check, resolve, run. Errors end it, not the sweep it belongs to."""
+    """Check, resolve and run one composed job. Errors end it, not the sweep it belongs to."""
     hydra_cfg = HydraConfig.get()
     folder, recipe = Path(hydra_cfg.runtime.output_dir), str(hydra_cfg.runtime.choices.get("config") or "several")
     if hydra_cfg.job.chdir:

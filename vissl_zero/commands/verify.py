@@ -98,7 +98,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _require_trainable(cfg: RunConfig) -> None:
-    """There are steps to compare, and this machine can take them."""
+    """Check that there are steps to compare, and that this machine can take them."""
     found = []
     if cfg.TEST_ONLY:
         found.append(
@@ -143,7 +143,7 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
 
 
 def compare(reference: Path, other: Path) -> list[StepDifference]:
-    """Differences after each step of two run folders that hold metrics.jsonl and weight_trace/."""
+    """Compare two run folders that hold metrics.jsonl and weight_trace/, after each step."""
     from safetensors import safe_open
 
     losses = [

@@ -96,7 +96,7 @@ def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str
 
 
 def home_catalogue() -> Path:
-    """Where a user's own catalogue lies."""
+    """Return where a user's own catalog lies."""
     return Path.home() / ".vissl_zero" / FILE
 
 
@@ -167,7 +167,7 @@ def read_catalogue(path: Path) -> dict[str, Any]:
 
 
 def _paths(entries: Mapping[str, Any], dataset: str, part: str) -> tuple[str, str]:
-    """Images and labels of one split; empty where the catalogue does not say."""
+    """Return images and labels of one split; empty where the catalog does not say."""
     values: Sequence[Any] = entries.get(dataset, {}).get(part) or ()
     filled = [v if isinstance(v, str) and not (v.startswith("<") and v.endswith(">")) else "" for v in values]
     images, labels, *_ = [*filled, "", ""]
@@ -182,7 +182,7 @@ _EVERSTORE = re.compile(r"(?P<key>DATA_SOURCES|LABEL_SOURCES): *\[ *[\"']?everst
 
 
 def public_equivalent(path: str) -> str:
-    """Where a file of an internal store is public; empty if ``path`` is not internal or nothing is known."""
+    """Return where a file of an internal store is public; empty if it is not internal or nothing is known."""
     is_internal = _PATH.match(path) is not None
     return next((url for part, url in PUBLIC_FILES.items() if is_internal and part in path), "")
 

@@ -150,7 +150,7 @@ def _yaml(error: YAMLError) -> Problem:
 
 
 def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
-    """Keys that ``+key=value`` on the command line added to blocks that do not have them."""
+    """Refuse keys that ``+key=value`` on the command line added to blocks that do not have them."""
     problems: list[Problem] = []
     kind = OmegaConf.get_type(cfg)
     names = {f.name for f in fields(kind)} if is_dataclass(kind) else None
@@ -176,7 +176,7 @@ def of_another_program(tree: DictConfig) -> list[Problem]:
 
 
 def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
-    """Every key and value of an untyped tree that the typed one refuses."""
+    """List every key and value of an untyped tree that the typed one refuses."""
     node = copy.deepcopy(schema()) if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
     for name in map(str, given):
@@ -250,7 +250,7 @@ class Composed:
     notes: tuple[str, ...] = ()
 
     def user_yaml(self) -> str:
-        """Text of ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
+        """Write ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
         tree = OmegaConf.to_yaml({"config": without_vissl_keys(self.written)})
         return f"# @package _global_\n# {self.recipe}, as composed.\n{tree}"
 
@@ -298,7 +298,7 @@ def typed(
 
 
 def _named_folders(overrides: Sequence[str]) -> list[Path]:
-    """Folders outside of packages in which recipes are looked for, those of the command line first."""
+    """List the folders outside of packages in which recipes are looked for, those of the command line first."""
     return [*_searchpath(overrides), *recipe_folders()]
 
 
@@ -362,7 +362,7 @@ def _quoted(value: str) -> str:
 
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
-    """VISSL's other programs, which a recipe's root names."""
+    """Refuse VISSL's other programs, which a recipe's root names."""
     found = []
     if cfg.engine_name not in (TRAIN, *PROGRAMS):
         found.append(unknown_engine(cfg.engine_name))
@@ -401,7 +401,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
 
 
 def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[str] = ()) -> ConfigError:
-    """All refusals while composing as one ConfigError: every mistyped key and value, though Hydra stops at the first.
+    """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
 
     Args:
         error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.

@@ -39,7 +39,7 @@ class Range:
     fix: str = ""
 
     def allows(self, value: float) -> bool:
-        """Whether a number (never NaN) is in the range."""
+        """Check whether a number (never NaN) is in the range."""
         return value in self.also or not (
             (self.least is not None and value < self.least)
             or (self.most is not None and value > self.most)
@@ -111,7 +111,7 @@ def _field(default: Any, constraint: Range | Choice) -> Any:
 
 
 def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> Iterator[Problem]:  # noqa: C901
-    """Everything in a tree of dataclasses and plain containers that its fields do not allow.
+    """Find everything in a tree of dataclasses and plain containers that its fields do not allow.
 
     Args:
         value: a dataclass, or what one holds.
@@ -140,7 +140,7 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
 
 
 def _of_type(value: Any, annotation: str, key: str) -> Iterator[Problem]:
-    """Elements of a typed list that are something else: OmegaConf lets containers among numbers pass."""
+    """Refuse elements of a typed list that are something else: OmegaConf lets containers among numbers pass."""
     found = re.fullmatch(r"list\[(int|float|str)\](?: \| None)?", annotation)
     if not found or not isinstance(value, (list, tuple)):
         return

@@ -42,7 +42,7 @@ def _texts(tree: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _size(path: str, texts: Mapping[str, str], sizes: dict[str, int]) -> int:
-    """Characters of one text, resolved; ``sizes`` keeps those that are known."""
+    """Count the characters of one text, resolved; ``sizes`` keeps those that are known."""
     if path not in texts:
         return 0
     if path not in sizes:

@@ -158,7 +158,7 @@ def _everyday(word: str) -> str:
 
 
 def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every key path below a node."""
+    """Yield every key path below a node."""
     for name in map(str, node):
         yield f"{prefix}{name}"
         child = node._get_node(name)

@@ -55,7 +55,7 @@ class RecipeSearchPath(SearchPathPlugin):
 
 
 def recipe_folders() -> list[Path]:
-    """Existing folders with recipes outside the package: of a source checkout, the working directory, plugins."""
+    """List existing folders with recipes outside the package: of a checkout, the working directory, plugins."""
     checkout = Path(__file__).parents[2]
     folders = [Path("configs").resolve()]
     if (checkout / "setup.py").is_file():
@@ -66,7 +66,7 @@ def recipe_folders() -> list[Path]:
 
 @cache
 def recipe_packages() -> tuple[list[Path], list[Problem]]:
-    """Folders of the packages that plugins name, none of them imported; and what is wrong with those left out."""
+    """List the folders of packages that plugins name, none of them imported; and what is wrong with those left out."""
     folders, broken = [], []
     for entry_point in entry_points(group=RECIPE_GROUP):
         try:
@@ -116,7 +116,7 @@ class Recipe:
 
 
 def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
-    """All recipes and parts of the package, the project and ``./configs``, in the order in which they are found.
+    """List all recipes and parts of the package, the project and ``./configs``, in the order in which they are found.
 
     Args:
         folders: more folders to look in (--config-dir, hydra.searchpath); theirs come first.
@@ -134,7 +134,7 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
 
 
 def recipe_names(folders: Sequence[str | Path] = ()) -> list[str]:
-    """Names that ``config=`` takes; ``folders`` as for ``list_recipes``."""
+    """List the names that ``config=`` takes; ``folders`` as for ``list_recipes``."""
     return [recipe.name for recipe in list_recipes(folders) if not recipe.is_part]
 
 
@@ -196,7 +196,7 @@ class RecipeFile:
 
 
 def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]:
-    """Every recipe in ``folder`` and below it, each overlay on its base.
+    """Yield every recipe in ``folder`` and below it, each overlay on its base.
 
     Args:
         folder: ``config/`` of a tree of recipes, or any folder below it.
@@ -224,7 +224,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
 
 
 def recipe_file(path: Path) -> RecipeFile:
-    """One YAML file as a recipe, on its base if it is an overlay. Errors as for ``recipe_files``."""
+    """Read one YAML file as a recipe, on its base if it is an overlay. Errors as for ``recipe_files``."""
     path = path.absolute()
     root = _config_folder(path.parent)
     name = path.relative_to(root).with_suffix("").as_posix()
@@ -241,7 +241,7 @@ class ModerateFiles(FileConfigSource):
     """Hydra's source of YAML files, which composes none that ``recipe_text`` refuses, wherever it is looked for."""
 
     def is_config(self, config_path: str) -> bool:
-        """Whether something has the file's name; ``load_config`` names what is no file."""
+        """Check whether something has the file's name; ``load_config`` names what is no file."""
         path = Path(self.path, self._normalize_file_name(config_path))
         return is_there(path) and not path.is_dir()
 
@@ -313,7 +313,7 @@ def _config_folder(folder: Path) -> Path:
 
 
 def _begins_with_recipe(file: Path) -> bool:
-    """Whether a file names its own base: ``defaults: [/config/<recipe>]``."""
+    """Check whether a file names its own base: ``defaults: [/config/<recipe>]``."""
     tree = _tree(file)
     defaults = tree.get("defaults") if isinstance(tree, dict) else None
     return any(str(name).startswith("/config/") for name in (defaults if isinstance(defaults, list) else ()))
@@ -329,7 +329,7 @@ def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
 
 
 def _blocks(file: Path) -> set[str]:
-    """Which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
+    """Find which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
     tree = _tree(file)
     config = _block(tree, "config")
     data = _block(config, "DATA")

@@ -1,5 +1,6 @@
-"""Write ``docs/keys.md``, a table of every typed key, and the table in ``docs/configuration.md`` of what VISSL means
-otherwise: ``python -m vissl_zero.config.reference``.
+"""Write ``docs/keys.md``, a table of every typed key, and ``docs/configuration.md``'s table of VISSL's differences.
+
+Run ``python -m vissl_zero.config.reference``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
 
 
 def with_differences(page: str) -> str:
-    """``docs/configuration.md`` with its table of keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
+    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
     before, _, rest = page.partition(_BEGIN)
     rows = ["| key | at | here, and in VISSL |", "| --- | --- | --- |"]
     for entry in DIFFERENCES:
@@ -87,7 +88,7 @@ def _default(value: Any) -> str:
 
 
 def keys_of(schema: type) -> list[Key]:
-    """Fields of a dataclass that are written in its source or its bases', with the sentence under each."""
+    """List the fields written in a dataclass's source or its bases', with the sentence under each."""
     found: dict[str, Key] = {}
     for cls in reversed(schema.__mro__):
         body = _body(cls.__module__, cls.__name__)

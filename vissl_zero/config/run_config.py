@@ -111,6 +111,6 @@ class Root:
 
 @cache  # a third of a second, five times a copy
 def schema() -> DictConfig:
-    """``Root`` as OmegaConf's typed tree; who writes into it must copy it."""
+    """Build ``Root`` as OmegaConf's typed tree; who writes into it must copy it."""
     tree: DictConfig = OmegaConf.structured(Root)
     return tree

@@ -41,7 +41,7 @@ class Loaded:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def pin_memory(self) -> Loaded:
-        """For torch's DataLoader."""
+        """Copy the batch to page-locked memory, for torch's DataLoader."""
         return Loaded(self.batch.pin_memory() if self.batch else None, self.error, self.skipped)
 
 
@@ -77,7 +77,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             return Loaded(None, error=str(error))
 
     def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], int | None]:
-        """Crops and label of one sample, or of the first readable image after it."""
+        """Load crops and label of one sample, or of the first readable image after it."""
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
@@ -174,7 +174,7 @@ _SHUFFLE = -1  # in place of a sample id
 
 
 def key_of(seed: int, epoch: int, sample_id: int) -> int:
-    """64 well mixed bits from (seed, epoch, sample), the same on every machine."""
+    """Mix (seed, epoch, sample) to 64 bits, the same on every machine."""
     return int.from_bytes(blake2b(struct.pack("<qqq", seed, epoch, sample_id), digest_size=8).digest(), "little")
 
 
@@ -191,7 +191,7 @@ def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
 
 @contextmanager
 def borrowed_randomness() -> Iterator[None]:
-    """Around ``seed_sample`` in a process that others share: puts the three states back afterwards."""
+    """Restore the three random states after ``seed_sample`` in a process that others share. A context."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

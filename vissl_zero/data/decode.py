@@ -205,7 +205,7 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
 
 
 def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image.Image:
-    """Grey of 16 bits as grey of 8, 65,535 as 255; Pillow's own ``convert`` would cut off all above 255.
+    """Convert gray of 16 bits to 8, 65,535 to 255; Pillow's own ``convert`` would cut off all above 255.
 
     ``file`` is the image as opened, which knows its format.
 

@@ -232,7 +232,7 @@ class EpochOrder:
 
 
 def sequential(num_samples: int, micro_batch: int, rank: int, world_size: int) -> Iterator[MicroBatchPlan]:
-    """Every sample once, in order, the same number of micro-batches on every rank: for evaluation.
+    """Yield every sample once, in order, the same number of micro-batches on every rank: for evaluation.
 
     Where the last micro-batch has fewer samples than there are ranks, a rank left without takes the last sample again:
     every rank must run the model equally often, and results are placed by sample id, so the copy changes nothing.
@@ -280,7 +280,7 @@ class EvalImages:
 
 
 def build_eval_images(data_cfg: Data, seed: int) -> tuple[EvalImages, EvalImages | None]:
-    """Images of TRAIN (a kNN's index) and of TEST (its queries), both under the evaluation transforms.
+    """Prepare images of TRAIN (a kNN's index) and of TEST (its queries), both under the evaluation transforms.
 
     TEST is None where config.DATA.TEST names no source. A class has the same number in both.
 

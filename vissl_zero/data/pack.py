@@ -75,7 +75,7 @@ def pack(folder: Path, out: Path, form: str, size: int | None, report: Callable[
 
 
 def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
-    """Checksums of the parts that an earlier call wrote: of the content of their images."""
+    """Read the checksums of the parts that an earlier call wrote: of the content of their images."""
     if not (out / PROGRESS_FILE).exists():
         if any(out.iterdir()):
             raise DataError(f"{out} is not empty. Name a new folder.")

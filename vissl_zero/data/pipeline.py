@@ -32,7 +32,7 @@ def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[s
 
 
 def _largest_crop(train: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Height and width of TRAIN's largest crop, or an empty list if nothing in TRAIN sets a size."""
+    """Return height and width of TRAIN's largest crop, or an empty list if nothing in TRAIN sets a size."""
     for entry in reversed(train):  # the last transform that sets a size decides
         if entry["name"] == "ImgPilToMultiCrop":
             return [max(entry["size_crops"])] * 2

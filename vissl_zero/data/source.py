@@ -180,7 +180,7 @@ def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[st
 
 
 def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None]:
-    """TRAIN's and TEST's sources with the same classes; None for TEST when it names no source."""
+    """Build TRAIN's and TEST's sources with the same classes; None for TEST when it names no source."""
     train = build_source(data_cfg, "TRAIN", seed)
     if not data_cfg.TEST.DATA_SOURCES:
         return train, None
@@ -188,7 +188,7 @@ def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None
 
 
 def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
-    """TRAIN and TEST, of those that have images, for programs that read each image once.
+    """Return TRAIN and TEST, of those that have images, for programs that read each image once.
 
     Where both name the same images, TEST's stood for TRAIN's, and TRAIN is left out.
     """
@@ -199,7 +199,7 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
 
 
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
-    """Labels of all images as a matrix; None where an image has none.
+    """Build a matrix of the labels of all images; None where an image has none.
 
     Args:
         source: the images.
@@ -259,7 +259,7 @@ def _with_labels(source: Source, cfg: Split, request: SourceRequest) -> Source:
 
 
 def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) -> Source:
-    """``limit`` images drawn at random, in the source's order; always the same ones.
+    """Draw ``limit`` images at random, in the source's order; always the same ones.
 
     Not the first ``limit``: with class folders those would be a class or two.
     """
@@ -330,7 +330,7 @@ class MultiLabelled(_Derived):
 
 
 def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled | MultiLabelled:
-    """``source`` under the labels of ``.npy`` files, one integer per image in the source's order.
+    """Put ``source`` under the labels of ``.npy`` files, one integer per image in the source's order.
 
     Args:
         source: the images.

@@ -212,7 +212,7 @@ _FILL = (128, 128, 128)
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
-    """timm's, which new versions of Pillow refuse at the greatest magnitude, 0 bits: black."""
+    """Posterize as timm does; new versions of Pillow refuse its greatest magnitude, 0 bits: black."""
     if bits_to_keep < 1:
         return image.point([0] * 256 * len(image.getbands()))
     return ImageOps.posterize(image, min(bits_to_keep, 8))
@@ -227,7 +227,7 @@ def rand_augment(
     weight_choice: int | None = None,
     **torchvisions: Any,
 ) -> Callable[[Image.Image], Image.Image]:
-    """VISSL's RandAugment where one of its keys is written, by timm's operations; else torchvision's.
+    """Build VISSL's RandAugment where one of its keys is written, by timm's operations; else torchvision's.
 
     Args:
         magnitude: strength of each operation; VISSL's from 0 to 10, 10 by default.
@@ -352,7 +352,7 @@ class ImgPatchesFromTensor:
         return [image[:, top:bottom, left:right].clone() for left, top, right, bottom in self.boxes(image.shape[1])]
 
     def boxes(self, height: int) -> list[tuple[int, int, int, int]]:
-        """Left, top, right and bottom of each tile of a square image."""
+        """Return left, top, right and bottom of each tile of a square image."""
         cell = height // self.side
         size = cell - self.patch_jitter
         if size < 1:

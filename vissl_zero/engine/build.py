@@ -172,7 +172,7 @@ def _origin(
 
 
 def _require_evaluated_model(plan: ResolvedRun, method: Method) -> None:
-    """For losses of the user's, of which the rules know nothing. Raises ConfigError."""
+    """Check EVALUATED_MODEL for losses of the user's, of which the rules know nothing. Raises ConfigError."""
     if plan.config.EVALUATED_MODEL == "teacher" and not (method.has_teacher and method.teacher_follows):
         raise ConfigError([no_teacher(plan.config.LOSS["name"])])
 

@@ -33,7 +33,7 @@ from vissl_zero.sharding.model.batch_norm import frozen_statistics
 def accumulate_exactly(
     run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
-    """Gradients of the loss over all micro-batches of all ranks.
+    """Accumulate gradients of the loss over all micro-batches of all ranks.
 
     Args:
         run: in progress; ``method.on_step`` has been called.
@@ -77,14 +77,14 @@ def accumulate_exactly(
 
 
 def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -> Any:
-    """Each micro-batch on the device, random layers keyed by it."""
+    """Yield each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         yield run.method.see(batch.to(run.device, dtype))
 
 
 def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
-    """All micro-batches of this rank as one; without images unless the loss looks at them."""
+    """Join all micro-batches of this rank as one; without images unless the loss looks at them."""
     first, sizes = micro_batches[0], [batch.num_local for batch in micro_batches]
     targets = [batch.targets for batch in micro_batches]
     columns = zip(*(batch.images for batch in micro_batches), strict=True)
@@ -98,7 +98,7 @@ def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
 
 
 def _wide(outputs: list[Any]) -> list[Any]:
-    """Half precision to float32, as losses compute: gradients of outputs would lose digits in between."""
+    """Widen half precision to float32, as losses compute: gradients of outputs would lose digits in between."""
     return pytree.tree_map(
         lambda value: value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value, outputs
     )

@@ -49,7 +49,7 @@ def note(folder: Path, row: Outcome) -> None:
 
 
 def note_running(folder: Path, step: int, held_bytes: int) -> None:
-    """Rank 0 of the plan that was started last has done its first step; see ``Outcome``."""
+    """Record that rank 0 of the plan started last has done its first step; see ``Outcome``."""
     if rows := outcomes(folder):
         note(folder, replace(rows[-1], outcome=RUNNING, step=step, held_bytes=held_bytes, peak_bytes=None))
 

@@ -209,32 +209,32 @@ class Hook:
     """Base of all hooks; override what you need. Called in the order hooks were given, on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resume, as JSON; rank 0's is saved. Not a collective."""
+        """Return the state for a resume, as JSON; rank 0's is saved. Not a collective."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned; on every rank, before ``on_start``."""
 
     def on_start(self, run: Run) -> None:
-        """After the model was sharded (and its checkpoint loaded, if ``run.is_resumed``), before the next step."""
+        """Run after the model was sharded (and its checkpoint loaded, if ``run.is_resumed``), before the next step."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """Before the first step of ``run.epoch``, or before the next one where a resumed run is in the middle of it."""
+        """Run before the first step of ``run.epoch``, or before the next one where a run resumes in mid-epoch."""
 
     def on_step(self, run: Run, step: Step) -> None:
-        """After every optimizer step, for what must see the model as that step left it."""
+        """Run after every optimizer step, for what must see the model as that step left it."""
 
     def on_record(self, run: Run, record: StepRecord) -> None:
-        """With the figures of every step, in order, after the step that follows or where an epoch or the run ends.
+        """Take the figures of every step, in order, after the step that follows or where an epoch or the run ends.
 
         So the loop need not wait for the device. ``run.step`` may be one ahead of ``record.step``.
         """
 
     def on_epoch_end(self, run: Run) -> None:
-        """After the last step of ``run.epoch``."""
+        """Run after the last step of ``run.epoch``."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step of the run (not after an error)."""
+        """Run after the last step of the run (not after an error)."""
 
     def close(self, run: Run) -> None:
         """Release files and the terminal. Runs always, also after an error. Never a collective; must not raise."""

@@ -116,7 +116,7 @@ class Frozen:
             raise ConfigError(problems)
 
     def at(self, step: int) -> set[str]:
-        """Names frozen at optimizer step ``step`` (from 0)."""
+        """Name the parameters frozen at optimizer step ``step`` (from 0)."""
         return {name for name, until in self._until.items() if step < until}
 
 
@@ -194,7 +194,7 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
 def _train_step(
     run: Run, micro_batches: Sequence[ImageBatch], lr: float, started: float, hooks: Sequence[Hook]
 ) -> Step:
-    """One optimizer step over its micro-batches. ``started``: clock before the data was asked for.
+    """Run one optimizer step over its micro-batches. ``started``: clock before the data was asked for.
 
     Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
     """
@@ -272,7 +272,7 @@ def _settle(
 
 @contextmanager
 def _watched(run: Run) -> Iterator[None]:
-    """Around the first forward pass of a run: measure it, and refuse layers that draw from torch's global generator."""
+    """Measure the first forward pass of a run, and refuse layers that draw from torch's global generator. A context."""
     with run.sharded.measure_activations(), refuse_unkeyed_randomness(run.sharded.model):
         yield
 
@@ -280,7 +280,7 @@ def _watched(run: Run) -> Iterator[None]:
 def _accumulate(
     run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
-    """Gradients of the mean of the micro-batches' losses; as ``accumulate_exactly``."""
+    """Accumulate gradients of the mean of the micro-batches' losses; as ``accumulate_exactly``."""
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
@@ -311,7 +311,7 @@ def _run_teacher(sharded: ShardedModel, method: Method, batch: ImageBatch) -> li
 
 
 def _is_logged(run: Run, step: int) -> bool:
-    """Whether memory and health are measured in a step: the first two, every LOG_FREQUENCY-th, the last.
+    """Check whether memory and health are measured in a step: the first two, every LOG_FREQUENCY-th, the last.
 
     The optimizer has its state in the second. Walking over all tensors takes as long as a tenth of a small model's
     step, and figures of health may need the eigenvalues of a matrix.

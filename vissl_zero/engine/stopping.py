@@ -84,7 +84,7 @@ def end_at(unix_time_s: float | None) -> None:
 
 
 def deadline() -> float | None:
-    """When the time limit is reached, as Unix time; None: no limit."""
+    """Return when the time limit is reached, as Unix time; None: no limit."""
     return _end_at if _end_at is not None else _from_environment()
 
 
@@ -158,7 +158,7 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """``summary.json`` of a job, empty if it did not get that far."""
+    """Read ``summary.json`` of a job, empty if it did not get that far."""
     try:
         return read_object(folder / "summary.json")
     except (OSError, ValueError):
@@ -166,6 +166,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a job ended properly."""
+    """Check whether a job ended properly."""
     note = read_note(folder)
     return note is not None and note.code == 0 and bool(read_summary(folder))

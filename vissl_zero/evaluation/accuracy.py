@@ -84,7 +84,7 @@ class AccuracyHook(Hook):
             run.results |= further_figures(run.plan.config.METERS, found)
 
     def _measure(self, run: Run) -> Accuracy | None:
-        """Accuracy of the best head as it is now, which joins the curve. Collective."""
+        """Measure the accuracy of the best head as it is now, which joins the curve. Collective."""
         if (ignored_label := _ignored_label(run)) is None:
             return None
         # Opened each time, so that loader workers live only as long as the evaluation.
@@ -109,7 +109,7 @@ class AccuracyHook(Hook):
 
 
 def _ignored_label(run: Run) -> int | None:
-    """``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
+    """Return ``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
     config = run.plan.config
     predicts = config.PROGRAM in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
     is_measured = predicts and config.TEST_MODEL and (run.num_steps > 0 or not _heads_are_new(run))
@@ -144,7 +144,7 @@ def further_figures(meters: Meters, found: Accuracy) -> dict[str, float]:
 
 
 def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accuracy]:
-    """Accuracy of each head. Collective.
+    """Measure the accuracy of each head. Collective.
 
     Args:
         run: with a sharded model in any mode.
@@ -165,7 +165,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
 
 
 def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
-    """Logits (n, C), those of classes that are no label last, as VISSL's ModelOutputMaskHook leaves them."""
+    """Put logits (n, C) of classes that are no label last, as VISSL's ModelOutputMaskHook does."""
     is_out = torch.tensor([label not in labels for label in range(logits.shape[1])], device=logits.device)
     return logits.masked_fill(is_out, float("-inf"))
 
@@ -178,7 +178,7 @@ def accuracies_of(
     counts_label: Callable[[Tensor], Tensor],
     numbers: Sequence[int] = (),
 ) -> list[Accuracy]:
-    """Accuracy of classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
+    """Measure classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
 
     Args:
         run: with a sharded model in any mode.
@@ -261,7 +261,7 @@ class OnlineProbeHook(Hook):
             run.results["probe_top1"] = self._measure(run)
 
     def _measure(self, run: Run) -> float | None:
-        """Top-1 on TEST's images as the probe is now, which joins the curve. Collective."""
+        """Measure top-1 on TEST's images as the probe is now, which joins the curve. Collective."""
         _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
         probe = run.probe
         if images is None or probe is None:

@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Rows divided by their L2 norm, to which VISSL adds 1e-5."""
+    """Divide rows by their L2 norm, to which VISSL adds 1e-5."""
     return rows / (rows.norm(dim=1, keepdim=True) + 1e-5)
 
 
@@ -50,7 +50,7 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Centroids (K, F) by Lloyd's algorithm, which ends early where nothing changes. Collective.
+    """Compute centroids (K, F) by Lloyd's algorithm, which ends early where nothing changes. Collective.
 
     It begins at rows that ``seed`` draws. An empty cluster moves to the row that is farthest from its own centroid.
 
@@ -139,7 +139,7 @@ class ClusterFeatures(Hook):
                 rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
-        """Rank 0 writes; the paths of the two lists."""
+        """Write two lists on rank 0; return their paths."""
         options = run.plan.config.CLUSTERFIT
         name = options.FEATURES.DATASET_NAME or "clusters"
         layer = options.FEATURES.LAYER_NAME or "features"

@@ -161,7 +161,7 @@ def write_index(
 
 
 def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures:
-    """All features of a split, in the order of its images.
+    """Read all features of a split, in the order of its images.
 
     Args:
         folder: ``<run folder>/features``, or the run folder.

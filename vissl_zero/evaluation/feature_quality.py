@@ -97,7 +97,7 @@ def linear_top1(train: Features, test: Features) -> tuple[float, float]:
 
 
 def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
-    """Top-1 on every tenth image of each class, after a fit to the others; the same where a class has one image."""
+    """Measure top-1 on every tenth image of each class, after a fit to the others; the same where a class has one."""
     place = np.zeros(len(labels), dtype=int)
     for label in np.unique(labels):
         own = np.flatnonzero(labels == label)

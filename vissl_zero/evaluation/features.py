@@ -31,7 +31,7 @@ from vissl_zero.engine.hook import Run
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in evaluation mode and no gradients are recorded; then every module is as it was before.
+    """Set ``model`` to evaluation mode without gradients inside; afterwards every module is as it was before.
 
     Module by module, so that batch norm which a recipe keeps in evaluation mode stays there.
     """
@@ -47,7 +47,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluated(run: Run) -> Iterator[nn.Module]:
-    """Inside: the model that ``EVALUATED_MODEL`` names, with the weights to evaluate, in evaluation mode. Collective.
+    """Yield the model that ``EVALUATED_MODEL`` names, with the weights to evaluate, in evaluation mode. Collective.
 
     Call what it gives on every rank equally often. The teacher's running statistics become those of all ranks; the
     student's must be that already (``consolidate_buffers``), where ranks may differ.
@@ -106,7 +106,7 @@ class Features:
     pixels: Tensor | None = None
 
     def at(self, places: Tensor) -> Features:
-        """Those of some of the images."""
+        """Select the features of some of the images."""
         labels, pixels = (None if t is None else t[places] for t in (self.labels, self.pixels))
         return Features(self.rows[places], labels, pixels)
 
@@ -121,7 +121,7 @@ class Features:
 
 
 def layers_of(run: Run) -> dict[str, slice]:
-    """Columns of each inner layer in the rows that were extracted last; empty where they are the trunk's features."""
+    """Return the columns of each inner layer in the rows extracted last; empty where they are the trunk's features."""
     taps = getattr(run.seen, "feature_taps", None)
     if taps is None:
         return {}
@@ -156,7 +156,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
 
 
 def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:
-    """Images before their normalisation, averaged down to thumbnails, one row each.
+    """Average images before their normalization down to thumbnails, one row each.
 
     Args:
         images: (B, 3, H, W) as ``transform`` makes them.
@@ -178,7 +178,7 @@ _RIDGE = 1e-4  # LiDAR's delta, added to the diagonal of the scatter within imag
 
 
 def rankme(rows: Tensor) -> float:
-    """RankMe, https://arxiv.org/abs/2210.02885, section 3: exponential of the entropy of the singular values' shares.
+    """Compute RankMe, https://arxiv.org/abs/2210.02885, section 3: exp of the entropy of singular values' shares.
 
     Args:
         rows: (N, F) features of N images, not centred.
@@ -191,8 +191,10 @@ def rankme(rows: Tensor) -> float:
 
 
 def lidar(views: Tensor) -> float:
-    """LiDAR, https://arxiv.org/abs/2312.04000, section 4: the smooth rank of linear discriminant analysis' matrix, with
-    images for classes and augmented views for their samples.
+    """Compute LiDAR, https://arxiv.org/abs/2312.04000, section 4.
+
+    That is the smooth rank of linear discriminant analysis' matrix, with images for classes and augmented views for
+    their samples.
 
     Args:
         views: (n, q, F) features of q views of each of n images; n and q above 1.
@@ -213,7 +215,7 @@ def lidar(views: Tensor) -> float:
 
 
 def _smooth_rank(matrix: Tensor, is_squared: bool) -> float:
-    """Exponential of the entropy of the eigenvalues' shares; of their roots if the matrix is a square."""
+    """Compute the exponential of the entropy of eigenvalues' shares; of their roots if the matrix is a square."""
     if not bool(torch.isfinite(matrix).all()):
         return math.nan
     values = torch.linalg.eigvalsh((matrix + matrix.T) / 2).clamp(min=0)
@@ -223,7 +225,7 @@ def _smooth_rank(matrix: Tensor, is_squared: bool) -> float:
 
 
 def view_features(run: Run, source: Source, num_views: int) -> Tensor:
-    """Features (n, num_views, F) of training's own views of n images. Collective; equal on every rank.
+    """Compute features (n, num_views, F) of training's own views of n images. Collective; equal on every rank.
 
     The views are the crops of the first size that the training transforms make of an image in epochs 0, 1 and so on, so
     they follow from the seed and the image alone.

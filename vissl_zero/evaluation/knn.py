@@ -57,7 +57,7 @@ def knn_top1(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> float | None:
-    """``knn_top1s`` of one number of neighbours and one temperature."""
+    """Compute ``knn_top1s`` of one number of neighbors and one temperature."""
     found = knn_top1s(queries, index, [(num_neighbours, sigma)], is_cosine, excluded)
     return None if found is None else found[0]
 
@@ -69,7 +69,7 @@ def knn_top1s(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> list[float] | None:
-    """Shares of queries whose neighbours vote for their class. Collective: each rank looks up its share of the queries.
+    """Count the queries whose neighbors vote for their class. Collective: each rank looks up its share of them.
 
     Args:
         queries: Q images, equal on every rank, as are all others.
@@ -213,7 +213,7 @@ class KnnHook(Hook):
             run.results["lidar"] = lidar(view_features(run, images, options.LIDAR_VIEWS))
 
     def _take_pictures(self, run: Run) -> None:
-        """Of the images whose neighbours are shown. Collective."""
+        """Draw the images whose neighbors are shown. Collective."""
         if self.neighbours_after is not None:
             shown = self.neighbours_after
             self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
@@ -229,7 +229,7 @@ class KnnHook(Hook):
             self._query_source = Subset(self._index_source, tuple(self._own_places))
 
     def _measure(self, run: Run, with_pixels: bool = False) -> Measured:
-        """Features as they are now. Collective."""
+        """Extract features as they are now. Collective."""
         assert self._index_source is not None
         assert self._query_source is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
@@ -274,5 +274,5 @@ class KnnHook(Hook):
 
 
 def thinned(source: Source, max_images: int) -> Source:
-    """At most ``max_images`` of a source, evenly spread over it."""
+    """Select at most ``max_images`` of a source, evenly spread over it."""
     return source if len(source) <= max_images else Subset(source, tuple(middles(len(source), max_images)))

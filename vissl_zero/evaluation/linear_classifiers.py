@@ -57,25 +57,25 @@ class ClassSvm:
 
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
-    """``work`` of each job, in their order, equal on every rank. Collective: each rank does every n-th job."""
+    """Run ``work`` on each job, in their order; results are equal on every rank. Collective: each does its share."""
     own = [work(job) for job in jobs[rank() :: world_size()]]
     of_ranks = all_gather_objects(own)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
 def costs_of(options: Svm) -> list[float]:
-    """Costs that the keys of ``SVM`` ask for."""
+    """List the costs that the keys of ``SVM`` ask for."""
     costs, powers = options.costs, range(*options.costs.power_range)
     return [*costs.costs_list, *(costs.base**power for power in powers if costs.base > 0)]
 
 
 def normalized(rows: np.ndarray) -> np.ndarray:
-    """Rows divided by their L2 norm, to which VISSL adds 1e-5."""
+    """Divide rows by their L2 norm, to which VISSL adds 1e-5."""
     return np.asarray(rows / (np.linalg.norm(rows, axis=1) + 1e-5)[:, None])
 
 
 def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Area under the envelope of precision over recall, VOC's rule since 2010.
+    """Compute the area under the envelope of precision over recall, VOC's rule since 2010.
 
     Args:
         labels: (N,) 1 for images of the class; -1, which counts as none, must have been left out.
@@ -92,7 +92,7 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 def solver(options: Svm, cost: float, seed: int) -> Any:
-    """VISSL's LinearSVC, not yet fitted; liblinear's draws are those of ``seed``."""
+    """Build VISSL's LinearSVC, not yet fitted; liblinear's draws are those of ``seed``."""
     from sklearn.svm import LinearSVC  # here: takes a second
 
     return LinearSVC(
@@ -147,7 +147,7 @@ def average_precision_of(svm: ClassSvm, rows: np.ndarray, labels: np.ndarray) ->
 
 
 def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Generator) -> np.ndarray:
-    """Labels of a few images, the others -1: VISSL's ``extra_scripts/create_low_shot_samples.py``.
+    """Draw labels of a few images, the others -1: VISSL's ``extra_scripts/create_low_shot_samples.py``.
 
     Args:
         matrix: (N, C) labels, 1, 0 or -1.
@@ -181,7 +181,7 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
 def low_shot(
     train: np.ndarray, few: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Svm, seed: int
 ) -> list[float]:
-    """Mean average precision on TEST for each cost, after training on the images that were drawn. Not a collective.
+    """Train on the images that were drawn; return the mean average precision on TEST for each cost. Not a collective.
 
     Args:
         train: (N, F) features, normalised.
@@ -387,7 +387,7 @@ def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
 def logistic_top1(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, penalty: float
 ) -> tuple[float, float]:
-    """Top-1 (0 to 1) on the training images and on the others of a multinomial logistic regression.
+    """Fit a multinomial logistic regression; return top-1 (0 to 1) on the training images and on the others.
 
     Features are standardised by the training images'. The solver is scikit-learn's, of 100 iterations at most.
 

@@ -54,7 +54,7 @@ def find_neighbours(
     num_queries: int = 6,
     num_neighbours: int = 5,
 ) -> Neighbours:
-    """Neighbours of a few images, evenly spread over the source (so over its class folders too). Not a collective.
+    """Find neighbors of a few images, evenly spread over the source (so over its class folders too). Not a collective.
 
     Args:
         query_source, index_source: where the images are from.
@@ -99,7 +99,7 @@ class PatchPictures:
 
 
 def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[PatchPictures]:
-    """Pictures of some images, of the model that ``EVALUATED_MODEL`` names. Collective.
+    """Draw pictures of some images, of the model that ``EVALUATED_MODEL`` names. Collective.
 
     None if the trunk is no vision transformer, or the images cannot be read.
 

@@ -31,13 +31,13 @@ _MOST_STEPS = 7
 
 
 def unit_vectors(rows: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Vectors (..., F) divided by their L2 norm plus ``epsilon``; those of zeros stay so."""
+    """Divide vectors (..., F) by their L2 norm plus ``epsilon``; those of zeros stay so."""
     norms = rows.norm(dim=-1, keepdim=True) + epsilon
     return rows / torch.where(norms > 0, norms, torch.ones_like(norms))
 
 
 def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
-    """Squares on a map: top, left and side of each, level by level.
+    """List squares on a map: top, left and side of each, level by level.
 
     Level l has l squares along the shorter side, and as many more along the longer one at every level as make
     neighbours overlap by about 40 %. Levels that are finer than the map are left out.
@@ -57,9 +57,7 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
 
 
 def _places(length: int, side: int, count: int) -> list[int]:
-    """Where ``count`` squares begin, spread over a length; around their centres, so that rounding agrees with
-    VISSL's.
-    """
+    """Spread ``count`` squares over a length, by their centers, so that rounding agrees with VISSL's."""
     gap = (length - side) / (count - 1) if count > 1 else 0.0
     centre = np.floor(side / 2 - 1)
     return [min(int(np.floor(centre + gap * index) - centre), length - side) for index in range(count)]
@@ -84,7 +82,7 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
 
 
 def generalized_mean(maps: Tensor, power: float) -> Tensor:
-    """Means of powers over the map, then their roots, and a constant 1 behind them, as in VISSL.
+    """Compute means of powers over the map, then their roots, and a constant 1 behind them, as in VISSL.
 
     Args:
         maps: (B, C, H, W); values below 1e-6 count as that.
@@ -97,7 +95,7 @@ def generalized_mean(maps: Tensor, power: float) -> Tensor:
 
 
 def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool) -> Tensor:
-    """One vector (B, D) of the maps (B, C, H, W) of an image at each scale: the mean over scales.
+    """Compute one vector (B, D) of an image's maps (B, C, H, W) at each scale: the mean over scales.
 
     Args:
         maps: one tensor a scale; of equal shape unless ``kind`` is gem.
@@ -126,7 +124,7 @@ class Whitening:
 
     @classmethod
     def of(cls, rows: Tensor, num_components: int) -> Whitening:
-        """Of rows (N, F), in float64; as in VISSL by the sum of squares, not their mean.
+        """Fit to rows (N, F), in float64; as in VISSL by the sum of squares, not their mean.
 
         Args:
             rows: N features.
@@ -179,7 +177,7 @@ class Wanted:
 
 
 def average_precision(places: np.ndarray, num_good: int) -> float:
-    """Area under precision over recall, by trapezoids.
+    """Compute the area under precision over recall, by trapezoids.
 
     Args:
         places: of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
@@ -192,7 +190,7 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
 
 
 def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, list[float]]:
-    """Mean average precision, and mean precision at each k of ``AT``; NaN where no query has a good image.
+    """Compute mean average precision, and mean precision at each k of ``AT``; NaN where no query has a good image.
 
     A query without one is left out. A query whose last good image stands before k counts as of there.
 
@@ -276,7 +274,7 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
 
 
 def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors: bool = False) -> list[Path]:
-    """Files of the images whose features the principal components are of.
+    """List the files of the images whose features the principal components are of.
 
     Args:
         root, name: as of ``retrieval_set``; any other name is a folder of .jpg files.
@@ -293,7 +291,7 @@ def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors
 
 
 def _revisited(folder: Path, name: str) -> RetrievalSet:
-    """``gnd_<name>.pkl`` or ``.json``: imlist, qimlist, and for each query bbx, easy, hard, junk; images in jpg/."""
+    """Read ``gnd_<name>.pkl`` or ``.json``: imlist, qimlist, and per query bbx, easy, hard, junk; images in jpg/."""
     gnd = folder / f"gnd_{name}.json"
     try:
         if gnd.is_file():
@@ -333,7 +331,7 @@ def _numbers(values: Any, kind: type = int) -> np.ndarray:
 
 
 def _oxford(folder: Path, name: str) -> RetrievalSet:
-    """``lab/<query>_query.txt`` and its ``_ok``, ``_good`` and ``_junk``; images in jpg/."""
+    """Read ``lab/<query>_query.txt`` and its ``_ok``, ``_good`` and ``_junk``; images in jpg/."""
     labels, jpg = folder / "lab", folder / "jpg"
     if not labels.is_dir() or not jpg.is_dir():
         raise DataError(f"{folder} is no data set as Oxford and Paris are: it must hold the folders lab and jpg.")

@@ -114,7 +114,7 @@ class InstanceRetrieval(Hook):
 
 
 def _options(run: Run) -> ImageRetrieval:
-    """``IMG_RETRIEVAL``, with what DEBUG_MODE stands for."""
+    """Return ``IMG_RETRIEVAL``, with what DEBUG_MODE stands for."""
     options = run.plan.config.IMG_RETRIEVAL
     if options.DEBUG_MODE:
         counts: dict[str, Any] = {key: count for key, count in _DEBUG.items() if getattr(options, key) == -1}

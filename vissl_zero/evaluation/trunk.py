@@ -76,7 +76,7 @@ class LoadedTrunk(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Features (B, feature_dim) of images (B, 3, H, W) that went through ``transform``."""
+        """Compute features (B, feature_dim) of images (B, 3, H, W) that went through ``transform``."""
         features: Tensor = self.trunk([images])[0]
         return features
 

@@ -52,7 +52,7 @@ class ClassyZero(ClassyOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ClassyZero:
-        """From ``{"name": "vissl_zero", "zero": {...}, "base_optimizer": {...}}``.
+        """Build from ``{"name": "vissl_zero", "zero": {...}, "base_optimizer": {...}}``.
 
         Raises:
             ConfigError: a block is missing.
@@ -71,7 +71,7 @@ class ClassyZero(ClassyOptimizer):
         _, self.optimizer = initialize(self.model, self.base_optimizer.optimizer, self.zero)
 
     def _update_schedule(self, param_groups: Any) -> None:
-        """Classy's, but for the parameters: those of the optimizer are shards of the ones that were given."""
+        """Update all but the parameters, as Classy does: the optimizer's are shards of the ones that were given."""
         assert self.optimizer is not None
         for group, values in zip(self.optimizer.param_groups, param_groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
@@ -112,6 +112,6 @@ class ZeroClassificationTask(ClassificationTask):
         return self.base_model if isinstance(self.optimizer, ClassyZero) else super().model
 
     def init_distributed_data_parallel_model(self) -> None:
-        """No DDP around a sharded model."""
+        """Skip DDP around a sharded model."""
         if not isinstance(self.optimizer, ClassyZero):
             super().init_distributed_data_parallel_model()

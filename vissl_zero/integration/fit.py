@@ -158,7 +158,7 @@ class _RealInputs(TorchDispatchMode):
 
 
 def _outside(mode: FakeTensorMode, model: nn.Module, sample: Callable[..., Any]) -> list[Tensor]:
-    """Fakes of the tensors that a function brings along, its batch: those the mode will use in their place."""
+    """Collect fakes of the tensors that a function brings along: those the mode will use in their place."""
     inputs = _RealInputs()
     # What is wrong with it is said when it is recorded.
     with suppress(Exception), torch.no_grad(), inputs:
@@ -211,7 +211,7 @@ def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
 
 
 def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a batch as a loader gives it, what the model takes: labels behind its arguments are the loss's."""
+    """Select what the model takes of a loader's batch: labels behind its arguments are the loss's."""
     params = inspect.signature(forward).parameters.values()
     if isinstance(sample, Mapping):
         takes_all = any(param.kind is param.VAR_KEYWORD for param in params)

@@ -168,7 +168,7 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
 
 
 def _check_groups(size: int, level: int) -> None:
-    """Shard groups leave no rank over."""
+    """Check that shard groups leave no rank over."""
     world_size = collectives.world_size()
     if level and size != -1 and world_size % size:
         must = f"must divide the number of ranks, {world_size}"
@@ -278,7 +278,7 @@ def _the_only(formats: Mapping[torch.dtype, str]) -> str:
 
 
 def _format_of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> str:
-    """Of what is trained, such as adapters over a frozen base in half precision."""
+    """Choose the format of what is trained, such as adapters over a frozen base in half precision."""
     trained = {param.dtype: name for name, param in model.named_parameters() if param.requires_grad}
     problems = []
     if len(trained) != 1 or not trained.keys() <= {torch.float32, torch.float64} or not formats.keys() <= _NAMES.keys():
@@ -371,7 +371,7 @@ def _leave() -> None:
 
 
 def training_device(model: torch.nn.Module) -> torch.device:
-    """Where to train: the GPU that holds the model, else this rank's GPU if the machine has any, else the CPU."""
+    """Choose where to train: the GPU that holds the model, else this rank's GPU if there is any, else the CPU."""
     held = next((param.device for param in model.parameters()), torch.device("cpu"))
     if held.type == "cuda":
         return held

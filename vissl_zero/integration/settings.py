@@ -335,7 +335,7 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
-    """Sentences on keys that do nothing at this level, or without another key."""
+    """Write sentences on keys that do nothing at this level, or without another key."""
     found = []
     if keys.float8_scales != "rows" and keys.float8 is False:
         found.append("zero.float8_scales has no effect without zero.float8.")
@@ -394,7 +394,7 @@ def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
 
 
 def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
-    """``given`` in the names of ``zero``, and sentences on what has no effect; as it is where it is not DeepSpeed's.
+    """Translate ``given`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
 
     Raises:
         ConfigError: a key that asks for other numbers than the same key here would give.

@@ -214,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Full parameters by full name, on every rank, to read. Takes the memory of all of them."""
+        """Gather full parameters by full name, on every rank, to read. Takes the memory of all of them."""
         with ExitStack() as stack:
             with waiting("optimizer.full_parameters()"):
                 stack.enter_context(self._sharded.full_parameters())
@@ -223,7 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Around an evaluation or ``full_state()``: weights to use. Of schedule-free optimizers they are an average.
+        """Set the weights to use in an evaluation or ``full_state()``: an average for schedule-free ones. A context.
 
         Every rank must enter and leave it; with another optimizer it does nothing.
         """
@@ -239,7 +239,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._with_tied(self._sharded.plain_state())
 
     def full_ema_state(self) -> dict[str, Any]:
-        """As ``full_state``, of the teacher that ``vissl_zero.ema`` has made.
+        """Gather as ``full_state`` the teacher that ``vissl_zero.ema`` has made.
 
         Raises:
             VisslZeroError: there is none.
@@ -258,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharded.close()
 
     def describe(self) -> str:
-        """Level, units and number formats, for people."""
+        """Describe level, units and number formats, for people."""
         return self._sharded.describe()
 
     def _update(self) -> None:
@@ -275,7 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _on_rows(self) -> Iterator[None]:
-        """Inside, groups have what the base optimizer updates."""
+        """Show groups what the base optimizer updates. A context."""
         self._show(self._rows)
         try:
             yield
@@ -330,7 +330,7 @@ def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Paramet
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters, with their first ones."""
+    """Map further names of tied parameters to their first ones."""
     first = {param: name for name, param in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[param] for name, param in names if first[param] != name}

@@ -59,7 +59,7 @@ _STRATEGY_KEYS = ("lr", "weight_decay")
 
 
 def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], OptimizerFactory]:
-    """Parameter groups by name, and what builds the optimizer over this rank's shards of them.
+    """Read parameter groups by name, and what builds the optimizer over this rank's shards of them.
 
     Args:
         optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch
@@ -147,7 +147,7 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
 def _initial_state(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> dict[str, Callable[[Tensor], Any]]:
-    """How to rebuild the state that an optimizer has before its first step: Adagrad's sums, all of one value.
+    """Find how to rebuild the state before an optimizer's first step: Adagrad's sums, all of one value.
 
     Frozen parameters need none.
 
@@ -171,7 +171,7 @@ def _initial_state(
 
 
 def _uniform(state: Mapping[str, Any]) -> dict[str, tuple[Any, torch.dtype | None, bool]] | None:
-    """By key: number, type, whether it is there for each element; None where steps have left their traces."""
+    """Describe state by key: number, type, whether it is there for each element; None where steps have left traces."""
     found: dict[str, tuple[Any, torch.dtype | None, bool]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -262,7 +262,7 @@ def _option_names(name: str) -> tuple[str, ...]:
 
 
 def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Where optimizers that torch.optim does not have come from; and those with another name there."""
+    """Find optimizers that torch.optim does not have, and those with another name there."""
     if name in ("LAMB", "Lion"):
         from timm.optim import Lamb, Lion
 
@@ -290,7 +290,7 @@ def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_facts(given: Any) -> list[str]:
-    """Sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
+    """Write sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
     if isinstance(given, torch.optim.Optimizer):
         options = [
             {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}

@@ -272,7 +272,7 @@ def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _options(settings: ZeroSettings) -> dict[str, Any]:
-    """``zero`` without half precision."""
+    """Return ``zero`` without half precision."""
     names = (
         "level",
         "gradient_accumulation_steps",

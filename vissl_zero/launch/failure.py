@@ -65,7 +65,7 @@ def write_failure(error: BaseException, rank: int) -> Failure:
 
 
 def _record(error: BaseException, failure: Failure) -> tuple[Path | None, dict[str, Any]]:
-    """Where the launcher looks for this rank's record, if one does, and what it wants to read there."""
+    """Find where the launcher looks for this rank's record, if one does, and what it wants to read there."""
     if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
         return Path(folder) / f"rank{failure.rank}.json", failure.__dict__
     if path_name := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -90,7 +90,7 @@ def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
 
 
 def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
-    """Both sides prove that they know ``secret`` without sending it.
+    """Prove to each other that both sides know ``secret``, without sending it.
 
     Raises:
         RefusedError: the other side does not.
@@ -354,7 +354,7 @@ def _made(path: Path) -> bytes:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface through which ``host`` is reached, or None if it is unknown."""
+    """Find the network interface through which ``host`` is reached, or None if it is unknown."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -366,7 +366,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def interfaces() -> Mapping[str, str]:
-    """IPv4 address of each network interface that has one."""
+    """List the IPv4 address of each network interface that has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

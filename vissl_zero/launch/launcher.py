@@ -120,7 +120,7 @@ def _smaller(fit: FitRun, said: str, failure: Failure, num_restarts: int, most: 
 
 
 def _free_for_a_rank(plan: ResolvedRun) -> int:
-    """Bytes that each rank may use on this machine where it computes, once those before have ended."""
+    """Measure the bytes that each rank may use here where it computes, once those before have ended."""
     if plan.device == "cuda":
         try:
             return run_in_subprocess(_free_gpu_memory, plan.procs_per_node)
@@ -131,7 +131,7 @@ def _free_for_a_rank(plan: ResolvedRun) -> int:
 
 
 def _free_gpu_memory(num_gpus: int) -> int:
-    """Of the GPU that has least. The context of the process that asks is no longer free: it stands for the rank's."""
+    """Measure the GPU that has least free. The asking process's context is not free: it stands for the rank's."""
     import torch
 
     return min(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))

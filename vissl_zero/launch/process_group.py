@@ -91,7 +91,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank of this process group has failed before this one; a rank that fails asks once.
+    """Check whether no other rank of this process group has failed before this one; a rank that fails asks once.
 
     The others fail because the first one ends, and it asks before it does: what their errors say need not be read.
     False if nobody answers: then the machine that keeps count is gone.
@@ -135,7 +135,7 @@ def require_own_peers() -> None:
 
 
 def _choose_interface(world_size: int) -> None:
-    """Under torchrun on several machines: let gloo use the interface that leads to the first, unless the user says."""
+    """Let gloo use the interface that leads to the first machine under torchrun on several, unless the user says."""
     master, is_alone = os.environ.get("MASTER_ADDR"), world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if master is None or is_alone or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -170,7 +170,7 @@ class NetworkStore(dist.Store):
         return self._client.call(b"swap", *words)[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Check whether all keys are there."""
         return self._client.call(b"check", *(key.encode() for key in keys))[0] == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -189,11 +189,11 @@ class NetworkStore(dist.Store):
         return self._client.call(b"delete", key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Count the keys."""
         return int(self._client.call(b"count")[0])
 
     def has_extended_api(self) -> bool:
-        """No append, multi_get and multi_set: torch does without them."""
+        """Return False: there is no append, multi_get and multi_set; torch does without them."""
         return False
 
     def clone(self) -> NetworkStore:
@@ -224,7 +224,7 @@ _POLL_S = 0.002
 
 @contextmanager
 def own_peers_only() -> Iterator[bool]:
-    """Inside, gloo groups over loopback connect processes of this user only; groups over other interfaces are torch's.
+    """Let gloo groups over loopback connect processes of this user only; others are torch's. A context.
 
     Yields:
         Whether that is so: ``GLOO_SOCKET_IFNAME`` is the loopback interface, and the kernel has what it takes.
@@ -246,7 +246,7 @@ def own_peers_only() -> Iterator[bool]:
 
 
 def own_connections() -> dict[str, int]:
-    """Inode -> descriptor of this process's sockets."""
+    """Map the inode of each of this process's sockets to its descriptor."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -257,7 +257,7 @@ def own_connections() -> dict[str, int]:
 
 
 def connections() -> list[Connection]:
-    """All TCP sockets of this machine (of this network namespace), as the kernel lists them."""
+    """List all TCP sockets of this machine (of this network namespace), as the kernel has them."""
     found = []
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with suppress(OSError):

@@ -163,7 +163,7 @@ class Rendezvous:
         return str(greetings[0]["run_dir"])
 
     def variables(self) -> dict[str, str]:
-        """Environment of this launcher's ranks."""
+        """Return the environment of this launcher's ranks."""
         spec, (host, port) = self.spec, self.address
         found = {
             ADDRESS_VARIABLE: f"{host}:{port}",
@@ -189,7 +189,7 @@ class Rendezvous:
             end_ranks()
 
     def first_rank(self) -> int:
-        """Global rank of this launcher's rank 0."""
+        """Return the global rank of this launcher's rank 0."""
         return self.spec.index * self.spec.procs
 
     def _watch(self, own: Generation) -> None:
@@ -234,7 +234,7 @@ class Rendezvous:
         )
 
     def explain(self, failure: Failure) -> str:
-        """Why the run ended, if another launcher caused it; else "", and the others are told this launcher's failure.
+        """Explain the end of the run if another launcher caused it; else return "" and publish this launcher's failure.
 
         A rank that was killed, or has found the user's input wrong, is a cause. One that raised may only have lost its
         peer: this waits until all other machines have been heard of, and the earliest of those that raised counts.
@@ -364,7 +364,7 @@ class Generation:
         return int(self.client.call(b"time")[0])
 
     def is_over(self) -> bool:
-        """Whether the server at this address serves another generation by now."""
+        """Check whether the server at this address serves another generation by now."""
         return self.client.call(b"get", _NAME) != [self.name.encode()]
 
     def _key(self, what: str, index: int) -> bytes:

@@ -23,7 +23,7 @@ DOES_NOT_FIT = 1
 
 
 def is_under_torchrun() -> bool:
-    """Whether another launcher has already started this process as one rank of several."""
+    """Check whether another launcher has already started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
 
 
@@ -95,7 +95,7 @@ def _submission(plan: ResolvedRun) -> str:
 
 
 def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
-    """``config.DRY_RUN=true``: print the plan; returns the exit code: 0, or ``DOES_NOT_FIT``.
+    """Print the plan for ``config.DRY_RUN=true``; return the exit code: 0, or ``DOES_NOT_FIT``.
 
     Everything a person can check before spending hours, without starting anything. The recipe has been composed,
     checked and resolved by then. Here the data are indexed and a few images are read, the model is built with fake

@@ -68,7 +68,7 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
 
 
 def require_plain_files(folder: Path) -> None:
-    """Nothing in the folder is a link, which a run would write through, or a folder where the run has a file.
+    """Refuse links in the folder, which a run would write through, and folders where the run has a file.
 
     What stands inside ``checkpoints`` is left to the search for one to resume from, which passes over what is damaged.
     """
@@ -184,7 +184,7 @@ def _job() -> str:
 
 
 def _born(pid: int) -> str:
-    """When a process of this machine started, in its own clock: a number may be given to another process later."""
+    """Return when a process of this machine started, in its own clock: a number may go to another process later."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -158,7 +158,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
 
 
 def submission_folder(plan: ResolvedRun) -> Path:
-    """Where submission files and logs of a run go.
+    """Return where submission files and logs of a run go.
 
     Raises:
         LaunchError: the path has a line break in it, which would end a line of the sbatch script.
@@ -169,7 +169,7 @@ def submission_folder(plan: ResolvedRun) -> Path:
 
 
 def code_folder(plan: ResolvedRun) -> Path:
-    """Where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
+    """Return where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
     return submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
 
 
@@ -243,7 +243,7 @@ class Submitted:
 
 
 def jobs_folder() -> Path:
-    """Where this user's submitted runs are noted."""
+    """Return where this user's submitted runs are noted."""
     return Path("~/.vissl_zero/jobs").expanduser()
 
 
@@ -260,7 +260,7 @@ def note(job: Submitted) -> None:
 
 
 def noted() -> list[Submitted]:
-    """All that were noted, oldest first; files that cannot be read are left out."""
+    """List all runs that were noted, oldest first; files that cannot be read are left out."""
     found = []
     for path in jobs_folder().glob("*.json"):
         try:
@@ -358,7 +358,7 @@ def requeue(max_requeues: int) -> int:
 
 
 def job_state(job_id: str) -> str:
-    """SLURM's word for the state of a job, such as RUNNING; empty if it is not known any more."""
+    """Ask for SLURM's word for the state of a job, such as RUNNING; empty if it is not known any more."""
     done = subprocess.run(
         ["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False, timeout=60
     )
@@ -375,7 +375,7 @@ def _number(name: str, default: int = 0) -> int:
 
 
 def _own_address() -> str:
-    """Of this node, as the other nodes reach it: what its name in the cluster resolves to."""
+    """Resolve this node's name in the cluster to the address that other nodes reach."""
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         try:
             return socket.gethostbyname(name) if name else ""
@@ -458,7 +458,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _who_else_can_replace(status: os.stat_result) -> str:
-    """Who besides the user and root can rename what is in a folder; else an empty text."""
+    """Find who besides the user and root can rename what is in a folder; else an empty text."""
     if status.st_uid not in (0, os.getuid()):
         return _user(status.st_uid)
     if status.st_mode & stat.S_ISVTX:  # sticky: only owners rename

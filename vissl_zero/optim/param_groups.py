@@ -55,8 +55,10 @@ class ParamGroup:
 
 
 def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Every parameter with ``requires_grad`` in exactly one group, the same on every rank: at most four groups, two
-    more per head where heads have rates of their own, or parts of these by ``layer_decay`` and ``param_rules``.
+    """Sort every parameter with ``requires_grad`` into exactly one group, the same on every rank.
+
+    There are at most four groups, two more per head where heads have rates of their own, or parts
+    of these by ``layer_decay`` and ``param_rules``.
 
     A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
     ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs

@@ -255,7 +255,7 @@ def _tensors(infos: Iterable[TensorInfo]) -> None:
 
 
 def console() -> Console:
-    """Where to print: as wide as the terminal, or as the text in a file or pipe."""
+    """Make a console as wide as the terminal, or as the text in a file or pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200, soft_wrap=False)
 
 
@@ -417,7 +417,7 @@ def import_(arguments: Sequence[str]) -> int:
 def _target(
     program: str, words: Sequence[str], like: str | None
 ) -> tuple[Mapping[str, Sequence[int]] | None, dict[str, Any]]:
-    """Shapes of the model to compare with, and the run it is of, where they are known."""
+    """Return the shapes of the model to compare with, and the run it is of, where they are known."""
     if like:
         with open_weights(like) as weights:
             return {name: info.shape for name, info in weights.tensors.items()}, {}

@@ -108,7 +108,7 @@ _TABLES = {"loss": "losses", "head": "heads"}  # of a MethodSpec
 
 @cache
 def builtin_keys(kind: str) -> dict[str, type]:
-    """Keys of the built-in components of a kind by name, losses and heads of the methods among them."""
+    """Collect the keys of a kind's built-in components by name, losses and heads of methods among them."""
     keys = dict(BUILTIN.get(kind, {}))
     if kind in ("loss", "head"):
         specs = [METHODS.get(method).build() for method in METHODS.builtin()]
@@ -117,12 +117,12 @@ def builtin_keys(kind: str) -> dict[str, type]:
 
 
 def component_keys(registry: Registry, name: str) -> type | None:
-    """Dataclass of a registered component's keys; of a built-in one without importing torch."""
+    """Return the dataclass of a registered component's keys; of a built-in one without importing torch."""
     return builtin_keys(registry.kind).get(name) or registry.get(name).config
 
 
 def typed_options(component: Component | type | None, given: Mapping[str, Any], key_path: str) -> dict[str, Any]:
-    """All keys of a component: ``given`` over the defaults, with the types of its dataclass.
+    """Fill in all keys of a component: ``given`` over the defaults, with the types of its dataclass.
 
     Args:
         component: registered component, or the dataclass itself; None where the component takes no keys.

@@ -130,14 +130,14 @@ POOLINGS = ("AdaptiveAvgPool2d", "AdaptiveMaxPool2d", "AvgPool2d", "MaxPool2d", 
 
 
 def are_tapped(cfg: RunConfig) -> bool:
-    """Whether heads see inner layers. As in VISSL, the map counts where the trunk is frozen in evaluation mode."""
+    """Check whether heads see inner layers. As in VISSL, the map counts where the trunk is frozen to evaluate it."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     is_frozen = settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY and not settings.EXTRACT_TRUNK_FEATURES_ONLY
     return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_frozen
 
 
 def features_are_tapped(cfg: RunConfig) -> bool:
-    """Whether kNN and extraction look at inner layers in place of the trunk's features."""
+    """Check whether kNN and extraction look at inner layers in place of the trunk's features."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     is_extracted = settings.EVAL_MODE_ON and settings.EXTRACT_TRUNK_FEATURES_ONLY
     return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_extracted
@@ -159,7 +159,7 @@ def told_apart(names: Sequence[str]) -> list[str]:
 
 
 def problems(cfg: RunConfig) -> list[Problem]:
-    """Entries that are no [layer, [pooling, [arguments]]], and a map that is not as long as the heads."""
+    """Refuse entries that are no [layer, [pooling, [arguments]]], and a map that is not as long as the heads."""
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
         return []
     entries, found = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []

@@ -378,7 +378,7 @@ ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers
 
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
-    """Sizes that make no vision transformer."""
+    """Refuse sizes that make no vision transformer."""
     key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
     found = list(constraint_problems(config, key))
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
@@ -389,7 +389,7 @@ def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem
 
 
 def patch_side(trunk: Any) -> int:
-    """Side in pixels that a trunk's crops are multiples of: that of a vision transformer's patches; 1 for the others.
+    """Return the side in pixels that a trunk's crops are multiples of: a vision transformer's patches; else 1.
 
     Args:
         trunk: the block MODEL.TRUNK. A transformer of timm's names its patches.
@@ -404,7 +404,7 @@ def patch_side(trunk: Any) -> int:
 
 
 def size_problems(key: str, config: Any) -> list[Problem]:
-    """Sizes that make no network: numbers out of range, what must divide and does not, lists of unequal length."""
+    """Refuse sizes that make no network: out of range, what must divide and does not, lists of unequal length."""
     found = list(constraint_problems(config, key))
     if found:
         return found
@@ -416,7 +416,7 @@ def size_problems(key: str, config: Any) -> list[Problem]:
 
 
 def _stage_problems(key: str, config: Any) -> list[Problem]:
-    """Stages of a Swin or ConvNeXt whose lists are not as long as each other, or whose heads do not divide them."""
+    """Refuse stages of a Swin or ConvNeXt whose lists differ in length, or whose heads do not divide them."""
     if isinstance(config, ConvNextConfig) and not len(config.DEPTH) == len(config.DIMS) == 4:
         must = "must have four entries, as DIMS"
         return [Problem(f"{key}.DEPTH", str(list(config.DEPTH)), must, "Write DEPTH: [3, 3, 9, 3], say.")]
@@ -460,7 +460,7 @@ def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def regnet_problems(config: RegNetConfig) -> list[Problem]:
-    """Parameters of a RegNet that make none; those that are null are left to others to miss."""
+    """Refuse parameters of a RegNet that make none; those that are null are left to others to miss."""
     key = "config.MODEL.TRUNK.REGNET"
     found = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
@@ -483,7 +483,7 @@ def own_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
 
 
 def trunk_block_names(name: str) -> list[str]:
-    """Names of the blocks under ``MODEL.TRUNK`` that a trunk reads."""
+    """Name the blocks under ``MODEL.TRUNK`` that a trunk reads."""
     further = [FURTHER_BLOCKS[name]] if name in FURTHER_BLOCKS else []
     return [*further, TRUNK_BLOCKS.get(name, "PARAMS")]
 

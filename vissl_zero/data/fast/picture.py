@@ -86,7 +86,7 @@ class Picture:
         return height, width
 
     def cut(self, cuts: list[Cut]) -> list[Picture]:
-        """Boxes of the image."""
+        """Cut boxes out of the image."""
         return [Picture(cut.of(self.pixels)) for cut in cuts]
 
     def copy(self) -> Picture:
@@ -141,7 +141,7 @@ class EncodedPicture:
         return self._opened
 
     def cut(self, cuts: list[Cut]) -> list[Picture]:
-        """Boxes of the image."""
+        """Cut boxes out of the image."""
         most = min(cut.shrinks_by for cut in cuts)
         factor = max(factor for factor in _EIGHTHS if factor == 1 or factor <= most)
         if self._opened is not None or factor == 1:
@@ -153,7 +153,7 @@ class EncodedPicture:
         return [Picture(cut.of(pixels, scale)) for cut in cuts]
 
     def _decoded(self, factor: int) -> np.ndarray | None:
-        """Pixels of a JPEG at 1 / factor of its size; None where only Pillow can judge the file."""
+        """Decode a JPEG at 1 / factor of its size; None where only Pillow can judge the file."""
         height, width = (-(-side // factor) for side in self.size)
         try:
             decoded: np.ndarray = simplejpeg.decode_jpeg(

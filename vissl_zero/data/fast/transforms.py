@@ -326,7 +326,7 @@ class Photometric:
 
     @staticmethod
     def _stretching(pixels: np.ndarray) -> np.ndarray:
-        """(256, 1, 3) uint8, the table that spreads each channel over 0 to 255."""
+        """Build the table (256, 1, 3), uint8, that spreads each channel over 0 to 255."""
         tables = []
         for least, most in zip(pixels.min((0, 1)).tolist(), pixels.max((0, 1)).tolist(), strict=True):
             scale = 255 / (most - least) if most > least else 1.0

@@ -64,7 +64,7 @@ class DiskFolder(EncodedSource):
 
 
 def list_images(root: Path, key: str) -> list[tuple[str | None, str]]:
-    """Class name (None without labels) and path of every image beneath ``root``, sorted.
+    """List class name (None without labels) and path of every image beneath ``root``, sorted.
 
     Args:
         root: a folder with class folders, or with images.
@@ -105,7 +105,7 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 
 
 def _beneath(entry: os.DirEntry[str], seen: set[tuple[int, int]], depth: int = 0) -> Iterator[str]:
-    """Paths of the images at or below ``entry``, sorted; folders that were seen are passed over, so that links end.
+    """Yield the images at or below ``entry``, sorted; folders that were seen are passed over, so that links end.
 
     Args:
         entry: a file or folder.
@@ -186,7 +186,7 @@ class DiskFilelist(EncodedSource):
         return read_file(self.name(index))
 
     def label(self, index: int) -> int | None:
-        """None: a list of files has no labels."""
+        """Return None: a list of files has no labels."""
         return None
 
     def name(self, index: int) -> str:

@@ -70,7 +70,7 @@ WHITE = 16  # the scans count 0 to 16
 
 @cache
 def _scans() -> np.ndarray:
-    """(1797, 65): 64 pixels, 0 to 16, and the digit. Read beside scikit-learn's code, whose import takes a second."""
+    """Read (1797, 65): 64 pixels, 0 to 16, and the digit, from scikit-learn's files; its import takes a second."""
     spec = find_spec("sklearn")
     assert spec is not None and spec.origin is not None  # installed with this package
     with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
@@ -180,7 +180,7 @@ class TorchvisionDataset:
         return int(self._labels[index])
 
     def name(self, index: int) -> str:
-        """Name of the data set and the image's number."""
+        """Return the name of the data set and the image's number."""
         return f"{self._name}[{index}]"
 
 

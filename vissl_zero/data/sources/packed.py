@@ -75,7 +75,7 @@ def _missing(library: str, extra: str) -> DataError:
 
 
 def _class_names(folder: Path) -> list[str]:
-    """Names in ``classes.json``, a list; none without the file."""
+    """Read the names in ``classes.json``, a list; none without the file."""
     try:
         names = json.loads((folder / CLASSES_FILE).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def tars_in(path: Path, split: str) -> list[Path]:
 
 
 def _index_of(tar: Path) -> dict[str, np.ndarray]:
-    """Places of the images in a tar, from its index file if that is of this tar as it is now."""
+    """Find the places of the images in a tar, from its index file if that is of this tar as it is now."""
     facts = tar.stat()
     stamp = np.array([facts.st_size, facts.st_mtime_ns])
     kept = tar.with_name(f".{tar.name}{_INDEX_FILE}")
@@ -288,7 +288,7 @@ def _image_column(schema: Any, folder: Path) -> str:
 
 
 def _label_column(schema: Any) -> tuple[list[str], str]:
-    """Names of the classes and the column of labels; an empty name without."""
+    """Return the names of the classes and the column of labels; an empty name without."""
     column = next((name for name in ("label", "labels", "fine_label") if name in schema.names), "")
     if not column or "int" not in str(schema.field(column).type):
         return [], ""
