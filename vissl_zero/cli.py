@@ -89,7 +89,7 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero train_svm_low_shot ...                 SVMs on few images
   vissl-zero low_shot_test ...                      logistic regression on few images
   vissl-zero nearest_neighbor_test ...              kNN
-  vissl-zero cluster_features_and_label ...         images labelled by k-means of their features
+  vissl-zero cluster_features_and_label ...         images labeled by k-means of their features
   vissl-zero instance_retrieval_test ...            images found by their features
   vissl-zero extract_cluster ...                    the prototype that each image is nearest to
   vissl-zero extract_features ...                   features to files

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from vissl_zero.atomic import is_there
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
-from vissl_zero.config.catalogue import Replacement, missing, public_equivalent, use_catalogue, with_public_paths
+from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
     EXPLAINABLE,
     Composed,
@@ -364,7 +364,7 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         split.DATA_PATHS = [f"/path/to/{name}" for name in split.DATASET_NAMES]
         if "disk_filelist" in split.LABEL_SOURCES or "everstore" in split.LABEL_SOURCES:
             split.LABEL_PATHS = split.LABEL_PATHS or [f"{path}_labels.npy" for path in split.DATA_PATHS]
-    use_catalogue(run.DATA, None)
+    use_catalog(run.DATA, None)
     images = run.IMG_RETRIEVAL.DATASET_PATH
     if run.PROGRAM == RETRIEVAL and not is_there(Path(images).expanduser()):
         fix = "Write config.IMG_RETRIEVAL.DATASET_PATH=<folder>."

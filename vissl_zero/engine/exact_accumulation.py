@@ -1,12 +1,12 @@
 """One loss over all micro-batches of a step, equal to that of as many processes with one micro-batch each.
 
 Accumulating gradients of a loss that couples samples is not the same as a larger batch: each micro-batch has its own
-negatives, centre or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of
+negatives, center or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of
 all of them gives a gradient for each output; a second pass runs each micro-batch again, with graph, and propagates
 those (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
 
 Exact for models without batch norm. With it, each micro-batch has statistics of its own, as one process of several has
-without synchronised batch norm, and running statistics see the micro-batches one after the other.
+without synchronized batch norm, and running statistics see the micro-batches one after the other.
 
 Cost: the student's forward pass twice (a third more computation), one loss instead of many, and the memory of all
 outputs of the step; activations are those of one micro-batch.

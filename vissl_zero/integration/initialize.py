@@ -226,7 +226,7 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     Raises:
         ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
     """
-    # Frozen integers (a quantised base, a table of indices) are kept as they are.
+    # Frozen integers (a quantized base, a table of indices) are kept as they are.
     numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
     formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:

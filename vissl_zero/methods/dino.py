@@ -66,7 +66,7 @@ def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, co
     return sinkhorn(rows[None], temperature, num_iters, counted)[0].view(teacher.shape)
 
 
-class Centre(nn.Module):
+class Center(nn.Module):
     """Running mean of the teacher's scores over the rows of all ranks, which keeps one prototype from winning them all.
 
     Args:
@@ -86,7 +86,7 @@ class Centre(nn.Module):
 
     @torch.no_grad()
     def targets(self, teacher: Tensor, temperature: float) -> Tensor:
-        """Softmax of the centred scores (..., K); shape of ``teacher``. No communication."""
+        """Softmax of the centered scores (..., K); shape of ``teacher``. No communication."""
         return F.softmax((at_least_float32(teacher) - self.mean) / temperature, dim=-1)
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ _INIT_STD = 0.02
 
 @HEADS.register("dino_head", config=DINOHeadConfig)
 class DINOHead(nn.Module):
-    """An MLP with GELU, embeddings of unit length, weight-normalised prototypes.
+    """An MLP with GELU, embeddings of unit length, weight-normalized prototypes.
 
     Args: the fields of ``DINOHeadConfig``.
     """
@@ -215,7 +215,7 @@ class DINO(EmbeddingMethod):
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
-        self.centre = Centre(output_dim, ema_center)
+        self.centre = Center(output_dim, ema_center)
         self.first_momentum = momentum
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(
@@ -248,7 +248,7 @@ class DINO(EmbeddingMethod):
         return self.centre.sums(teacher_outputs[0].scores[0])
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Move the centre. Collective."""
+        """Move the center. Collective."""
         self.centre.update(torch.stack(tuple(observed)).sum(dim=0))
 
     def momentum(self, step: int) -> float:
@@ -260,15 +260,15 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
     """Mean over this rank's samples of minus the logarithm of the distance to the nearest other sample of all ranks.
 
     KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings by the distance to the nearest other one. As in
-    DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbour is that among the samples of all ranks:
+    DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbor is that among the samples of all ranks:
     DINOv2's own code looks at one rank only, so its result depends on the number of GPUs.
 
     Args:
-        embeddings: (n, D) of one view; not normalised.
+        embeddings: (n, D) of one view; not normalized.
         eps: added to differences and distances.
         counts: samples of each rank; None: asked for.
     Returns:
-        0-d; zero for a batch of one sample, which has no neighbour.
+        0-d; zero for a batch of one sample, which has no neighbor.
     Cost: an all-gather of the embeddings, n * N * D multiplications; an all-reduce of them in the backward pass.
     """
     counts = counts or count_samples(len(embeddings), embeddings.device)
@@ -322,7 +322,7 @@ class IBOTOutput(NamedTuple):
 
 @HEADS.register("ibot_head", config=IBOTHeadConfig)
 class IBOTHead(nn.Module):
-    """Projection MLP and weight-normalised prototypes, for class tokens and patches, shared or separate.
+    """Projection MLP and weight-normalized prototypes, for class tokens and patches, shared or separate.
 
     Args: the fields of ``IBOTHeadConfig``.
 
@@ -455,7 +455,7 @@ class PatchDistillation(EmbeddingMethod):
 class IBOT(PatchDistillation):
     """iBOT: DINO, and self-distillation of masked patches.
 
-    The centre of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
+    The center of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
     for nothing else.
 
     Args: the fields of ``IBOTLossConfig``, with out_dim, patch_out_dim and num_global_crops known.
@@ -484,8 +484,8 @@ class IBOT(PatchDistillation):
     ):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
         self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
-        self.centre = Centre(out_dim, center_momentum)
-        self.patch_centre = Centre(patch_out_dim, center_momentum2)
+        self.centre = Center(out_dim, center_momentum)
+        self.patch_centre = Center(patch_out_dim, center_momentum2)
         self.first_momentum = teacher_momentum
         self.num_warmup_epochs = warmup_teacher_temp_epochs
         self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
@@ -529,9 +529,9 @@ class IBOT(PatchDistillation):
         )
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Move the centres. Collective."""
-        for centre, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
-            centre.update(torch.stack(sums).sum(dim=0))
+        """Move the centers. Collective."""
+        for center, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
+            center.update(torch.stack(sums).sum(dim=0))
 
     def momentum(self, step: int) -> float:
         """See ``Method``."""

@@ -315,7 +315,7 @@ class MemoryBank(nn.Module):
         """Cosine similarity to an image's own memory, then to those of its negatives.
 
         Args:
-            embeddings: (n, D); not normalised.
+            embeddings: (n, D); not normalized.
             sample_ids: (n,) index of each image in the data set.
             negatives: (n, M) indices.
         Returns:
@@ -330,7 +330,7 @@ class MemoryBank(nn.Module):
         """Move the memory of the images of all ranks towards their embeddings. Collective.
 
         Args:
-            embeddings: (n, D) of this rank; not normalised. Rows that are not finite are left out.
+            embeddings: (n, D) of this rank; not normalized. Rows that are not finite are left out.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
@@ -443,7 +443,7 @@ def pirl_loss(
     """Both an image and its transformed version are told apart from other images by the memory bank.
 
     Args:
-        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalised.
+        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
         sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
         bank: of all images; update it with ``image`` afterwards.
         num_negatives: images each one is contrasted with.

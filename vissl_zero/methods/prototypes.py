@@ -29,7 +29,7 @@ def deepcluster_loss(
     """Cross-entropy of every crop against the cluster of its image, averaged over clusterings.
 
     Args:
-        embeddings: (V, n, D) of this rank's crops; not normalised.
+        embeddings: (V, n, D) of this rank's crops; not normalized.
         centroids: per clustering (K_i, D), unit rows.
         assignments: (H, n) int64, the cluster of each image in each of the H clusterings; ``NOT_ASSIGNED`` for an image
             that had no embedding, which does not count.
@@ -40,8 +40,8 @@ def deepcluster_loss(
     """
     rows = F.normalize(at_least_float32(embeddings), dim=2)
     losses = []
-    for centres, clusters in zip(centroids, assignments, strict=True):
-        logits = (rows @ centres.to(rows.dtype).T / temperature).flatten(0, 1)
+    for centers, clusters in zip(centroids, assignments, strict=True):
+        logits = (rows @ centers.to(rows.dtype).T / temperature).flatten(0, 1)
         labels = clusters.repeat(len(rows))
         errors = F.cross_entropy(logits, labels, ignore_index=NOT_ASSIGNED, reduction="none")
         losses.append(weighted_mean(errors, (labels != NOT_ASSIGNED).to(errors.dtype), embeddings.shape[1]))
@@ -115,7 +115,7 @@ class ClusterMemory(nn.Module):
         """Remember the embeddings of the images of all ranks. Collective.
 
         Args:
-            embeddings: (C, n, D) of this rank; not normalised. Images with rows that are not finite are left out.
+            embeddings: (C, n, D) of this rank; not normalized. Images with rows that are not finite are left out.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """

@@ -25,7 +25,7 @@ from vissl_zero.vissl.keys import ALIASES
 _HEAD_PREFIX = "heads."
 _BLOCK = re.compile(r"trunk\.(?:net\.)?blocks\.(\d+)\.")
 _BIAS = re.compile(r"(^|_)bias(_|$)")
-# _NormBase: batch norm and instance norm of every kind, torch's synchronised one and subclasses included.
+# _NormBase: batch norm and instance norm of every kind, torch's synchronized one and subclasses included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -204,10 +204,10 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the parameters of ``module`` itself scale and shift normalised values.
+    """Whether the parameters of ``module`` itself scale and shift normalized values.
 
     Batch, instance, layer, group and RMS norm, subclasses included; and any class with "norm" in its name whose own
-    parameters have at most one dimension, which is how norm layers outside torch are recognised.
+    parameters have at most one dimension, which is how norm layers outside torch are recognized.
     """
     if isinstance(module, _NORMS):
         return True
@@ -276,7 +276,7 @@ def build_optimizer(
 
     A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of a
     tensor depends on that tensor alone (``optim/update_rule.py`` finds out), alone or as a pair with an ``Adaptation``.
-    It must honour each group's ``lr`` and ``weight_decay``, which schedules set before every step.
+    It must honor each group's ``lr`` and ``weight_decay``, which schedules set before every step.
 
     Args:
         plan: name, options and LARC.

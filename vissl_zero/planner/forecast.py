@@ -163,7 +163,7 @@ class Forecaster:
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace) and plan.engine != "torch":
-            unknown = f"the {plan.engine} engine's own buffers are not modelled"
+            unknown = f"the {plan.engine} engine's own buffers are not modeled"
         elif isinstance(trace, StepTrace):
             # The sums are made with real tensors.
             with unset_fake_temporarily():

@@ -222,7 +222,7 @@ class LossHistory:
     """The loss from the first step to the last in a bounded number of means, so that a year's run costs the same.
 
     Args:
-        capacity: most values kept; even. When it is reached, neighbours are merged and each then stands for twice as
+        capacity: most values kept; even. When it is reached, neighbors are merged and each then stands for twice as
             many steps.
     """
 

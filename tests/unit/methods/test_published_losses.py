@@ -20,7 +20,7 @@ from tests.unit.methods.batches import LossBatch
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.methods.contrastive import nnclr_loss, supcon_loss
 from vissl_zero.methods.dino import (
-    Centre,
+    Center,
     IBOTOutput,
     dino_loss,
     dinov2_loss,
@@ -160,17 +160,17 @@ def test_vicreg():
 
 
 def test_dino():
-    """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a centre."""
+    """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a center."""
     student, teacher = _randn(10, 4, 6, 8), _randn(11, 2, 6, 8)
-    centre = Centre(8, 0.9).double()
-    centre.mean.copy_(_randn(9, 8) * 0.1)
-    _is(dino_loss(student, centre.targets(teacher, 0.07)), 12.103813516045745)
-    centre.update(centre.sums(teacher))
+    center = Center(8, 0.9).double()
+    center.mean.copy_(_randn(9, 8) * 0.1)
+    _is(dino_loss(student, center.targets(teacher, 0.07)), 12.103813516045745)
+    center.update(center.sums(teacher))
     after = [-0.02627772145883702, 0.15383469641282838, -0.036471944648670124, 0.03134863702576182]
     after += [0.1320562308676549, -0.02482915077759862, 0.02988401876559076, 0.01426439333174953]
-    _is(centre.mean, after)
-    centre.update(centre.sums(teacher * torch.inf))
-    _is(centre.mean, after)
+    _is(center.mean, after)
+    center.update(center.sums(teacher * torch.inf))
+    _is(center.mean, after)
 
 
 def test_nnclr():
@@ -208,12 +208,12 @@ def _masked() -> tuple[Tensor, Tensor, Tensor]:
 def test_ibot():
     """bytedance/ibot da316d8 main_ibot.py."""
     student, teacher, mask = _masked()
-    centre = Centre(7, 0.9).double()
-    centre.mean.copy_(_randn(12, 7) * 0.1)
-    _is(masked_patch_loss(student, centre.targets(teacher, 0.07), mask), 11.88465635487851)
-    centre.update(centre.sums(teacher))
+    center = Center(7, 0.9).double()
+    center.mean.copy_(_randn(12, 7) * 0.1)
+    _is(masked_patch_loss(student, center.targets(teacher, 0.07), mask), 11.88465635487851)
+    center.update(center.sums(teacher))
     after = [-0.013543190273707704, -0.12788921485993437, -0.008178795242890474, 0.040424776616997116]
-    _is(centre.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
+    _is(center.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
 
 
 def test_dinov2():

@@ -299,7 +299,7 @@ class GradientSharded(_OwnedByRank):
         self._parallel = ShardedDataParallel(
             module,
             oss,
-            broadcast_buffers=False,  # batch norm is synchronised, or differs between ranks on purpose
+            broadcast_buffers=False,  # batch norm is synchronized, or differs between ranks on purpose
             sync_models_at_startup=False,  # all ranks were found to hold the same
             reduce_buffer_size=self._buffer_size,
             # Would lay all parameters out afresh at every change between training and evaluation.
