@@ -264,7 +264,7 @@ class Scratch:
 
 
 def _parent() -> Path:
-    """TMPDIR, or /tmp where that is too long a name for a folder with sockets."""
+    """Return TMPDIR, or /tmp where that is too long a name for a folder with sockets."""
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108 - mkdtemp makes it
 
@@ -354,7 +354,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL; real-time signals have numbers only."""
+    """Name a signal, such as SIGKILL; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -471,7 +471,7 @@ def _who_else_can_replace(status: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether the user is the only member of a group (many systems give each user a private group)."""
+    """Check whether the user is the only member of a group (many systems give each user a private group)."""
     if gid == 0:
         return True
     try:

@@ -324,7 +324,7 @@ _NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode"
 
 
 def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: int) -> Slots:
-    """Slots with cores (and GPUs) of their own.
+    """Divide the machine into slots with cores (and GPUs) of their own.
 
     Args:
         host: this machine.
@@ -387,7 +387,7 @@ def _finish(job: _Job, total: int) -> None:
 
 
 def _end(running: list[subprocess.Popen[bytes]]) -> None:
-    """Every running job is asked to save and stop, waited for, and killed if it does not."""
+    """Ask every running job to save and stop, wait for it, and kill it if it does not."""
     for process in running:
         process.terminate()
     deadline = time.monotonic() + _FAREWELL_S

@@ -153,7 +153,7 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
 
 
 def _is_over(run: Run) -> bool:
-    """Whether the summary of the run's last step exists. The same on every rank, because they share the folder."""
+    """Check whether the summary of the run's last step exists. All ranks agree, because they share the folder."""
     try:
         return read_object(run.folder / summary.FILE_NAME).get("num_steps") == run.step
     except (OSError, ValueError):

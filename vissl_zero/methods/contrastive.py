@@ -92,7 +92,7 @@ class NNCLR(EmbeddingMethod):
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Queue them. Collective."""
+        """Queue the projections. Collective."""
         for projections in observed:
             self.queue.push(projections)
 

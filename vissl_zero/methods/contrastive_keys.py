@@ -40,11 +40,11 @@ class NNCLRSpec(MethodSpec):
     recipe = "digits/nnclr"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim from the head."""
+        """Infer embedding_dim from the head."""
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, a projector and a predictor, a queue that takes a whole micro-batch."""
+        """Check for two views, a projector and a predictor, a queue that takes a whole micro-batch."""
         path, batch = f"LOSS.{cfg.LOSS['name']}", decided.micro_batch
         fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
         length = at_least(f"{path}.queue_size", loss_keys(cfg).queue_size, batch, fix)
@@ -71,7 +71,7 @@ class SupConSpec(MethodSpec):
     recipe = "digits/supcon"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, one projection head, a class for each image."""
+        """Check for two views, one projection head, a class for each image."""
         found = [*one_head(cfg, "mlp"), *two_views(cfg)]
         if cfg.DATA.TRAIN.LABEL_TYPE != "standard":
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."

@@ -30,7 +30,7 @@ from vissl_zero.registry import HEADS, LOSSES
 
 
 def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1) -> Tensor:
-    """Cross-entropy of every student view against the target of every other teacher view, averaged over pairs.
+    """Compute the cross-entropy of each student view against the targets of other teacher views, averaged over pairs.
 
     Args:
         student: (V, n, K) scores; the teacher's views come first, in the same order.
@@ -51,7 +51,7 @@ def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1
 
 @torch.no_grad()
 def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, counts: Tensor | None = None) -> Tensor:
-    """Targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
+    """Compute targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
 
     Args:
         teacher: (..., K) scores; any number of rows, also none.
@@ -86,7 +86,7 @@ class Center(nn.Module):
 
     @torch.no_grad()
     def targets(self, teacher: Tensor, temperature: float) -> Tensor:
-        """Softmax of the centered scores (..., K); shape of ``teacher``. No communication."""
+        """Compute the softmax of the centered scores (..., K); shape of ``teacher``. No communication."""
         return F.softmax((at_least_float32(teacher) - self.mean) / temperature, dim=-1)
 
     @torch.no_grad()
@@ -149,12 +149,12 @@ class DINOHead(nn.Module):
         self.prototypes0 = NormalizedPrototypes(bottleneck_dim, num_clusters[0], normalize_last_layer)
 
     def forward(self, features: Tensor) -> SwAVOutput:
-        """Features (n, in_dim) of all crops -> embeddings and scores."""
+        """Compute embeddings and scores of the features (n, in_dim) of all crops."""
         embeddings = self.embed(features)
         return SwAVOutput(embeddings, [self.prototypes0(embeddings)], None)
 
     def embed(self, rows: Tensor) -> Tensor:
-        """(..., in_dim) -> embeddings of unit length, float32 or finer; with batch norm of rows (n, in_dim) alone."""
+        """Embed (..., in_dim) at unit length, float32 or finer; with batch norm rows (n, in_dim) alone."""
         x = self.mlp(rows)
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
@@ -185,7 +185,7 @@ class TeacherTemperature:
     interval: str = "step"
 
     def at(self, step: int, steps_per_epoch: int) -> float:
-        """Of optimizer step ``step``, from 0."""
+        """Return the temperature of optimizer step ``step``, from 0."""
         is_by_epoch = self.interval == "epoch"
         done = step // steps_per_epoch if is_by_epoch else step
         length = round(self.num_steps / steps_per_epoch) - 1 if is_by_epoch else self.num_steps
@@ -252,12 +252,12 @@ class DINO(EmbeddingMethod):
         self.centre.update(torch.stack(tuple(observed)).sum(dim=0))
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)
 
 
 def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = None) -> Tensor:
-    """Mean over this rank's samples of minus the logarithm of the distance to the nearest other sample of all ranks.
+    """Average minus the log of the distance to the nearest other sample of all ranks, over this rank's samples.
 
     KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings by the distance to the nearest other one. As in
     DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbor is that among the samples of all ranks:
@@ -285,7 +285,7 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
 
 
 def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float = 0.1) -> Tensor:
-    """Cross-entropy of masked patches against the teacher's, which saw them: mean within images, then over images.
+    """Compute the cross-entropy of masked patches against the teacher's, which saw them: mean by image, then over all.
 
     As many patches of every image are given, so that shapes do not depend on masks; those not masked do not count.
 
@@ -393,7 +393,7 @@ class IBOTDINOHead(DINOHead):
 
 
 def _are_masked(view: PatchView) -> Tensor | None:
-    """(b, m) bool, which of the patches asked for are masked; None if nothing is."""
+    """Tell which of the patches asked for are masked, (b, m) bool; None if nothing is."""
     if view.masked is None:
         return None
     return view.masked if view.wanted is None else view.masked.gather(1, view.wanted)
@@ -419,7 +419,7 @@ class PatchDistillation(EmbeddingMethod):
         self.mask_probability = mask_probability
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All crops, those of the first size masked."""
+        """Run the student on all crops, those of the first size masked."""
         outputs: list[Any] = model(batch.images, see=partial(self._see, masks=True))
         return outputs
 
@@ -429,7 +429,7 @@ class PatchDistillation(EmbeddingMethod):
         return outputs
 
     def by_view(self, rows: Tensor, batch: Batch, num_views: int | None = None) -> Tensor:
-        """Rows (views * n, ...) as (views, n, ...); by default of the crops that the teacher sees."""
+        """Reshape rows (views * n, ...) to (views, n, ...); by default of the crops that the teacher sees."""
         return rows.unflatten(0, (num_views or self.num_global_crops, batch.num_local))
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
@@ -447,7 +447,7 @@ class PatchDistillation(EmbeddingMethod):
         return [first, *(PatchView() for _ in images[1:])]
 
     def _is_masking(self) -> bool:
-        """Whether patches are masked in this epoch."""
+        """Check whether patches are masked in this epoch."""
         return True
 
 
@@ -534,11 +534,11 @@ class IBOT(PatchDistillation):
             center.update(torch.stack(sums).sum(dim=0))
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)
 
     def _is_masking(self) -> bool:
-        """See ``PatchDistillation``."""
+        """Check whether patches are masked in this epoch."""
         return self.epoch >= self.mim_start_epoch
 
 
@@ -625,5 +625,5 @@ class DINOv2(PatchDistillation):
         )
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)

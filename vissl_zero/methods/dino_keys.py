@@ -80,12 +80,12 @@ class DINOSpec(MethodSpec):
     recipe = "digits/dino"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """output_dim from the head."""
+        """Infer output_dim from the head."""
         counts = next((options.get("num_clusters") for _, options in heads_of(cfg)), None)
         return {"output_dim": (counts[0] if counts else None, "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two crops or more, one head with one layer of prototypes."""
+        """Check for two crops or more, one head with one layer of prototypes."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "swav_head", "dino_head"),
@@ -215,7 +215,7 @@ class IBOTSpec(MethodSpec):
     recipe = "digits/ibot"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Prototypes from the head, crops from the transforms."""
+        """Infer prototypes from the head, crops from the transforms."""
         clusters: list[Any] = prototypes_of(cfg) or [None]
         crops = crops_of(cfg)
         return {
@@ -239,7 +239,7 @@ IBOT_HEADS = ("ibot_head", "ibot_dino_head")
 
 
 def prototypes_of(cfg: RunConfig) -> list[int] | None:
-    """Prototypes of the first head: one number, or one for crops and one for patches."""
+    """Return the prototypes of the first head: one number, or one for crops and one for patches."""
     name, keys = next(heads_of(cfg), ("", {}))
     if name != "ibot_dino_head":
         return keys.get("num_clusters")
@@ -316,12 +316,12 @@ class DINOv2Spec(IBOTSpec):
     recipe = "digits/dinov2"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Crops from the transforms."""
+        """Infer the crops from the transforms."""
         crops = crops_of(cfg)
         return {"num_global_crops": (crops[0] if crops else None, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """As iBOT."""
+        """Check the recipe as iBOT's."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         found = patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability)
         return [*found, *share(f"{path}.momentum", keys.momentum)]

@@ -109,7 +109,7 @@ class DINOv3(DINOv2):
         return loss + self.gram_weight * gram_loss(outputs[0].patches, teacher_outputs[1])
 
     def moves_anchor(self, step: int) -> bool:
-        """See ``Method``."""
+        """Check whether the anchor moves after this step; see ``Method``."""
         since = step + 1 - self._first_step()
         return 0 <= since < self.gram_updates * self.gram_interval and since % self.gram_interval == 0
 

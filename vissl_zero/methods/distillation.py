@@ -35,7 +35,7 @@ from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 def distillation_loss(
     student: Tensor, teacher: Tensor, temperature: float = 1.0, loss_type: str = "kl_divergence"
 ) -> Tensor:
-    """KL divergence of the student's from the teacher's softened probabilities, times the squared temperature.
+    """Compute the KL divergence of softened probabilities, student from teacher, times the squared temperature.
 
     Args:
         student, teacher: (n, C) logits; no gradient goes into the teacher's.
@@ -131,7 +131,7 @@ class KnowledgeDistillation(EmbeddingMethod):
 def dino_distillation_loss(
     student: Tensor, targets: Tensor, student_temperature: float = 0.1, swapped_assignment: bool = False
 ) -> Tensor:
-    """Cross-entropy of the student's crops against the teacher's, as VISSL's ``dino_distillation_loss`` pairs them.
+    """Compute the cross-entropy of crops, student against teacher, as VISSL's ``dino_distillation_loss`` pairs them.
 
     Args:
         student: (V, n, K) scores; the teacher's crops come first, in the same order.
@@ -186,7 +186,7 @@ class DINODistillation(EmbeddingMethod):
         return model.requires_grad_(False)
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All crops, patches left out of those of the first size where asked for."""
+        """Run the student on all crops, patches left out of those of the first size where asked for."""
         if not self.patch_drop:
             return super().run_student(model, batch)
         outputs: list[Any] = model(batch.images, see=self._see)
@@ -404,6 +404,6 @@ def _require_scores(student: Tensor, teacher: Tensor) -> None:
 
 
 def _scores(output: Any) -> Tensor:
-    """Of the first prototypes, or what an mlp gives."""
+    """Return the scores of the first prototypes, or what an mlp gives."""
     scores: Tensor = output.scores[0] if hasattr(output, "scores") else output
     return scores

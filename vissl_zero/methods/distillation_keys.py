@@ -172,7 +172,7 @@ class DistillationSpec(MethodSpec):
     recipe = "digits/distillation"
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
-        """Unless a run folder is named."""
+        """Check whether no run folder is named, so that the teacher is another model."""
         return not getattr(loss_keys(cfg), "teacher", "")
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
@@ -186,7 +186,7 @@ class DistillationSpec(MethodSpec):
         return crops if cfg.LOSS["name"] == "dino_distillation_loss" else {}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One head, a teacher that is there, labels where they count, crops for the teacher."""
+        """Check for one head, a teacher that is there, labels where they count, crops for the teacher."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return [*_swav_problems(cfg), *_teacher_problems(cfg, decided)]
@@ -246,5 +246,5 @@ def _swav_problems(cfg: RunConfig) -> list[Problem]:
 
 
 def teacher_folder(teacher: str) -> Path:
-    """Where the teacher's configuration and weights are."""
+    """Return where the teacher's configuration and weights are."""
     return _WITH_THE_PACKAGE.get(teacher, Path(teacher).expanduser())

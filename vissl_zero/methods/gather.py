@@ -67,7 +67,7 @@ def count_samples(num_local: int, device: torch.device) -> SampleCounts:
 
 
 def gather_samples(rows: Tensor, counts: SampleCounts | None = None) -> Tensor:
-    """Rows of all ranks in the order of samples; differentiable. Collective, in the backward pass too.
+    """Gather the rows of all ranks in the order of samples; differentiable. Collective, in the backward pass too.
 
     Args:
         rows: (n_r, ...) of this rank; trailing dimensions and dtype equal on all ranks.
@@ -82,7 +82,7 @@ def gather_samples(rows: Tensor, counts: SampleCounts | None = None) -> Tensor:
 
 
 def sum_over_ranks(statistic: Tensor) -> Tensor:
-    """Sum of a tensor over all ranks; differentiable. Collective, in the backward pass too.
+    """Sum a tensor over all ranks; differentiable. Collective, in the backward pass too.
 
     Args:
         statistic: any shape, the same on all ranks; a sum over this rank's samples.
@@ -141,7 +141,7 @@ class _SumOverRanks(torch.autograd.Function):
 def sinkhorn(
     scores: Tensor, epsilon: float, num_iters: int, counts: Tensor | None = None, powerlaw: float = 0.0
 ) -> Tensor:
-    """Soft assignments that use all prototypes equally (or by a power law) over the samples of all ranks.
+    """Compute soft assignments that use all prototypes equally (or by a power law) over the samples of all ranks.
 
     Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
     logarithm: small epsilons neither overflow nor leave a prototype with a sum of zero, so nothing depends on a
@@ -168,7 +168,7 @@ def sinkhorn(
 
 
 def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
-    """(C, n, K) -> (C, 1, K) over the samples of all ranks that count; a rank without any adds nothing."""
+    """Reduce (C, n, K) to (C, 1, K) over the samples of all ranks that count; a rank without any adds nothing."""
     if counts is not None:
         logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
     local = torch.logsumexp(logits, dim=1, keepdim=True)
@@ -223,9 +223,9 @@ class EmbeddingQueue(nn.Module):
         return self.embeddings[:, rank * self.num_filled // world_size : (rank + 1) * self.num_filled // world_size]
 
     def get_extra_state(self) -> Tensor:
-        """``num_filled``, for ``state_dict``."""
+        """Return ``num_filled``, for ``state_dict``."""
         return torch.tensor(self.num_filled)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """``num_filled``, from ``load_state_dict``."""
+        """Set ``num_filled``, from ``load_state_dict``."""
         self.num_filled = int(state)

@@ -59,7 +59,7 @@ def clustering_health(sums: Tensor, dim: int, num_prototypes: Sequence[int]) -> 
 
 
 def effective_rank(gram: Tensor) -> float:
-    """Exponential of the entropy of the normalized singular values (Roy and Vetterli 2007; RankMe, arXiv 2210.02885).
+    """Compute the exp of the entropy of normalized singular values (Roy and Vetterli 2007; RankMe, arXiv 2210.02885).
 
     Args:
         gram: (D, D) float64, X^T X of the rows X, not centered: a model that gives one vector for all has rank 1.
@@ -91,7 +91,7 @@ def embedding_sums(embeddings: Tensor) -> Tensor:
 
 
 def embedding_rank(sums: Tensor) -> dict[str, float]:
-    """``effective_rank`` of the embeddings of all ranks; 1: all point the same way."""
+    """Compute ``effective_rank`` of the embeddings of all ranks; 1: all point the same way."""
     dim = math.isqrt(sums.numel())
     return {"effective_rank": effective_rank(sums.cpu().view(dim, dim))}
 
@@ -179,7 +179,7 @@ class ClusteringCollapse(CollapseRule):
         self._stuck = Since()
 
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
-        """See ``CollapseRule``."""
+        """Update the verdict with one step; see ``CollapseRule``."""
         entropy, rank = watch.get("assignment_entropy"), watch.get("effective_rank")
         if loss is None or entropy is None or rank is None:
             return None
@@ -208,7 +208,7 @@ class ClusteringCollapse(CollapseRule):
 
 
 def trivial_loss(num_prototypes: Sequence[int]) -> float:
-    """Mean of ``ln(prototypes)`` over the prototype layers of a head."""
+    """Average ``ln(prototypes)`` over the prototype layers of a head."""
     return sum(math.log(count) for count in num_prototypes) / len(num_prototypes)
 
 
@@ -230,7 +230,7 @@ class RankCollapse(CollapseRule):
         self._stuck = Since()
 
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
-        """See ``CollapseRule``."""
+        """Update the verdict with one step; see ``CollapseRule``."""
         newest = watch.get("effective_rank", math.nan)
         if loss is None or not math.isfinite(newest):
             return None

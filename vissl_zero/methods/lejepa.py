@@ -103,7 +103,7 @@ class LeJEPA(EmbeddingMethod):
         self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """See ``lejepa_loss``. Collective."""
+        """Compute ``lejepa_loss``. Collective."""
         views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
         self._note(views[0])
         directions = random_directions(views.shape[2], self.num_slices, self._step, views)

@@ -44,10 +44,10 @@ class LeJEPASpec(MethodSpec):
     recipe = "digits/lejepa"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Crops from the transforms."""
+        """Infer the crops from the transforms."""
         crops = crops_of(cfg)
         return {"num_global_crops": (crops[0] if crops else None, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views or more, one projection head."""
+        """Check for two views or more, one projection head."""
         return [*one_head(cfg, "mlp"), *two_views(cfg, exactly=False)]

@@ -48,7 +48,7 @@ _VARIANCE_EPS = 1e-6
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """Pixels of each patch, (B, C, H, W) -> (B, P, patch_size^2 * C), patches row by row, channels innermost.
+    """Cut images into patches, (B, C, H, W) -> (B, P, patch_size^2 * C), patches row by row, channels innermost.
 
     Raises:
         ValueError: the patch size does not divide the image.
@@ -70,7 +70,7 @@ def pixel_targets(images: Tensor, patch_size: int, normalize: bool = True) -> Te
 
 
 def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Squared error of the masked patches, averaged over their elements, then over the masked patches of all ranks.
+    """Average the squared error of masked patches over their elements, then over the masked patches of all ranks.
 
     Args:
         predictions, targets: (n, P, E) of this rank's images.
@@ -119,7 +119,7 @@ class MAE(EmbeddingMethod):
         return mae_loss(output.predictions, targets, targets.new_ones(output.wanted.shape))
 
     def collapse_rule(self, num_steps: int) -> None:
-        """None: MAE has no embeddings whose collapse could be measured."""
+        """Return None: MAE has no embeddings whose collapse could be measured."""
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (own,) = images
@@ -130,7 +130,7 @@ class MAE(EmbeddingMethod):
 
 
 def simmim_loss(predictions: Tensor, images: Tensor, mask: Tensor) -> Tensor:
-    """Mean absolute error over the masked pixels of all ranks.
+    """Average the absolute error over the masked pixels of all ranks.
 
     Args:
         predictions, images: (n, C, H, W) of this rank's images.
@@ -176,7 +176,7 @@ class PixelHead(nn.Module):
         self.output = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
-        """Pixels of images of one resolution."""
+        """Predict the pixels of images of one resolution."""
         (own,) = tokens
         patches = self.output(own.wanted()).unflatten(1, own.grid).unflatten(3, (3, self.patch_size, self.patch_size))
         # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
@@ -200,7 +200,7 @@ class SimMIM(EmbeddingMethod):
         self.mask_patch_size = mask_patch_size
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All patches, some of them masked."""
+        """Run the student on all patches, some of them masked."""
         outputs: list[Any] = model(batch.images, see=self._see)
         return outputs
 
@@ -216,7 +216,7 @@ class SimMIM(EmbeddingMethod):
         return simmim_loss(output.pixels, images, output.mask)
 
     def collapse_rule(self, num_steps: int) -> None:
-        """None: SimMIM has no embeddings whose collapse could be measured."""
+        """Return None: SimMIM has no embeddings whose collapse could be measured."""
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (own,) = images
@@ -283,7 +283,7 @@ class IJEPA(EmbeddingMethod):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Whole images, of which the targets' embeddings are taken."""
+        """Run the teacher on whole images, of which the targets' embeddings are taken."""
         outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
         return outputs
 
@@ -294,7 +294,7 @@ class IJEPA(EmbeddingMethod):
         return latent_regression(student.predictions, teacher_outputs[0].patches, self.beta)
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._linear_momentum(self.first_momentum, step)
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool) -> list[PatchView]:
@@ -356,7 +356,7 @@ class LatentHead(nn.Module):
         self.output: nn.Linear | None = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> LatentOutput:
-        """Predictions and targets of images of one resolution."""
+        """Compute predictions and targets of images of one resolution."""
         (own,) = tokens
         predictions = None if self.output is None else self.output(own.wanted())
         if not own.blocks or own.view.wanted is None:
@@ -388,12 +388,12 @@ class Data2Vec(EmbeddingMethod):
         self.beta = beta
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All patches, some of them masked."""
+        """Run the student on all patches, some of them masked."""
         outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Whole images, of which the last blocks' tokens are taken where the student's are masked."""
+        """Run the teacher on whole images; the last blocks' tokens are taken where the student's are masked."""
         outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
         return outputs
 
@@ -404,7 +404,7 @@ class Data2Vec(EmbeddingMethod):
         return latent_regression(student.predictions, teacher_outputs[0].targets, self.beta)
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self.constant_momentum
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool) -> list[PatchView]:
@@ -466,7 +466,7 @@ class PatchPredictor(nn.Module):
         self.predictor: _Predictor | None = _Predictor(dims, depth, num_heads)
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PatchOutput:
-        """Predictions for the patches asked for of images of one resolution."""
+        """Predict the patches asked for of images of one resolution."""
         (own,) = tokens
         wanted = own.view.wanted
         assert wanted is not None, "a method that has predictions asks for patches"
@@ -486,7 +486,7 @@ class _Predictor(nn.Module):
         self.output = nn.Linear(dims[1], dims[2])
 
     def forward(self, rows: Tensor, tokens: Tokens, wanted: Tensor) -> Tensor:
-        """(b, ..., m, E): each group (m) of patches from the prefix tokens and patches in ``rows``, by itself."""
+        """Predict (b, ..., m, E): each group (m) of patches from prefix tokens and patches in ``rows``, by itself."""
         seen: Tensor = self.embedding(rows)
         positions = sine_positions(tokens.grid, self.width, seen)
         num_prefix, kept = tokens.num_prefix, tokens.view.kept
@@ -503,6 +503,6 @@ class _Predictor(nn.Module):
         return predictions
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """As a vision transformer's."""
+        """Draw the first weights as a vision transformer's."""
         initialize_transformer_(self, generator_for)
         truncated_normal_(self.mask_token, generator_for("mask_token"))

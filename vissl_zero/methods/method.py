@@ -106,7 +106,7 @@ class Method(nn.Module):
     views_apart: bool = False
 
     def forward(self, *args: Any) -> Tensor:
-        """See the class."""
+        """Compute the loss; see the class."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(outputs, batch)")
 
     def loss(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class Method(nn.Module):
         return outputs
 
     def momentum(self, step: int) -> float:
-        """Weight of the teacher's past after optimizer step ``step`` (from 0); 1 - it is the student's weight."""
+        """Return the weight of the teacher's past after optimizer step ``step`` (from 0); the rest is the student's."""
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
     def moves_anchor(self, step: int) -> bool:
@@ -174,7 +174,7 @@ class Method(nn.Module):
         return outputs
 
     def probe(self) -> Tensor | None:
-        """Rows (q, D) to be scored by the head in the coming forward pass, without gradient; None: nothing."""
+        """Return rows (q, D) for the head to score in the coming forward pass, without gradient; None: nothing."""
         return None
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
@@ -197,10 +197,10 @@ class Method(nn.Module):
         """
 
     def set_images(self, num_images: int) -> None:
-        """How many images there are to train on: the size of a memory of them. Before the method gets its dtype."""
+        """Set how many images there are to train on: the size of a memory. Called before the method gets its dtype."""
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
-        """How long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
+        """Set how long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
 
     def on_epoch(self, epoch: int) -> None:
         """Prepare for a new epoch, counted from 0. May be a collective."""
@@ -213,7 +213,7 @@ class Method(nn.Module):
         return torch.empty(0)
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """Figures on the last micro-batch of all ranks, for logs and the report.
+        """Compute figures on the last micro-batch of all ranks, for logs and the report.
 
         Args:
             sums: ``health_sums`` of all ranks together, float64.
@@ -229,12 +229,12 @@ class Method(nn.Module):
         return None
 
     def normalized_rows(self) -> list[str]:
-        """Full names of 2-d parameters whose rows are set to unit length after each optimizer step."""
+        """Return full names of 2-d parameters whose rows are set to unit length after each optimizer step."""
         return []
 
 
 def join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
-    """Crop-major rows of several micro-batches, as those of one micro-batch with all their samples.
+    """Join crop-major rows of several micro-batches, as those of one micro-batch with all their samples.
 
     Args:
         parts: (V * n_i, ...) each.
@@ -285,32 +285,32 @@ class EmbeddingMethod(Method):
         self._num_steps, self._steps_per_epoch = max(num_steps, 1), max(steps_per_epoch, 1)
 
     def health_sums(self) -> Tensor:
-        """``embedding_sums`` of the last micro-batch."""
+        """Compute ``embedding_sums`` of the last micro-batch."""
         return embedding_sums(self._last) if self._last is not None else super().health_sums()
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """``effective_rank``."""
+        """Compute ``effective_rank``."""
         return {} if self._last is None else embedding_rank(sums)
 
     def collapse_rule(self, num_steps: int) -> CollapseRule | None:
-        """All images with nearly the same embedding."""
+        """Return the rule for a collapse: all images with nearly the same embedding."""
         return RankCollapse(patience=max(500, num_steps // 4))
 
     def _note(self, embeddings: Tensor) -> None:
-        """Rows (m, D) that the figures of this step are about."""
+        """Remember the rows (m, D) that the figures of this step are about."""
         self._last = embeddings.detach()
 
     def _cosine_momentum(self, start: float, step: int) -> float:
-        """From ``start`` to 1 along half a cosine over the run (https://arxiv.org/abs/2006.07733, section 3.2)."""
+        """Interpolate from ``start`` to 1 along half a cosine over the run (https://arxiv.org/abs/2006.07733, 3.2)."""
         return 1 - (1 - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
     def _linear_momentum(self, start: float, step: int, end: float = 1.0) -> float:
-        """From ``start`` to ``end`` in a straight line over the run."""
+        """Interpolate from ``start`` to ``end`` in a straight line over the run."""
         return start + (end - start) * min(step / self._num_steps, 1.0)
 
 
 def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
-    """Rows (num_crops * B, D) crop by crop, (B, D) each.
+    """Split rows (num_crops * B, D) crop by crop, (B, D) each.
 
     Raises:
         ConfigError: there are other crops than the method takes.

@@ -22,7 +22,7 @@ _SHARES = 6  # whether to mix, which of the two, where, how large
 
 
 def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """One-hot targets of which ``smoothing`` is spread evenly over all classes (https://arxiv.org/abs/1512.00567).
+    """Spread ``smoothing`` of one-hot targets evenly over all classes (https://arxiv.org/abs/1512.00567).
 
     Args:
         labels: (n,) int64.
@@ -33,7 +33,7 @@ def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> 
 
 
 def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
-    """Targets of images mixed by mixup or CutMix (https://arxiv.org/abs/1710.09412, 1905.04899).
+    """Mix the targets of images mixed by mixup or CutMix (https://arxiv.org/abs/1710.09412, 1905.04899).
 
     Args:
         targets, partners: (n, C) of each image and of the one mixed into it.
@@ -45,7 +45,7 @@ def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
 
 
 def beta_from(uniforms: Tensor, alpha: float) -> Tensor:
-    """Beta(alpha, alpha) by Johnk's method (https://doi.org/10.1007/BF02613800), whose tries are all made at once.
+    """Draw Beta(alpha, alpha) by Johnk's method (https://doi.org/10.1007/BF02613800), all tries made at once.
 
     Args:
         uniforms: (n, tries, 2) in [0, 1).
@@ -92,7 +92,7 @@ class Mixing:
         return mixed, shares
 
     def labels(self, targets: Tensor, shares: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Labels of what was mixed.
+        """Mix the labels of what was mixed.
 
         Args:
             targets: (B,) int64.
@@ -107,7 +107,7 @@ class Mixing:
         return mix_targets(labels.repeat(views, 1), labels.flip(0).repeat(views, 1), own)
 
     def _shared(self, uniforms: Tensor) -> Tensor:
-        """(V, B, m) draws, equal where ``mode`` lets images share them."""
+        """Share (V, B, m) draws where ``mode`` lets images share them."""
         if self.config.mode == "elem":
             return uniforms
         if self.config.mode == "batch":
@@ -116,7 +116,7 @@ class Mixing:
         return uniforms[:, torch.minimum(place, place.flip(0))]
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Images of both, and (rows,) the share of each that is its own."""
+        """Mix images of both; return (rows,) the share of each that is its own, too."""
         keys, (height, width) = self.config, images.shape[2:]
         tries, (is_off, is_cut, *box) = uniforms[:, :-_SHARES], uniforms[:, -_SHARES:].unbind(1)
         first, second = tries.unflatten(1, (2, _TRIES, 2)).unbind(1)
@@ -135,7 +135,7 @@ class Mixing:
         return torch.where(is_pasted, partners, torch.lerp(partners, images, weights)), shares
 
     def _interval(self, place: Tensor, size: Tensor, areas: Tensor, side: int) -> Tensor:
-        """(rows, side) bool: where the box lies along one side."""
+        """Compute where the box lies along one side, (rows, side) bool."""
         if self.config.cutmix_minmax:
             least, most = (int(side * share) for share in self.config.cutmix_minmax)
             length = least + (size * max(most - least, 1)).long()

@@ -126,11 +126,11 @@ class OnlineProbe(nn.Module):
 
     @torch.no_grad()
     def scores(self, rows: Tensor) -> Tensor:
-        """Logits (N, C) of features (N, F). Not a collective."""
+        """Compute logits (N, C) of features (N, F). Not a collective."""
         return self._inputs(rows.to(self.mean.dtype)) @ self.weight.T
 
     def _inputs(self, rows: Tensor) -> Tensor:
-        """Standardized features with a column of ones."""
+        """Standardize the features, with a column of ones."""
         variance = (self.mean_square - self.mean.square()).clamp(min=0)
         return torch.cat([(rows - self.mean) / (variance + 1e-6).sqrt(), rows.new_ones(len(rows), 1)], dim=1)
 

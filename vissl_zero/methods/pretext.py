@@ -54,11 +54,11 @@ class PretextTask(Method):
         self._counts: Tensor | None = None
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """(num_rows,) int64: what was done to each row of the outputs."""
+        """Return (num_rows,) int64: what was done to each row of the outputs."""
         raise NotImplementedError
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Cross-entropy, the mean over this rank's samples. No communication.
+        """Compute the cross-entropy, the mean over this rank's samples. No communication.
 
         Raises:
             ConfigError: the head has other outputs than there are classes.
@@ -74,11 +74,11 @@ class PretextTask(Method):
         return F.cross_entropy(logits, labels, reduction="sum") / max(len(logits), 1)
 
     def health_sums(self) -> Tensor:
-        """Rows of the last micro-batch, and those that are guessed right."""
+        """Count the rows of the last micro-batch, and those that are guessed right."""
         return super().health_sums() if self._counts is None else self._counts
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """``pretext_top1``: share of rows whose class is guessed right."""
+        """Compute ``pretext_top1``: share of rows whose class is guessed right."""
         if self._counts is None:
             return {}
         num_rows, right = sums.tolist()
@@ -97,7 +97,7 @@ class RotNet(PretextTask):
         self.all_angles = all_angles
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Every crop at 0, 90, 180 and 270 degrees, or at one of them: rows by angle, then by crop, then by sample.
+        """Run the student on every crop at 0, 90, 180 and 270 degrees, or at one: rows by angle, crop, sample.
 
         Raises:
             ConfigError: images are not square.
@@ -114,14 +114,14 @@ class RotNet(PretextTask):
         return outputs
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """Quarter turns; see ``PretextTask``."""
+        """Return the quarter turns; see ``PretextTask``."""
         if not self.all_angles:
             return keyed_bits(num_rows, 1, "rotnet", device)[:, 0] % NUM_ANGLES
         return torch.arange(NUM_ANGLES, device=device).repeat_interleave(num_rows // NUM_ANGLES)
 
 
 def tiles_of(images: Tensor, num_tiles: int) -> Tensor:
-    """Images (m, C, H, W) cut into a square grid, row by row: (num_tiles, m, C, H // g, W // g).
+    """Cut images (m, C, H, W) into a square grid, row by row: (num_tiles, m, C, H // g, W // g).
 
     What is left over at the right and at the bottom is left out.
 
@@ -135,7 +135,7 @@ def tiles_of(images: Tensor, num_tiles: int) -> Tensor:
 
 
 def shuffled(tiles: Tensor, orders: Tensor) -> Tensor:
-    """Tiles in another order for each image.
+    """Reorder the tiles of each image.
 
     Args:
         tiles: (T, m, ...).
@@ -153,7 +153,7 @@ def random_order(num_rows: int, num_tiles: int, layer: str, device: torch.device
 
 @cache
 def permutations(num_tiles: int, count: int) -> Tensor:
-    """Orders that are far from each other: each has the largest mean Hamming distance to those before it.
+    """Choose orders that are far from each other: each has the largest mean Hamming distance to those before it.
 
     Args:
         num_tiles: T, at most 9.
@@ -174,7 +174,7 @@ def permutations(num_tiles: int, count: int) -> Tensor:
 
 
 def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
-    """Orders from a .npy file, a row each, counted from 0 or from 1 (VISSL's): (count, T) int64.
+    """Read orders from a .npy file, a row each, counted from 0 or from 1 (VISSL's): (count, T) int64.
 
     Raises:
         ConfigError: it is no such file.
@@ -204,7 +204,7 @@ class SiameseConcatView(nn.Module):
         self.num_towers = num_towers
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the first tile of m images, of the second, ... (num_towers * m, F) -> (m, num_towers * F)."""
+        """Concatenate the features of each image's tiles, given tile by tile: (num_towers * m, F) -> (m, num_towers * F)."""
         tiles = features.flatten(1).unflatten(0, (self.num_towers, len(features) // self.num_towers))
         return tiles.transpose(0, 1).flatten(1)
 
@@ -223,7 +223,7 @@ class JigsawHead(nn.Module):
         self.of_tiles = nn.Linear(num_towers * dims[-1], num_permutations)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the first tile of m images, of the second, ... (num_towers * m, F) -> (m, num_permutations)."""
+        """Score orders from features of the first tile of m images, the second, ...: (m, num_permutations)."""
         logits: Tensor = self.of_tiles(self.side_by_side(self.of_tile(features)))
         return logits
 
@@ -255,7 +255,7 @@ class Jigsaw(PretextTask):
         return outputs
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """Numbers of the orders; see ``PretextTask``."""
+        """Return the numbers of the orders; see ``PretextTask``."""
         return keyed_bits(num_rows, 1, "jigsaw", device)[:, 0] % self.num_classes
 
 
@@ -292,15 +292,15 @@ class MemoryBank(nn.Module):
         self.has_normalizer = False
 
     def get_extra_state(self) -> Tensor:
-        """``has_normalizer``, for ``state_dict``."""
+        """Return ``has_normalizer``, for ``state_dict``."""
         return torch.tensor(self.has_normalizer)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """``has_normalizer``, from ``load_state_dict``."""
+        """Set ``has_normalizer``, from ``load_state_dict``."""
         self.has_normalizer = bool(state)
 
     def draw_negatives(self, num_samples: int, num_negatives: int, layer: str = "memory_bank") -> Tensor:
-        """Images to contrast with, drawn per sample from (seed, step, sample): the same on any number of ranks.
+        """Draw images to contrast with, per sample from (seed, step, sample): the same on any number of ranks.
 
         Args:
             num_samples: n, those that ``set_random_key`` was given.
@@ -312,7 +312,7 @@ class MemoryBank(nn.Module):
         return keyed_bits(num_samples, num_negatives, layer, self.memory.device) % len(self.memory)
 
     def similarities(self, embeddings: Tensor, sample_ids: Tensor, negatives: Tensor) -> Tensor:
-        """Cosine similarity to an image's own memory, then to those of its negatives.
+        """Compute the cosine similarity to an image's own memory, then to those of its negatives.
 
         Args:
             embeddings: (n, D); not normalized.
@@ -342,7 +342,7 @@ class MemoryBank(nn.Module):
 
 
 def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tensor:
-    """Noise-contrastive estimation: tell the image from its negatives (equation 7). The first call sets the bank's Z.
+    """Compute noise-contrastive estimation: tell an image from its negatives (equation 7). The first call sets Z.
 
     Args:
         similarities: (n, 1 + M), see ``MemoryBank.similarities``.
@@ -362,7 +362,7 @@ def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tens
 
 
 def info_nce_loss(similarities: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of finding the image among itself and its negatives (NPID++).
+    """Compute the cross-entropy of finding the image among itself and its negatives (NPID++).
 
     Args:
         similarities: (n, 1 + M), see ``MemoryBank.similarities``.
@@ -375,7 +375,7 @@ def info_nce_loss(similarities: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def _set_normalizer(bank: MemoryBank, scores: Tensor) -> None:
-    """Z: the mean score of the first batch of all ranks, times the number of images."""
+    """Set Z: the mean score of the first batch of all ranks, times the number of images."""
     sums = collectives.all_reduce_sum(torch.stack((scores.sum(), scores.new_tensor(scores.numel()))))
     bank.normalizer.copy_(sums[0] / sums[1] * len(bank.memory))
     bank.has_normalizer = True
@@ -421,7 +421,7 @@ class NPID(EmbeddingMethod):
         return info_nce_loss(similarities, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Embeddings of the images, and which they are."""
+        """Return embeddings of the images, and which they are."""
         return outputs[0].detach(), batch.sample_ids
 
     def update_state(self, observed: Sequence[Any]) -> None:
@@ -440,7 +440,7 @@ def pirl_loss(
     weight: float = 0.5,
     use_info_nce: bool = False,
 ) -> Tensor:
-    """Both an image and its transformed version are told apart from other images by the memory bank.
+    """Tell both an image and its transformed version from other images by the memory bank.
 
     Args:
         image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
@@ -498,7 +498,7 @@ class PIRLHead(nn.Module):
         self.of_tiles = Chain(of_tiles, ends) if of_tiles else nn.Linear(num_towers * dims[-1], dims[-1])
 
     def forward(self, features: Tensor) -> PIRLOutput:
-        """Features of n images, then of the first tile of each, of the second, ...: ((1 + num_towers) * n, F)."""
+        """Project ((1 + num_towers) * n, F) features: of n images, then of the first tile of each, of the second, ..."""
         num_images = len(features) // (1 + self.num_towers)
         tiles = self.of_tiles(self.side_by_side(self.of_tile(features[num_images:])))
         return PIRLOutput(self.of_image(features[:num_images]), tiles)
@@ -545,5 +545,5 @@ class PIRL(NPID):
         )
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Embeddings of the whole images, and which they are."""
+        """Return embeddings of the whole images, and which they are."""
         return outputs[0].images.detach(), batch.sample_ids

@@ -51,7 +51,7 @@ class RotNetSpec(MethodSpec):
     recipe = "digits/rotnet"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One size, a head with an output per angle."""
+        """Check for one size, a head with an output per angle."""
         return [*one_head(cfg, "mlp"), *one_size(cfg), *self._outputs(cfg)]
 
     def _outputs(self, cfg: RunConfig) -> list[Problem]:
@@ -111,7 +111,7 @@ class JigsawSpec(MethodSpec):
     recipe = "digits/jigsaw"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """num_towers and num_permutations from the head, are_cut from the transforms."""
+        """Infer num_towers and num_permutations from the head, are_cut from the transforms."""
         name, head = next(heads_of(cfg), ("", {}))
         orders = head.get("num_permutations", 1000) if name == "jigsaw_head" else head_width(cfg)
         return {
@@ -121,7 +121,7 @@ class JigsawSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One size, a head that takes tiles, no more orders than there are, a file of them that exists."""
+        """Check for one size, a head that takes tiles, no more orders than there are, a file of them that exists."""
         return [
             *one_head(cfg, "jigsaw_head", *["mlp"] * (towers_of(cfg, None) is not None)),
             *one_size(cfg),
@@ -148,7 +148,7 @@ class JigsawSpec(MethodSpec):
 
 
 def towers_of(cfg: RunConfig, default: int | None) -> int | None:
-    """Tiles that the first head takes; of heads one after another, the one that puts tiles side by side."""
+    """Return the tiles that the first head takes; of heads in a chain, the one that puts tiles side by side."""
     name, head = next(heads_of(cfg), ("", {}))
     if name == "chain":
         parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
@@ -223,11 +223,11 @@ class NPIDSpec(MethodSpec):
     recipe = "digits/npid"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim from the head."""
+        """Infer embedding_dim from the head."""
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One view, one projection head."""
+        """Check for one view, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "mlp"),
@@ -284,7 +284,7 @@ class PIRLSpec(MethodSpec):
     recipe = "digits/pirl"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim and num_towers from the head, are_cut from the transforms."""
+        """Infer embedding_dim and num_towers from the head, are_cut from the transforms."""
         return {
             "embedding_dim": (head_width(cfg), "head"),
             "num_towers": (towers_of(cfg, 9), "head"),
@@ -292,7 +292,7 @@ class PIRLSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, or one and tiles; a head that takes tiles."""
+        """Check for two views, or one and tiles; a head that takes tiles."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "pirl_head"),

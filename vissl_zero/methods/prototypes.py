@@ -26,7 +26,7 @@ NOT_ASSIGNED = -100
 def deepcluster_loss(
     embeddings: Tensor, centroids: Sequence[Tensor], assignments: Tensor, temperature: float = 0.1
 ) -> Tensor:
-    """Cross-entropy of every crop against the cluster of its image, averaged over clusterings.
+    """Compute the cross-entropy of every crop against the cluster of its image, averaged over clusterings.
 
     Args:
         embeddings: (V, n, D) of this rank's crops; not normalized.
@@ -50,7 +50,7 @@ def deepcluster_loss(
 
 @torch.no_grad()
 def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int = 10) -> tuple[Tensor, Tensor]:
-    """k-means by cosine similarity over the rows of all ranks. Collective.
+    """Run k-means by cosine similarity over the rows of all ranks. Collective.
 
     Args:
         rows: (m, D) of this rank, unit rows; any m.
@@ -213,7 +213,7 @@ class DeepClusterV2(EmbeddingMethod):
         return deepcluster_loss(embeddings, self.memory.centroids, assignments, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Embeddings of the remembered crops, and of which images they are."""
+        """Return embeddings of the remembered crops, and of which images they are."""
         return self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids
 
     def update_state(self, observed: Sequence[Any]) -> None:
@@ -235,7 +235,7 @@ def msn_loss(
     entropy_weight: float = 0.0,
     use_sinkhorn: bool = False,
 ) -> Tensor:
-    """Cross-entropy of masked anchors against the sharpened target, minus the entropy of the mean prediction.
+    """Compute the cross-entropy of masked anchors against the sharpened target, less the mean prediction's entropy.
 
     Args:
         anchors: (V, n, K) cosine similarities of the student's masked views to the prototypes.
@@ -355,7 +355,7 @@ class MSN(EmbeddingMethod):
         return outputs
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All other crops, patches left out of those of the first size."""
+        """Run the student on all other crops, patches left out of those of the first size."""
         crops = range(1, sum(batch.num_crops))
         outputs: list[Any] = model(images_of(batch, crops), self.probe(), see=self._see)
         return outputs
@@ -380,7 +380,7 @@ class MSN(EmbeddingMethod):
         )
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._linear_momentum(self.momenta[0], step, self.momenta[1])
 
     def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:

@@ -64,11 +64,11 @@ class DeepClusterV2Spec(MethodSpec):
     recipe = "digits/deepcluster_v2"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim from the head."""
+        """Infer embedding_dim from the head."""
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One projection head, clusters, crops that there are."""
+        """Check for one projection head, clusters, crops that there are."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         found = one_head(cfg, "mlp")
         if not keys.num_clusters or min(keys.num_clusters) < 1:
@@ -138,7 +138,7 @@ class MSNSpec(MethodSpec):
     recipe = "digits/msn"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """output_dim from the head."""
+        """Infer output_dim from the head."""
         options = next((options for _, options in heads_of(cfg)), {})
         counts = options.get("num_clusters") or [options.get("num_prototypes")]
         return {"output_dim": (counts[0], "head")}

@@ -44,14 +44,14 @@ class MethodSpec:
     recipe: ClassVar[str]
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Keys of the loss that other blocks decide: key -> (value, the block), such as ``(4, "transforms")``.
+        """Infer keys of the loss from other blocks: key -> (value, the block), such as ``(4, "transforms")``.
 
         They override the recipe, with a note. A value of None leaves the recipe's.
         """
         return {}
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
-        """Whether the teacher is the model under DISTILLATION, with weights of its own."""
+        """Check whether the teacher is the model under DISTILLATION, with weights of its own."""
         return False
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -65,14 +65,14 @@ def loss_keys(cfg: RunConfig) -> Any:
 
 
 def heads_of(cfg: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and keys of each head that is written as ["name", {key: value}]."""
+    """Yield name and keys of each head that is written as ["name", {key: value}]."""
     for head in cfg.MODEL.HEAD.PARAMS:
         if isinstance(head, Sequence) and not isinstance(head, str) and len(head) == 2 and isinstance(head[0], str):
             yield head[0], head[1] if isinstance(head[1], Mapping) else {}
 
 
 def head_width(cfg: RunConfig) -> int | None:
-    """Width of the first head's embeddings, the last of its ``dims``; None where the recipe does not say."""
+    """Return the width of the first head's embeddings, the last of its ``dims``; None where the recipe has none."""
     dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
     return dims[-1] if dims else None
 
@@ -82,12 +82,12 @@ CUTTING: dict[str, list[int]] = {"ImgPatchesFromTensor": [], "ImgPilToPatchesAnd
 
 
 def are_cut(cfg: RunConfig) -> bool:
-    """Whether the transforms cut images into tiles."""
+    """Check whether the transforms cut images into tiles."""
     return any(isinstance(entry, Mapping) and entry.get("name") in CUTTING for entry in cfg.DATA.TRAIN.TRANSFORMS)
 
 
 def crops_of(cfg: RunConfig) -> list[int] | None:
-    """Crops per image of each size that the transforms make; None if no multi-crop is among them."""
+    """Count the crops per image of each size that the transforms make; None without a multi-crop."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:
         if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
             counts = entry.get("num_crops") or []
@@ -213,7 +213,7 @@ def cifar_table() -> str:
 
 
 def with_table(page: str) -> str:
-    """``docs/methods.md`` with new tables."""
+    """Fill ``docs/methods.md`` with new tables."""
     for (first, last), text in ((_MARKS, table()), (_CIFAR_MARKS, cifar_table())):
         begin, end = page.index(first) + len(first), page.index(last)
         page = f"{page[:begin]}\n{text}\n{page[end:]}"

@@ -18,7 +18,7 @@ from vissl_zero.registry import LOSSES
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy against probabilities.
+    """Compute the cross-entropy against probabilities.
 
     Args:
         logits: (n, C).
@@ -30,7 +30,7 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """One sigmoid per class, averaged over classes (https://arxiv.org/abs/2110.00476, section 3).
+    """Compute one sigmoid per class, averaged over classes (https://arxiv.org/abs/2110.00476, section 3).
 
     Args:
         logits, targets: (n, C), targets between 0 and 1.
@@ -75,7 +75,7 @@ class CrossEntropy(Method):
         self._last: tuple[list[Tensor], Tensor] | None = None
 
     def see(self, batch: B) -> B:
-        """As it is: ``run_student`` mixes the images, with their labels."""
+        """Return the batch as it is: ``run_student`` mixes the images, with their labels."""
         return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -90,7 +90,7 @@ class CrossEntropy(Method):
         return [*outputs, self.mixing.labels(batch.targets, shares, dtype)]
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Sum over heads of the mean over counted crops.
+        """Sum the mean over counted crops over heads.
 
         Args:
             outputs: per head, logits (num_crops * B, number of classes).
@@ -113,7 +113,7 @@ class CrossEntropy(Method):
         return total
 
     def health_sums(self) -> Tensor:
-        """Crops that count, and those of them that each head gets right."""
+        """Count the crops that count, and those of them that each head gets right."""
         if self._last is None:
             return super().health_sums()
         outputs, targets = self._last
@@ -122,14 +122,14 @@ class CrossEntropy(Method):
         return torch.stack([is_counted.sum(), *right])
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """``top1``: share of counted crops that the best head gets right."""
+        """Compute ``top1``: share of counted crops that the best head gets right."""
         if self._last is None:
             return {}
         counted, *right = sums.tolist()
         return {"top1": max(right) / max(counted, 1)}
 
     def _mixed(self, outputs: list[Any], labels: Tensor) -> Tensor:
-        """Sum over heads of the mean over this rank's crops; ``top1`` is of the label with the larger share."""
+        """Sum the mean over this rank's crops over heads; ``top1`` is of the label with the larger share."""
         for logits in outputs:
             if logits.shape[1] != labels.shape[1]:
                 got, must = f"{labels.shape[1]} classes", f"must be the {logits.shape[1]} outputs of the head"
@@ -167,7 +167,7 @@ class CrossEntropy(Method):
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """One label per row of the outputs, crop-major."""
+    """Return one label per row of the outputs, crop-major."""
     if batch.targets is None:
         fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."
         raise ConfigError([Problem("config.LOSS.name", "", "this loss needs labels and the images have none", fix)])

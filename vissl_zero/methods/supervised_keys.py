@@ -45,7 +45,7 @@ class SupervisedSpec(MethodSpec):
     recipe = "digits/supervised"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """There are classes to tell apart."""
+        """Check that there are classes to tell apart."""
         keys, found = loss_keys(cfg), list[Problem]()
         if keys.weight is not None and cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
             must = "must be null where images are mixed"

@@ -54,11 +54,11 @@ class NormalizedPrototypes(nn.Module):
         return F.normalize(self.weight_v, dim=1) * self.weight_g
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(n, D) -> (n, K)."""
+        """Score rows, (n, D) -> (n, K)."""
         return F.linear(rows.to(self.weight_v.dtype), self.weight)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Directions as a linear layer of torch begins, lengths 1."""
+        """Draw directions as a linear layer of torch begins; set lengths to 1."""
         bound = 1 / math.sqrt(self.weight_v.shape[1])
         drawn = torch.empty(self.weight_v.shape).uniform_(-bound, bound, generator=generator_for("weight_v"))
         self.weight_v.data.copy_(drawn)
@@ -225,7 +225,7 @@ class SwAVLoss(Method):
         self._last: tuple[Tensor, list[Tensor]] | None = None
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Tensor:
-        """Mean over this rank's samples, layers of prototypes and pairs of crops. Collective (see ``sinkhorn``)."""
+        """Average over this rank's samples, layers of prototypes and pairs of crops. Collective (see ``sinkhorn``)."""
         output = self._output_of(outputs, batch)
         assigner = output if teacher_outputs is None else teacher_outputs[0]
         probe_scores: Sequence[Tensor | None] = assigner.probe_scores or [None] * len(output.scores)
@@ -245,13 +245,13 @@ class SwAVLoss(Method):
         return self.queue.local_part().flatten(0, 1)
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
-        """See ``Method``; the queue's scores are the same with every micro-batch."""
+        """Join outputs; see ``Method``. The queue's scores are the same with every micro-batch."""
         (first,) = parts[0]
         (joined,) = super().join([[part[0]._replace(probe_scores=None)] for part in parts], num_samples)
         return [joined._replace(probe_scores=first.probe_scores)]
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Embeddings of the assigned crops, once the queue has started."""
+        """Return embeddings of the assigned crops, once the queue has started."""
         if self.queue is None or not self._is_queue_on():
             return None
         assigner = self._output_of(outputs, batch) if teacher_outputs is None else teacher_outputs[0]
@@ -268,15 +268,15 @@ class SwAVLoss(Method):
         self._step, self._epoch = step, epoch
 
     def health_sums(self) -> Tensor:
-        """``clustering_sums`` of the assigned crops of the last micro-batch."""
+        """Compute ``clustering_sums`` of the assigned crops of the last micro-batch."""
         return clustering_sums(*self._last) if self._last is not None else super().health_sums()
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """``clustering_health`` of them."""
+        """Compute their ``clustering_health``."""
         return clustering_health(sums, self._last[0].shape[1], self.num_prototypes) if self._last is not None else {}
 
     def collapse_rule(self, num_steps: int) -> ClusteringCollapse:
-        """All images with nearly the same assignment."""
+        """Return the rule for a collapse: all images with nearly the same assignment."""
         advice = (
             f"a lower {_KEY}.epsilon, a lower learning rate, milder crops, or prototypes frozen for longer "
             "(config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP)"
@@ -302,7 +302,7 @@ class SwAVLoss(Method):
         return assigned
 
     def _swapped_prediction(self, scores: Tensor, assigned: Tensor) -> Tensor:
-        """Cross-entropy of each assigned crop against all crops but itself; scores (V, B, K), assigned (C, B, K)."""
+        """Compute the cross-entropy of each assigned crop (C, B, K) against all crops (V, B, K) but itself."""
         log_probabilities = F.log_softmax(scores / self.temperature, dim=2)
         # Cross-entropy is linear in these, so one sum over crops stands for all pairs.
         others = log_probabilities.sum(dim=0, keepdim=True) - log_probabilities[self.crops_for_assign]
@@ -373,7 +373,7 @@ class SwAVMomentumLoss(SwAVLoss):
         self.crops_for_assign.sort()
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """All crops."""
+        """Run the student on all crops."""
         outputs: list[Any] = model(batch.images)
         return outputs
 
@@ -383,9 +383,9 @@ class SwAVMomentumLoss(SwAVLoss):
         return outputs
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self.constant_momentum
 
     def _assigned(self, rows: Tensor, batch: Batch) -> Tensor:
-        """See ``SwAVLoss``: the teacher has seen no others."""
+        """Select all rows; see ``SwAVLoss``. The teacher has seen no others."""
         return rows.detach().unflatten(0, (len(self.crops_for_assign), batch.num_local))

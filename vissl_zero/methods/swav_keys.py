@@ -108,7 +108,7 @@ class SwAVSpec(MethodSpec):
     recipe = "digits/swav"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """num_crops from the transforms, num_prototypes and embedding_dim from the head."""
+        """Infer num_crops from the transforms, num_prototypes and embedding_dim from the head."""
         head = next((options for name, options in heads_of(cfg) if name == "swav_head"), {})
         dims, crops = head.get("dims") or [], crops_of(cfg)
         return {
@@ -118,7 +118,7 @@ class SwAVSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """One head of prototypes, two crops or more, a queue that takes a whole micro-batch, numbers in range."""
+        """Check for one head of prototypes, two crops or more, a queue that takes a micro-batch, numbers in range."""
         keys: SwAVLossConfig = loss_keys(cfg)
         path = f"LOSS.{cfg.LOSS['name']}"
         return [
@@ -188,5 +188,5 @@ class SwAVMomentumSpec(SwAVSpec):
     recipe = "digits/swav_momentum"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """SwAV's, and a momentum below 1."""
+        """Check the recipe as SwAV's, and a momentum below 1."""
         return [*super().problems(cfg, decided), *share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)]

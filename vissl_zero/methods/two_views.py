@@ -29,7 +29,7 @@ from vissl_zero.registry import LOSSES
 
 
 def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | None = None) -> Tensor:
-    """Cross-entropy of finding another view of an image among all views of the other images of all ranks.
+    """Compute the cross-entropy of finding another view of an image among all views of all images of all ranks.
 
     With more than two views, each other view of the image is found by itself; the rest of them are left out.
 
@@ -76,7 +76,7 @@ class SimCLR(EmbeddingMethod):
 
 
 def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of finding an image's own key among it and the keys in the queue.
+    """Compute the cross-entropy of finding an image's own key among it and the keys in the queue.
 
     Args:
         queries: (n, D), from the student; not normalized.
@@ -158,7 +158,7 @@ class MoCoV2(EmbeddingMethod):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Keys: the second crop."""
+        """Compute the keys: the second crop."""
         outputs: list[Any] = model(images_of(batch, [1]))
         return outputs
 
@@ -179,7 +179,7 @@ class MoCoV2(EmbeddingMethod):
             self.queue.push(keys)
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self.constant_momentum
 
 
@@ -189,7 +189,7 @@ def symmetric_info_nce(
     temperature: float,
     counts: SampleCounts | None = None,
 ) -> Tensor:
-    """Each view's query finds the other view's key of the same image among the keys of all images of all ranks.
+    """Match each view's query to the other view's key of the image among the keys of all images of all ranks.
 
     Args:
         queries: (n, D) of each of the two views, from the student's predictor; not normalized.
@@ -233,12 +233,12 @@ class MoCoV3(EmbeddingMethod):
         return symmetric_info_nce((queries[0], queries[1]), (keys[0], keys[1]), self.temperature)
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)
 
 
 def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Mean over this rank's samples of the cosine similarity; no gradient goes into the targets.
+    """Average the cosine similarity over this rank's samples; no gradient goes into the targets.
 
     Args:
         predictions, targets: (n, D); not normalized.
@@ -251,7 +251,7 @@ def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
 
 
 def byol_loss(predictions: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
-    """Squared distance of unit vectors, the prediction from each view against the target of the other, both added.
+    """Add both squared distances of unit vectors, each view's prediction from the target of the other.
 
     Args:
         predictions: (n, D) of each view, from the student's predictor.
@@ -284,12 +284,12 @@ class BYOL(EmbeddingMethod):
         return byol_loss((predictions[0], predictions[1]), (targets[0], targets[1]))
 
     def momentum(self, step: int) -> float:
-        """See ``Method``."""
+        """Return the teacher's momentum; see ``Method``."""
         return self._cosine_momentum(self.first_momentum, step)
 
 
 def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean of both directions; no gradient goes into the projections.
+    """Average both directions; no gradient goes into the projections.
 
     Args:
         predictions: (n, D) of each view, from the predictor.
@@ -318,7 +318,7 @@ _BATCH_NORM_EPS = 1e-5  # the paper's code standardizes with nn.BatchNorm1d(affi
 
 
 def cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EPS) -> Tensor:
-    """Correlation (D, D) of the features of two views over the samples of all ranks; differentiable. Collective.
+    """Correlate the features of two views over the samples of all ranks, (D, D); differentiable. Collective.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples; not standardized.
@@ -339,7 +339,7 @@ def cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EP
 
 
 def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float = 0.0051, scale: float = 1.0) -> Tensor:
-    """Squared distance of the cross-correlation from the identity, off the diagonal weighted by ``lambda_``.
+    """Compute the squared distance of the correlation from the identity, off the diagonal weighted by ``lambda_``.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples.
@@ -386,7 +386,7 @@ def vicreg_loss(
     covariance: float = 1.0,
     counts: SampleCounts | None = None,
 ) -> Tensor:
-    """Weighted sum of the three terms; variance and covariance are those of the samples of all ranks.
+    """Add the three weighted terms; variance and covariance are those of the samples of all ranks.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples.
@@ -424,7 +424,7 @@ class VICReg(EmbeddingMethod):
         self.weights = sim_coeff, std_coeff, cov_coeff
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """See ``vicreg_loss``. Collective."""
+        """Compute ``vicreg_loss``. Collective."""
         first, second = crops_of(outputs[0], 2, batch)
         self._note(first)
         return vicreg_loss(first, second, *self.weights)

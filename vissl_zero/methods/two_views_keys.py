@@ -52,7 +52,7 @@ class SimCLRSpec(MethodSpec):
         return {"num_crops": (sum(crops_of(cfg) or []) or None, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, or more; one projection head."""
+        """Check for two views, or more; one projection head."""
         temperature = above_zero(f"LOSS.{cfg.LOSS['name']}.temperature", loss_keys(cfg).temperature)
         return [*one_head(cfg, "mlp"), *two_views(cfg, not _has_many_crops(cfg)), *temperature]
 
@@ -90,12 +90,12 @@ class MoCoV2Spec(MethodSpec):
     recipe = "digits/moco_v2"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """embedding_dim from the head."""
+        """Infer embedding_dim from the head."""
         dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
         return {"embedding_dim": (dims[-1] if dims else None, "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, one projection head, a queue that takes a whole micro-batch."""
+        """Check for two views, one projection head, a queue that takes a whole micro-batch."""
         keys, path, batch = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}", decided.micro_batch
         fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
         return [
@@ -131,7 +131,7 @@ class MoCoV3Spec(MethodSpec):
     recipe = "digits/moco_v3"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, a projector and a predictor."""
+        """Check for two views, a projector and a predictor."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         numbers = [*share(f"{path}.momentum", keys.momentum), *above_zero(f"{path}.temperature", keys.temperature)]
         return [*one_head(cfg, "siamese_head"), *two_views(cfg), *numbers]
@@ -158,7 +158,7 @@ class BYOLSpec(MethodSpec):
     recipe = "digits/byol"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, a projector and a predictor."""
+        """Check for two views, a projector and a predictor."""
         momentum = share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)
         return [*one_head(cfg, "siamese_head"), *two_views(cfg), *momentum]
 
@@ -179,7 +179,7 @@ class SimSiamSpec(MethodSpec):
     recipe = "digits/simsiam"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, a projector and a predictor."""
+        """Check for two views, a projector and a predictor."""
         return [*one_head(cfg, "siamese_head"), *two_views(cfg)]
 
 
@@ -205,7 +205,7 @@ class BarlowTwinsSpec(MethodSpec):
     recipe = "digits/barlow_twins"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, one projection head."""
+        """Check for two views, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         numbers = [*at_least(f"{path}.lambda_", keys.lambda_, 0), *above_zero(f"{path}.scale_loss", keys.scale_loss)]
         return [*one_head(cfg, "mlp"), *two_views(cfg), *numbers]
@@ -235,7 +235,7 @@ class VICRegSpec(MethodSpec):
     recipe = "digits/vicreg"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Two views, one projection head."""
+        """Check for two views, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         names = ("sim_coeff", "std_coeff", "cov_coeff")
         numbers = [found for name in names for found in at_least(f"{path}.{name}", getattr(keys, name), 0)]

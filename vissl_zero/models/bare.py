@@ -62,7 +62,7 @@ def lost_operations() -> Iterator[list[str]]:
 
 
 def why_whole(model: nn.Module) -> str:
-    """Why the parts of ``model`` are such that it cannot be filled part by part; empty if they are not.
+    """Explain why the parts of ``model`` cannot be filled one by one; empty if they can.
 
     A constructor may be a reason too, which shows only when it runs.
     """
@@ -74,7 +74,7 @@ def why_whole(model: nn.Module) -> str:
 
 
 def whole_start_bytes(model: nn.Module) -> int:
-    """Memory that ``model`` takes at the start where it is built whole, in float32.
+    """Count the bytes that ``model`` takes at the start where it is built whole, in float32.
 
     A trunk that draws all of its weights at once makes them in a model beside it.
     """
@@ -84,7 +84,7 @@ def whole_start_bytes(model: nn.Module) -> int:
 
 
 def _why_whole(model: Model) -> str:
-    """``why_whole``, and what the constructor of ``model`` has left without memory."""
+    """Explain as ``why_whole``, and name what the constructor of ``model`` has left without memory."""
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta and not has_rule(module, key):
@@ -93,7 +93,7 @@ def _why_whole(model: Model) -> str:
 
 
 def _fillers_of_others(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules around units that fill these."""
+    """Yield modules around units that fill these."""
     parts = outermost_units(model)
     for name, module in model.named_modules():
         if any(part.startswith(f"{name}." if name else "") for part in parts) and _fills_others(module):

@@ -99,7 +99,7 @@ class FirstWeights:
 
 
 def outermost_units(model: nn.Module) -> list[str]:
-    """Names of the model's ``zero_units`` that are in no other one; these are filled at once."""
+    """Name the model's ``zero_units`` that are in no other one; these are filled at once."""
     zero_units = getattr(model, "zero_units", None)
     units = set(zero_units()) if callable(zero_units) else set()
     names = [name for name, module in model.named_modules() if module in units]
@@ -115,13 +115,13 @@ def rule_of(module: nn.Module) -> Callable[[nn.Module, GeneratorFor], None] | No
 
 
 def has_rule(module: nn.Module, key: str) -> bool:
-    """Whether the rule for ``module`` fills its parameter ``key``, whatever was in it."""
+    """Check whether the rule for ``module`` fills its parameter ``key``, whatever was in it."""
     rule = rule_of(module)
     return rule is _norm or (rule is not None and key in ("weight", "bias"))
 
 
 def replace_data_(param: nn.Parameter, data: Tensor) -> None:
-    """As ``param.data = data``, between the CPU and the meta device too: ties and attributes hold."""
+    """Replace ``param.data``, between the CPU and the meta device too: ties and attributes hold."""
     other = nn.Parameter(data, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, other)
@@ -151,7 +151,7 @@ def _initialize(modules: Mapping[str, nn.Module], keys: Mapping[str, str], seed:
 
 
 def _fill(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Own parameters of one module, by the rule for its type or else by its own ``reset_parameters``."""
+    """Fill the own parameters of one module, by the rule for its type or else by its ``reset_parameters``."""
     if (rule := rule_of(module)) is not None:
         rule(module, generator_for)
     elif hasattr(module, "reset_parameters") and not hasattr(module, "init_parameters"):
@@ -163,7 +163,7 @@ def _reset_of(module_type: type) -> object:
 
 
 def _convolution(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """He's normal over fan-out (https://arxiv.org/abs/1502.01852), as in RegNet and ResNet; torch's for the bias."""
+    """Draw He's normal over fan-out (https://arxiv.org/abs/1502.01852), as RegNet and ResNet; the bias as torch."""
     assert isinstance(module, _ConvNd)
     receptive = math.prod(module.kernel_size)
     std = math.sqrt(2.0 / (receptive * module.out_channels))
@@ -181,7 +181,7 @@ def _linear(module: nn.Module, generator_for: GeneratorFor) -> None:
 
 
 def _norm(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Weight 1, bias 0; running statistics as new."""
+    """Set weight 1, bias 0; running statistics as new."""
     for name, tensor in module.named_parameters(recurse=False):
         tensor.fill_(0.0 if name == "bias" else 1.0)
     if isinstance(module, _NormBase):
@@ -198,7 +198,7 @@ _RULES: tuple[tuple[type, Callable[[nn.Module, GeneratorFor], None]], ...] = (
 
 
 def _reset(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """``reset_parameters`` in float32 under a generator of its own."""
+    """Run ``reset_parameters`` in float32 under a generator of its own."""
     before = [(tensor.device, tensor.dtype) for tensor in module.parameters(recurse=False)]
     for tensor in module.parameters(recurse=False):
         tensor.data = tensor.data.to(device="cpu", dtype=torch.float32)

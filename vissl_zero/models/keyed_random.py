@@ -45,7 +45,7 @@ _scope = threading.local()
 
 
 def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
-    """Key every keyed layer by this micro-batch, until the next call.
+    """Set the key of every keyed layer to this micro-batch, until the next call.
 
     The loop calls it before each forward pass in training, and leaves it alone until the backward pass has ended.
 
@@ -81,13 +81,13 @@ def current_scope() -> tuple[int, int | None]:
 
 
 def stable_hash(*parts: object) -> int:
-    """64 bits of SHA-256 over the parts' text: equal in every process and Python version, unlike ``hash``."""
+    """Hash the parts' text to 64 bits of SHA-256: equal in every process and Python version, unlike ``hash``."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None = None) -> Tensor:
-    """Uniform 53-bit integers for the rows of a crop-major batch.
+    """Draw uniform 53-bit integers for the rows of a crop-major batch.
 
     Row j belongs to sample ``j % B`` and crop ``j // B`` of the current resolution, B being the number of sample ids.
     Inside a unit, attention in windows has w times the rows of the batch: row j is then window ``j % w`` of row
@@ -107,7 +107,7 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch
 
 
 def element_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Uniform 53-bit integers for a run of elements of a tensor, the same whatever runs it is cut into.
+    """Draw uniform 53-bit integers for a run of elements of a tensor, whatever runs it is cut into.
 
     Args:
         key: of the tensor and the moment, from ``stable_hash``.
@@ -184,7 +184,7 @@ class KeyedDropout(nn.Module):
         return x * keep.view(x.shape).to(x.dtype) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Describe the layer for ``print(model)``."""
         return f"p={self.p}, layer={self.layer!r}"
 
 
@@ -214,7 +214,7 @@ class KeyedDropPath(nn.Module):
         return kept / (1.0 - self.p) if self.scale_by_keep else kept
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Describe the layer for ``print(model)``."""
         return f"p={self.p}, layer={self.layer!r}"
 
 
@@ -248,7 +248,7 @@ def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
 
 @contextmanager
 def refuse_unkeyed_randomness(model: nn.Module) -> Iterator[None]:
-    """Within it, a layer of ``model`` that draws from torch's global generator in training is an error.
+    """Refuse a layer of ``model`` that draws from torch's global generator in training. A context.
 
     Such a layer would make the run depend on the number of ranks, the level, recomputation and resuming. The generators
     are compared before and after each module, which is cheap enough for one forward pass.
@@ -304,7 +304,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; the one of int64 tensors repeats the sign."""
+    """Shift logically; the shift of int64 tensors repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

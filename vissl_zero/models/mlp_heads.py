@@ -50,7 +50,7 @@ class Chain(nn.Sequential):
         super().__init__(*built)
 
     def forward(self, features: Tensor) -> Any:
-        """(n, F) -> what the last head gives."""
+        """Compute what the last head gives of (n, F)."""
         x: Any = features
         for head in self:
             x = head(getattr(x, "embeddings", x))
@@ -93,14 +93,14 @@ class MLP(nn.Module):
         self.first_scale = 1.0
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """First weights of the layers, already drawn, times ``MODEL.HEAD.PARAMS_MULTIPLIER``."""
+        """Multiply the first weights of the layers, already drawn, by ``MODEL.HEAD.PARAMS_MULTIPLIER``."""
         for layer in self.clf:
             if isinstance(layer, nn.Linear):
                 for parameter in layer.parameters():
                     parameter.mul_(self.first_scale)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (n, F), or maps (n, F, 1, 1) -> outputs (n, dims[-1])."""
+        """Compute outputs (n, dims[-1]) of features (n, F), or maps (n, F, 1, 1)."""
         outputs: Tensor = self.clf(features.flatten(1))
         return outputs
 
@@ -131,7 +131,7 @@ class IdentityHead(nn.Module):
     """The features as they are, for losses that compare features."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """(n, F), as it is."""
+        """Return (n, F), as it is."""
         return features
 
 
@@ -139,7 +139,7 @@ class _DrawnHead(nn.Module):
     """Linear layers that begin normal, cut at -2 and 2 as in VISSL, and with biases of 0."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """First weights, by ``_deviation``."""
+        """Draw the first weights, by ``_deviation``."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 drawn, generator = torch.empty(module.weight.shape), generator_for(f"{name}.weight")
@@ -173,7 +173,7 @@ class MobileNetHead(_DrawnHead):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (n, in_channels), or maps (n, in_channels, 1, 1) -> outputs (n, num_classes)."""
+        """Compute outputs (n, num_classes) of features (n, in_channels), or maps (n, in_channels, 1, 1)."""
         maps = features[:, :, None, None] if features.ndim == 2 else features
         outputs: Tensor = self.classifier((self.channel_bn(maps) if self.channel_bn is not None else maps).flatten(1))
         return outputs
@@ -201,13 +201,13 @@ class MobileNetHeadOfTimm(MobileNetHead):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (n, in_channels), or maps (n, in_channels, 1, 1) -> outputs (n, num_classes)."""
+        """Compute outputs (n, num_classes) of features (n, in_channels), or maps (n, in_channels, 1, 1)."""
         maps = features[:, :, None, None] if features.ndim == 2 else features
         outputs: Tensor = self.classifier(self.channel_bn(maps) if self.channel_bn is not None else maps)
         return outputs
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """As the other's, and the convolution uniform within 1 / sqrt(fan-in)."""
+        """Draw weights as the other's, and the convolution uniform within 1 / sqrt(fan-in)."""
         super().init_parameters(generator_for)
         first = self.classifier[0]
         assert isinstance(first, nn.Conv2d) and first.bias is not None
@@ -230,7 +230,7 @@ class VisionTransformerHead(_DrawnHead):
         self.layers = nn.Sequential(OrderedDict(layers))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (n, in_plane) -> outputs (n, num_classes)."""
+        """Compute outputs (n, num_classes) of features (n, in_plane)."""
         outputs: Tensor = self.layers(features)
         return outputs
 
@@ -275,7 +275,7 @@ class SiameseHead(nn.Module):
         self.predictor: nn.Sequential | None = _mlp((dims[-1], *predictor_dims, dims[-1]), use_bn, predictor_last_bn)
 
     def forward(self, features: Tensor) -> SiameseOutput:
-        """Features (n, F) of all crops, crop-major."""
+        """Project features (n, F) of all crops, crop-major."""
         projections = self.projector(features)
         return SiameseOutput(projections, None if self.predictor is None else self.predictor(projections))
 

@@ -147,7 +147,7 @@ _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether the calling thread is running a forward pass again for the backward pass.
+    """Check whether the calling thread is running a forward pass again for the backward pass.
 
     Layers with side effects in forward (running statistics of batch norm) must leave them out the second time.
     """
@@ -172,7 +172,7 @@ class Unit(nn.Sequential):
         return self.each(xs)
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
-        """``apply_layers`` for each resolution, and give keyed random layers its index.
+        """Run ``apply_layers`` for each resolution, and give keyed random layers its index.
 
         Args:
             xs: R tensors.
@@ -248,7 +248,7 @@ class Model(nn.Module):
         see: SeePatches | None = None,
         anchored: bool = False,
     ) -> list[Any]:
-        """One pass over all resolutions.
+        """Run one pass over all resolutions.
 
         Args:
             images: R tensors (b_r, 3, H_r, W_r), crop-major.
@@ -300,7 +300,7 @@ class Model(nn.Module):
         return features
 
     def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
-        """Tokens and features of images seen in part."""
+        """Compute tokens and features of images seen in part."""
         trunk: Any = _require_patches(self.trunk)
         size = trunk.patch_size
         views = [PatchView() for _ in images] if see is None else see(images, size)
@@ -385,7 +385,7 @@ _CONSTRUCTION_SEED = 0
 
 
 def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) -> Model:
-    """Trunk and heads by name, in float32 on the CPU; call ``initialize_`` next.
+    """Build trunk and heads by name, in float32 on the CPU; call ``initialize_`` next.
 
     Args:
         model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
@@ -456,13 +456,13 @@ def build_trunk(trunk_config: Trunk) -> nn.Module:
 
 
 def _with_width(options: Mapping[str, Any], trunk: nn.Module) -> Mapping[str, Any]:
-    """Options of a head whose first width, where it is -1, is that of the trunk's features."""
+    """Set a head's first width, where it is -1, to that of the trunk's features."""
     dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
 def _with_classes(options: Mapping[str, Any], num_classes: int) -> Mapping[str, Any]:
-    """Options of a head whose last width, where it is -1, is the number of classes."""
+    """Set a head's last width, where it is -1, to the number of classes."""
     dims = options.get("dims")
     if not dims or dims[-1] != -1:
         return options

@@ -55,19 +55,19 @@ class Tokens(NamedTuple):
     blocks: tuple[Tensor, ...] = ()
 
     def wanted(self) -> Tensor:
-        """(b, ..., m, D) of the patches asked for, of which none may have been left out."""
+        """Return (b, ..., m, D) of the patches asked for, of which none may have been left out."""
         patches = self.rows[:, self.num_prefix :]
         return patches if self.view.wanted is None else taken(patches, self.view.wanted)
 
 
 def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows (b, n, D) at positions (b, ..., m) of each image: (b, ..., m, D)."""
+    """Take rows (b, n, D) at positions (b, ..., m) of each image: (b, ..., m, D)."""
     flat = index.flatten(1)
     return rows.gather(1, flat[:, :, None].expand(-1, -1, rows.shape[2])).unflatten(1, index.shape[1:])
 
 
 def grid_of(images: Tensor, patch_size: tuple[int, int]) -> tuple[int, int]:
-    """Patches per column and per row of images (b, 3, H, W)."""
+    """Count the patches per column and per row of images (b, 3, H, W)."""
     return images.shape[2] // patch_size[0], images.shape[3] // patch_size[1]
 
 
@@ -107,7 +107,7 @@ def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Ten
 def with_patches_dropped(
     images: Sequence[Tensor], patch_size: tuple[int, int], share: float, epoch: int
 ) -> list[PatchView]:
-    """Of the images of the first size a random part of the patches, of the others all (MSN)."""
+    """Drop a random part of the patches of images of the first size; keep all of the others (MSN)."""
     height, width = grid_of(images[0], patch_size)
     num_kept = max(1, int(height * width * (1 - share)))
     order = random_order(images[0], height * width, epoch, "drop")
@@ -151,7 +151,7 @@ def block_targets(
     epoch: int,
     name: str,
 ) -> Tensor:
-    """Blocks of each image that may overlap, all of as many patches; the last column of a block may be incomplete.
+    """Draw blocks of each image that may overlap, all of as many patches; a block's last column may be incomplete.
 
     Args:
         images: (b, 3, H, W), crop-major.
@@ -175,7 +175,7 @@ def block_targets(
 
 
 def outside(images: Tensor, patches: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
-    """All patches of each image in random order, those that are none of ``patches`` first.
+    """Order all patches of each image at random, those that are none of ``patches`` first.
 
     Args:
         images: (b, 3, H, W), crop-major.
@@ -193,7 +193,7 @@ def outside(images: Tensor, patches: Tensor, num_patches: int, epoch: int, name:
 def masked_counts(
     images: Tensor, num_patches: int, ratio: tuple[float, float], probability: float, epoch: int, name: str
 ) -> Tensor:
-    """How many patches to hide of each image: none, or a share between two limits.
+    """Draw how many patches to hide of each image: none, or a share between two limits.
 
     Args:
         images: (b, 3, H, W), crop-major.
@@ -210,18 +210,18 @@ def masked_counts(
 
 
 def as_mask(patches: Tensor, num_patches: int) -> Tensor:
-    """(b, m) int64 positions as (b, P) bool."""
+    """Convert (b, m) int64 positions to (b, P) bool."""
     mask = torch.zeros(len(patches), num_patches, dtype=torch.bool, device=patches.device)
     return mask.scatter(1, patches, True)
 
 
 def _shares(images: Tensor, count: int, epoch: int, name: str) -> Tensor:
-    """(b, count) float64, uniform in [0, 1)."""
+    """Draw (b, count) float64, uniform in [0, 1)."""
     return keyed_bits(len(images), count, name, images.device, epoch).double() / 2**NUM_BITS
 
 
 def _between(share: Tensor, sizes: Tensor, side: int) -> Tensor:
-    """(b, J, side) bool: intervals of ``sizes`` (b, J) somewhere in ``side`` cells."""
+    """Place intervals of ``sizes`` (b, J) somewhere in ``side`` cells: (b, J, side) bool."""
     begin = (share * (side - sizes + 1)).long()[:, :, None]
     cells = torch.arange(side, device=sizes.device)
     return (cells >= begin) & (cells < begin + sizes[:, :, None])

@@ -95,7 +95,7 @@ class Renamed:
 
 
 def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
-    """Our names of the parameters and buffers of a model from elsewhere (``trunk.stem.0.weight``).
+    """Translate names of another library to ours (``trunk.stem.0.weight``).
 
     Ours, VISSL's (``trunk._feature_blocks. ...``, with or without ``trunk.base_model.`` and FSDP's wrappers),
     classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
@@ -116,7 +116,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
 
 
 def to_other_names(names: Iterable[str], style: str) -> Renamed:
-    """Names that torchvision or timm has for our trunk, and for a classifier of one layer.
+    """Translate our trunk's names, and those of a one-layer classifier, to torchvision's or timm's.
 
     Args:
         names: ours.
@@ -154,7 +154,7 @@ def plain_name(name: str) -> str:
 
 
 def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
-    """``name`` with its beginning replaced by the first pair that has it."""
+    """Replace the beginning of ``name`` by the first pair that has it."""
     return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
 
 

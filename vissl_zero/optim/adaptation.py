@@ -84,7 +84,7 @@ class Larc(Adaptation):
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See ``Adaptation``."""
+        """Compute rate and decay; see ``Adaptation``."""
         param, grad = norms.param_sq.sqrt(), norms.grad_sq.sqrt()
         decay = weight_decay.to(param)
         rate = self.trust_coefficient * param / (grad + decay * param + self.eps)
@@ -119,7 +119,7 @@ class Lars(Adaptation):
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See ``Adaptation``."""
+        """Compute rate and decay; see ``Adaptation``."""
         decay = weight_decay.to(norms.param_sq)
         update_sq = norms.grad_sq + 2 * decay * norms.dot + decay.square() * norms.param_sq
         update_sq = update_sq.clamp(min=0.0)  # where the terms cancel, rounding may leave less than nothing
@@ -132,7 +132,7 @@ class Lars(Adaptation):
 
 @contextmanager
 def decay_absorbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, every group of ``optimizer`` has weight decay 0: for a step on gradients that hold the decay."""
+    """Set weight decay 0 in every group of ``optimizer``: for a step on gradients that hold it. A context."""
     weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0

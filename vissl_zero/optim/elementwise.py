@@ -47,7 +47,7 @@ def lars(
     eps: float = TRUST_EPS,
     exclude_bias_and_norm: bool = False,
 ) -> tuple[torch.optim.Optimizer, Lars]:
-    """SGD with layer-wise adaptive rates, as Barlow Twins has it."""
+    """Build SGD with layer-wise adaptive rates, as Barlow Twins has it."""
     return sgd(groups, momentum, nesterov), Lars(eta, eps, exclude_bias_and_norm)
 
 
@@ -56,7 +56,7 @@ Groups = list[dict[str, Any]]
 
 @OPTIMIZERS.register("sgd", config=SGDConfig)
 def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.optim.Optimizer:
-    """SGD with momentum, plain or Nesterov."""
+    """Build SGD with momentum, plain or Nesterov."""
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
     complete_momenta(optimizer)
     return optimizer
@@ -80,7 +80,7 @@ def complete_momenta(optimizer: torch.optim.Optimizer) -> None:
 def adam(
     groups: Groups, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
 ) -> torch.optim.Optimizer:
-    """Adam, weight decay as an L2 term."""
+    """Build Adam, weight decay as an L2 term."""
     return torch.optim.Adam(groups, betas=(betas[0], betas[1]), eps=eps, amsgrad=amsgrad, fused=True)
 
 
@@ -88,13 +88,13 @@ def adam(
 def adamw(
     groups: Groups, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay."""
+    """Build Adam with decoupled weight decay."""
     return torch.optim.AdamW(groups, betas=(betas[0], betas[1]), eps=eps, amsgrad=amsgrad, fused=True)
 
 
 @OPTIMIZERS.register("lion", config=LionConfig)
 def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Optimizer:
-    """Lion of timm: the sign of a running mean."""
+    """Build Lion of timm: the sign of a running mean."""
     from timm.optim import Lion
 
     built = Lion(groups, betas=(betas[0], betas[1]))
@@ -104,7 +104,7 @@ def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Op
 
 @OPTIMIZERS.register("adamw_schedule_free", config=ScheduleFreeConfig)
 def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), **options: Any) -> torch.optim.Optimizer:
-    """AdamW without a schedule; an average of its weights is evaluated and exported."""
+    """Build AdamW without a schedule; an average of its weights is evaluated and exported."""
     from schedulefree import AdamWScheduleFree
 
     built = AdamWScheduleFree(groups, betas=(betas[0], betas[1]), **options)
@@ -118,7 +118,7 @@ class SingleRoundingSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter with a gradient."""
+        """Update every parameter with a gradient once."""
         for group, param, grad in _with_gradient(self):
             update = _decayed(param, grad, group["weight_decay"])
             if momentum := group["momentum"]:
@@ -135,7 +135,7 @@ class SingleRoundingAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter with a gradient."""
+        """Update every parameter with a gradient once."""
         for group, param, grad in _with_gradient(self):
             state, (beta1, beta2) = self.state[param], group["betas"]
             if not state:
@@ -169,7 +169,7 @@ SINGLE_ROUNDING: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] 
 
 
 def single_rounded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer`` with the same groups and state and the update of this module; the object itself, changed.
+    """Give ``optimizer`` the update of this module, with the same groups and state; it is the same object.
 
     Raises:
         ConfigError: it is none of SGD, Adam and AdamW.

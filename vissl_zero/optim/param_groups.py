@@ -135,7 +135,7 @@ def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> in
 
 
 def _depths_from_top(model: nn.Module) -> dict[str, int]:
-    """How many blocks come after a trunk's parameter, and one; 0 after the last block, and in heads.
+    """Count the blocks after a trunk's parameter, and one; 0 after the last block, and in heads.
 
     As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
     """
@@ -172,7 +172,7 @@ def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
 
 
 def _is_norm_name(model: nn.Module, name: str) -> bool:
-    """Whether VISSL would call the parameter a norm's: by its name, or by its layer where ours has another name."""
+    """Check whether VISSL calls the parameter a norm's: by its name, or by its layer where ours has another name."""
     return "norm" in name or isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.LayerNorm, nn.GroupNorm))
 
 
@@ -204,7 +204,7 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the parameters of ``module`` itself scale and shift normalized values.
+    """Check whether the parameters of ``module`` itself scale and shift normalized values.
 
     Batch, instance, layer, group and RMS norm, subclasses included; and any class with "norm" in its name whose own
     parameters have at most one dimension, which is how norm layers outside torch are recognized.
@@ -216,7 +216,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Full name, parameter and the module that holds it; a tied parameter once, by its first name."""
+    """Yield full name, parameter and the module that holds it; a tied parameter once, by its first name."""
     for name, parameter in model.named_parameters():
         yield name, parameter, model.get_submodule(name.rpartition(".")[0])
 

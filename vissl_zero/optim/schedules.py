@@ -98,7 +98,7 @@ for _name in ("constant", "cosine", "linear", "multistep", "step"):
 
 @SCHEDULERS.register("cosine_warm_restart")
 def cosine_warm_restart(config: dict[str, Any], num_epochs: int) -> Progression:
-    """Cosines one after another (https://arxiv.org/abs/1608.03983), as VISSL's schedule of that name has them.
+    """Build cosines one after another (https://arxiv.org/abs/1608.03983), as VISSL's schedule of that name.
 
     Args:
         config: "start_value", "end_value", "restart_interval_length" (of half a wave, a share of the schedule),
@@ -131,7 +131,7 @@ def cosine_warm_restart(config: dict[str, Any], num_epochs: int) -> Progression:
 
 @SCHEDULERS.register("composite")
 def composite(config: dict[str, Any], num_epochs: int) -> Progression:
-    """Several schedules one after another, each for its share of training.
+    """Build several schedules one after another, each for its share of training.
 
     Args:
         config: "schedulers", "lengths" (shares, which sum to 1) and "interval_scaling": per part "rescaled" (it runs

@@ -129,7 +129,7 @@ class _Case:
         self.start, self.grads = start, list(grads)
 
     def pieces(self, is_flattened: bool) -> list[_Case]:
-        """Rows as ranks may hold them: one, some, some, none."""
+        """Split into rows as ranks may hold them: one, some, some, none."""
         tensors = [self.start, *self.grads]
         if is_flattened or not self.start.dim():
             tensors = [tensor.reshape(-1) for tensor in tensors]
@@ -144,7 +144,7 @@ def _small_cases(shape: tuple[int, ...], device: torch.device) -> list[_Case]:
 
 
 def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
-    """Values on which clamps, masks and thresholds decide one way for the full tensor and another for its rows."""
+    """Yield values on which clamps, masks and thresholds decide one way for the tensor and another for its rows."""
     random, top = _random(shape, device), slice(0, shape[0] // 2 if shape else None)
     start, first, silent, small = random(), random(), random(), random() * 0.02
     silent[top if shape else ...] = 0.0
@@ -156,7 +156,7 @@ def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
 
 
 def _cases_by_angle(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
-    """Gradients and weights at angles that projections ask for."""
+    """Yield gradients and weights at angles that projections ask for."""
     random = _random(shape, device)
     start = random()
     # At right angles: as a whole, and in some rows only.
@@ -179,13 +179,13 @@ def _at_right_angles(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def _small_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Of as many dimensions as the parameters have: some optimizers take matrices only."""
+    """Choose shapes of as many dimensions as the parameters have: some optimizers take matrices only."""
     by_dims = sorted({len(shape) for shape in shapes})
     return [shape for num_dims in by_dims for shape in _SHAPES.get(num_dims, [(4, *[2] * (num_dims - 1))])]
 
 
 def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """For thresholds on size (factored second moments, blocks of 8 bits): one matrix, and the largest of their own."""
+    """Choose shapes for thresholds on size (factored second moments, blocks of 8 bits): a matrix, and their largest."""
     chosen: list[tuple[int, ...]] = [_LARGE] if any(len(shape) == 2 for shape in shapes) else []
     for num_dims in sorted({len(shape) for shape in shapes}):
         sized = sorted((torch.Size(shape).numel(), tuple(shape)) for shape in shapes if len(shape) == num_dims)
@@ -196,7 +196,7 @@ def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _distinct_groups(
     optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
-    """One group of each kind of settings, with the shapes of all groups of that kind."""
+    """Choose one group of each kind of settings, with the shapes of all groups of that kind."""
     found: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
     for index, (group, own) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
@@ -283,26 +283,26 @@ def _is_same_groups(groups: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
 
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
-    """State as ``value`` is for ``like``, for another parameter."""
+    """Make the state that ``value`` is for ``like``, for another parameter."""
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
         return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
     return copy.deepcopy(value)
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Names of what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
+    """Name what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
     found = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
     return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
 
 
 def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Names of the state that has a value for each element of a vector (or matrix, where it takes no vectors)."""
+    """Name the state that has a value for each element of a vector (or matrix, where it takes no vectors)."""
     state = _state_of(optimizer, (2,)) or _state_of(optimizer, (2, 2))
     return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
 
 
 def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter) -> dict[str, Any]:
-    """State that a first step makes of a parameter of group ``index``: its shapes and formats, not its values.
+    """Return the state that a first step makes of a parameter of group ``index``: its shapes and formats, not values.
 
     Cost: nothing where the optimizer does not look at values, else a step of this one parameter.
     """
@@ -330,7 +330,7 @@ def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[
 
 
 def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Options of its groups that the optimizer itself changes in a step: state, though it stands among the options."""
+    """Name the options that the optimizer itself changes in a step: state, though it stands among the options."""
     if type(optimizer) in ELEMENT_WISE:
         return frozenset()
     for shape in ((2,), (2, 2)):

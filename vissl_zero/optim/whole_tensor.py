@@ -30,7 +30,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient; returns what ``closure`` gives."""
+        """Update every parameter with a gradient once; return what ``closure`` gives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

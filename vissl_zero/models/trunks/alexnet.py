@@ -37,7 +37,7 @@ class AlexNetTrunk(TimmTrunk):
         super().__init__(build(), build)
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's names: conv1 to conv5 after norm and ReLU, pool1, pool2, pool5, flatten."""
+        """Tap VISSL's names: conv1 to conv5 after norm and ReLU, pool1, pool2, pool5, flatten."""
         return LayerTap((self.last_link(name),)) if name in _LAYERS else None
 
 
@@ -52,7 +52,7 @@ class _Sobel(nn.Module):
         self.register_buffer("filters", torch.stack([slope, slope.t()])[:, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, H, W) -> (n, 2, H, W)."""
+        """Compute slopes, (n, 3, H, W) -> (n, 2, H, W)."""
         return functional.conv2d(x.mean(dim=1, keepdim=True), self.filters.to(x.dtype), padding=1)
 
 
@@ -60,7 +60,7 @@ class _Lightness(nn.Module):
     """The first channel of a Lab image."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, H, W) -> (n, 1, H, W)."""
+        """Select the lightness, (n, 3, H, W) -> (n, 1, H, W)."""
         return x[:, :1]
 
 
@@ -106,7 +106,7 @@ def _colorization() -> nn.Module:
 
 
 def _grouped(widths: list[tuple[int, int]], norms: list[bool], stride: int) -> list[nn.Module]:
-    """Convolutions of the AlexNet that was split over two GPUs: groups in the second, fourth and fifth."""
+    """Build convolutions of the AlexNet split over two GPUs: groups in the second, fourth and fifth."""
     sides = [(11, {"stride": stride}), (5, {"padding": 2, "groups": 2}), (3, {"padding": 1})]
     sides += [(3, {"padding": 1, "groups": 2})] * 2
     return [
@@ -115,7 +115,7 @@ def _grouped(widths: list[tuple[int, int]], norms: list[bool], stride: int) -> l
 
 
 def _whole(widths: list[tuple[int, int]]) -> list[nn.Module]:
-    """Convolutions in one group, each with batch norm."""
+    """Build convolutions in one group, each with batch norm."""
     sides = [(11, {"stride": 4, "padding": 2}), (5, {"padding": 2}), *[(3, {"padding": 1})] * 3]
     return [_conv(*width, side, True, **options) for width, (side, options) in zip(widths, sides, strict=True)]
 
@@ -132,29 +132,29 @@ def _rotnet() -> nn.Module:
 
 @TRUNKS.register("alexnet_bvlc", config=NoKeys)
 def build_bvlc() -> nn.Module:
-    """AlexNet as Caffe's BVLC has it."""
+    """Build AlexNet as Caffe's BVLC has it."""
     return AlexNetTrunk(_bvlc)
 
 
 @TRUNKS.register("alexnet_colorization", config=NoKeys)
 def build_colorization() -> nn.Module:
-    """AlexNet of the colorization paper, on the lightness of Lab images."""
+    """Build AlexNet of the colorization paper, on the lightness of Lab images."""
     return AlexNetTrunk(_colorization)
 
 
 @TRUNKS.register("alexnet_deepcluster", config=NoKeys)
 def build_deepcluster() -> nn.Module:
-    """AlexNet of DeepCluster, on Sobel slopes."""
+    """Build AlexNet of DeepCluster, on Sobel slopes."""
     return AlexNetTrunk(_deepcluster)
 
 
 @TRUNKS.register("alexnet_jigsaw", config=NoKeys)
 def build_jigsaw() -> nn.Module:
-    """AlexNet of the jigsaw paper, with stride 2."""
+    """Build AlexNet of the jigsaw paper, with stride 2."""
     return AlexNetTrunk(_jigsaw)
 
 
 @TRUNKS.register("alexnet_rotnet", config=NoKeys)
 def build_rotnet() -> nn.Module:
-    """AlexNet of RotNet."""
+    """Build AlexNet of RotNet."""
     return AlexNetTrunk(_rotnet)

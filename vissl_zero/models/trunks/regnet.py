@@ -101,7 +101,7 @@ def _from_stages(config: RegNetConfig) -> AnyNet:
 
 
 def _common(config: RegNetConfig) -> dict[str, Any]:
-    """Arguments that go with a name too."""
+    """Collect arguments that go with a name too."""
     return {
         "stem_type": _member(StemType, "stem_type", config.stem_type),
         "stem_width": config.stem_width,

@@ -85,7 +85,7 @@ class StagedTrunk(nn.Module):
         self.feature_dim = feature_dim
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """R image tensors (b_r, 3, H_r, W_r) -> R average-pooled features (b_r, F)."""
+        """Compute average-pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r)."""
         xs: list[Tensor] = self.stem(images)
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
@@ -96,7 +96,7 @@ class StagedTrunk(nn.Module):
     tap_names = ("conv1", "res1", "res2", "res3", "res4", "res5", "res5avg", "avgpool", "flatten")
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's names: the stem (conv1), its pooled output (res1), the stages from res2, and the pooled features.
+        """Tap VISSL's names: the stem (conv1), its pooled output (res1), the stages from res2, the pooled features.
 
         As in VISSL, conv1 of a ResNet is after its activation, and res5avg has shape (n, F, 1, 1).
         """
@@ -190,7 +190,7 @@ def _norm_layer(config: ResNetConfig) -> Callable[[int], nn.Module]:
 
 
 def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> Unit:
-    """7x7 convolution and max pooling, or a 3x3 convolution that keeps the resolution, for images under 64 pixels."""
+    """Build 7x7 convolution and max pooling, or a 3x3 convolution of full resolution, for images under 64 pixels."""
     if config.STEM_TYPE == "RES_STEM_CIFAR":
         return Unit(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
     conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
@@ -231,7 +231,7 @@ _LEAST_MIXING = 32  # channels of the network that mixes
 
 @TRUNKS.register("resnet_sk", config=ResNetSkConfig)
 def build_resnet_sk(**options: Any) -> nn.Module:
-    """SimCLR v2's ResNet with selective kernels, by depth, width multiplier and ratio.
+    """Build SimCLR v2's ResNet with selective kernels, by depth, width multiplier and ratio.
 
     Args: the fields of ``ResNetSkConfig``.
     """
@@ -280,7 +280,7 @@ class _SelectiveKernel(nn.Module):
         self.mixing_conv = nn.Sequential(_conv(channels, mixing, 1), _norm(mixing), _conv(mixing, 2 * channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, C, H, W) -> (n, C, H / stride, W / stride)."""
+        """Convolve (n, C, H, W) -> (n, C, H / stride, W / stride)."""
         both = self.main_conv(x).unflatten(1, (2, -1))
         shares = self.mixing_conv(both.sum(dim=1).mean(dim=(2, 3), keepdim=True)).unflatten(1, (2, -1)).softmax(dim=1)
         return torch.sum(both * shares, dim=1)
@@ -301,7 +301,7 @@ class _Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, C, H, W) -> (n, 4 inner, H / stride, W / stride)."""
+        """Convolve (n, C, H, W) -> (n, 4 inner, H / stride, W / stride)."""
         return torch.relu(self.projection(x) + self.net(x))
 
 

@@ -72,7 +72,7 @@ def build_timm_trunk(
     position_resize: str = "antialiased",
     model_args: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Any timm model by name, without its classifier.
+    """Build any timm model by name, without its classifier.
 
     Args: the fields of ``TimmConfig``.
 
@@ -126,7 +126,7 @@ class TimmTrunk(nn.Module):
         self._links = [f"net.{name}" for name in links or ()]
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """R image tensors (b_r, 3, H_r, W_r) -> R pooled features (b_r, F)."""
+        """Compute pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r)."""
         if self.is_chain:
             xs = images
             for name in self._links:
@@ -140,13 +140,13 @@ class TimmTrunk(nn.Module):
         return features
 
     def last_link(self, path: str) -> str:
-        """Path in the trunk of what gives the output of ``path``, a part of the network that may be taken apart."""
+        """Find what gives the output of ``path``, a part of the network that may be split into links."""
         inside = [link for link in self._links if link == f"net.{path}" or link.startswith(f"net.{path}.")]
         return inside[-1] if inside else f"net.{path}"
 
     @torch.no_grad()
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """First weights as timm draws them, under a generator of the run's."""
+        """Draw the first weights as timm does, under a generator of the run's."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for("").initial_seed())
             fresh = self._build().state_dict()
@@ -169,7 +169,7 @@ class _SingleUnit(Unit):
         return run(x)
 
     def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See ``Unit``."""
+        """Run the unit's layers; see ``Unit``."""
         return self[0](x, *args, **kwargs)
 
 
@@ -185,7 +185,7 @@ class _Call:
     inner: list[_Call] = field(default_factory=list)
 
     def links(self, least_params: int) -> list[str]:
-        """Names of the modules that do the same one after another; its own name if there are no such.
+        """Name the modules that do the same one after another; its own name if there are no such.
 
         Args:
             least_params: a module with fewer parameters is not worth taking apart.
@@ -203,7 +203,7 @@ class _Call:
 
 
 def _trace(net: nn.Module) -> tuple[list[str] | None, int]:
-    """Modules that a forward pass in training is a chain of, None if it is none, and the number of features."""
+    """Find the modules that a training pass is a chain of, None if it is none, and the number of features."""
     names = {module: name for name, module in net.named_modules()}
     root = _Call("", 0, False, (None, 0))
     stack = [root]
@@ -327,7 +327,7 @@ class BeitTrunk(TimmTrunk):
         super().__init__(build(), build)
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """R image tensors (b_r, 3, H, W) -> R class tokens (b_r, F)."""
+        """Compute R class tokens (b_r, F) of R image tensors (b_r, 3, H, W)."""
         features, self._classes = [], []
         for index, x in enumerate(images):
             with resolution_scope(index, len(x)):
@@ -404,7 +404,7 @@ class _OneFeature(TimmTrunk):
 
 @TRUNKS.register("xcit", config=XcitConfig)
 def build_xcit(**options: Any) -> nn.Module:
-    """XCiT by width, depth, heads and patch size; images of any size. Raises ConfigError where the keys make none."""
+    """Build XCiT by width, depth, heads and patch size; images of any size. Raises ConfigError for bad keys."""
     return _OneFeature(_checked("XCIT", _xcit, XcitConfig(**options)))
 
 
@@ -429,7 +429,7 @@ def _xcit(config: XcitConfig) -> nn.Module:
 
 @TRUNKS.register("convnext", config=ConvNextConfig)
 def build_convnext(**options: Any) -> nn.Module:
-    """ConvNeXt by depth and width of each stage. Raises ConfigError where the keys make none."""
+    """Build ConvNeXt by depth and width of each stage. Raises ConfigError where the keys make none."""
     return _OneFeature(_checked("CONVNEXT", _convnext, ConvNextConfig(**options)))
 
 
@@ -441,7 +441,7 @@ def _convnext(config: ConvNextConfig) -> nn.Module:
 
 @TRUNKS.register("swin_transformer", config=SwinConfig)
 def build_swin(**options: Any) -> nn.Module:
-    """Swin by width, and depth and heads of each stage. Raises ConfigError where the keys make none."""
+    """Build Swin by width, and depth and heads of each stage. Raises ConfigError where the keys make none."""
     return _OneFeature(_checked("SWIN_TRANSFORMER", _swin, SwinConfig(**options)))
 
 
@@ -465,7 +465,7 @@ def _swin(config: SwinConfig) -> nn.Module:
 
 @TRUNKS.register("convit", config=ConvitConfig)
 def build_convit(**options: Any) -> nn.Module:
-    """ConViT by width, depth, heads and number of gated blocks. Images have one size."""
+    """Build ConViT by width, depth, heads and number of gated blocks. Images have one size."""
     build = partial(_convit, ConvitConfig(**options))
     return TimmTrunk(build(), build)
 
@@ -509,7 +509,7 @@ class EfficientNetTrunk(TimmTrunk):
         super().__init__(build(), build)
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's conv_final, the maps before pooling, and flatten, their mean."""
+        """Tap VISSL's conv_final, the maps before pooling, and flatten, their mean."""
         maps = (self.last_link("bn2"),)
         if name == "conv_final":
             return LayerTap(maps)
@@ -546,7 +546,7 @@ class _MobileNetTrunk(TimmTrunk):
         self._has_wide_feature = has_wide_feature
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's trunk, the last maps, their mean trunk_pool, timm's feature flatten; _norm: on the unit sphere."""
+        """Tap VISSL's trunk (last maps), trunk_pool (their mean), timm's feature flatten; _norm: on the unit sphere."""
         kind = name.removesuffix("_norm")
         if kind == "trunk" and kind == name:
             return LayerTap((self._maps,))
@@ -562,7 +562,7 @@ class _MobileNetTrunk(TimmTrunk):
 
 @TRUNKS.register("mobilenetv3_tv", config=MobileNetConfig)
 def build_torchvision_mobilenet(**options: Any) -> nn.Module:
-    """MobileNet v3 of torchvision, without its classifier. Args: the fields of ``MobileNetConfig``."""
+    """Build MobileNet v3 of torchvision, without its classifier. Args: the fields of ``MobileNetConfig``."""
     return _MobileNetTrunk(partial(_torchvision_mobilenet, MobileNetConfig(**options)), "features", False)
 
 
@@ -576,7 +576,7 @@ def _torchvision_mobilenet(config: MobileNetConfig) -> nn.Module:
 
 @TRUNKS.register("mobilenetv3_timm", config=MobileNetConfig)
 def build_timm_mobilenet(**options: Any) -> nn.Module:
-    """MobileNet v3 of timm, without its classifier. Args: the fields of ``MobileNetConfig``."""
+    """Build MobileNet v3 of timm, without its classifier. Args: the fields of ``MobileNetConfig``."""
     config = MobileNetConfig(**options)
     return _MobileNetTrunk(partial(_timm_mobilenet, config), "blocks", not config.TRUNK_ONLY)
 
@@ -589,7 +589,7 @@ def _timm_mobilenet(config: MobileNetConfig) -> nn.Module:
 
 
 def _checked(block: str, build: Callable[[_Keys], nn.Module], config: _Keys) -> Callable[[], nn.Module]:
-    """``build`` with its keys. Raises ConfigError where those of ``MODEL.TRUNK.<block>`` make no network."""
+    """Bind ``build`` to its keys. Raises ConfigError where those of ``MODEL.TRUNK.<block>`` make no network."""
     if problems := size_problems(f"config.MODEL.TRUNK.{block}", config):
         raise ConfigError(problems)
     return partial(build, config)

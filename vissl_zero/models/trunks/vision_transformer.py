@@ -74,7 +74,7 @@ class TransformerTrunk(nn.Module):
         return_tokens: bool = False,
         last_blocks: int = 0,
     ) -> list[Tensor]:
-        """One pass over all resolutions.
+        """Run one pass over all resolutions.
 
         Args:
             images: R tensors (b_r, 3, H_r, W_r); sides are multiples of the patch size.
@@ -142,7 +142,7 @@ class TransformerTrunk(nn.Module):
         return LayerTap((), combine)
 
     def pooled(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Features (b_r, D) of tokens after the last norm."""
+        """Compute features (b_r, D) of tokens after the last norm."""
         features: list[Tensor] = self.pooling(tokens)
         return features
 
@@ -172,7 +172,7 @@ class TokenEmbedding(nn.Module):
         self.patch_drop_rate = patch_drop_rate
 
     def forward(self, images: Tensor, mask: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
-        """Tokens (b, prefix + patches seen, D) of images (b, 3, H, W); see ``TransformerTrunk.forward``."""
+        """Embed images (b, 3, H, W) as tokens (b, prefix + patches seen, D); see ``TransformerTrunk.forward``."""
         self._require_whole_patches(images.shape[-2:])
         patches = self.patch_embed(images)
         height, width = patches.shape[1:3]
@@ -214,7 +214,7 @@ _OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
 
 
 def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased") -> Tensor:
-    """Position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
+    """Interpolate position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
 
     Args:
         positions: of the grid that they were made for.
@@ -256,7 +256,7 @@ class _EmbeddingUnit(_TransformerUnit):
         return self.each(xs, masks, kept)
 
     def apply_layers(self, x: Tensor, *args: Tensor | None, **kwargs: Any) -> Tensor:
-        """See ``Unit``: patches of one resolution, with its mask and the patches kept."""
+        """Embed patches of one resolution, with its mask and the patches kept; see ``Unit``."""
         tokens: Tensor = self[0](x, *args)
         return tokens
 
@@ -327,7 +327,7 @@ def _square(patches: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-    """See ``_TransformerUnit.init_parameters``; parameters of other modules stay as they are."""
+    """Draw weights as ``_TransformerUnit.init_parameters``; parameters of other modules stay as they are."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear):
             truncated_normal_(module.weight, generator_for(f"{name}.weight"))
