@@ -204,7 +204,7 @@ class SiameseConcatView(nn.Module):
         self.num_towers = num_towers
 
     def forward(self, features: Tensor) -> Tensor:
-        """Concatenate the features of each image's tiles, given tile by tile: (num_towers * m, F) -> (m, num_towers * F)."""
+        """Concatenate the features of each image's tiles, ordered by tile: (num_towers * m, F) -> (m, num_towers * F)."""
         tiles = features.flatten(1).unflatten(0, (self.num_towers, len(features) // self.num_towers))
         return tiles.transpose(0, 1).flatten(1)
 
@@ -498,7 +498,7 @@ class PIRLHead(nn.Module):
         self.of_tiles = Chain(of_tiles, ends) if of_tiles else nn.Linear(num_towers * dims[-1], dims[-1])
 
     def forward(self, features: Tensor) -> PIRLOutput:
-        """Project ((1 + num_towers) * n, F) features: of n images, then of the first tile of each, of the second, ..."""
+        """Project ((1 + num_towers) * n, F) features: of n images, then of the first tile of each, the second, ..."""
         num_images = len(features) // (1 + self.num_towers)
         tiles = self.of_tiles(self.side_by_side(self.of_tile(features[num_images:])))
         return PIRLOutput(self.of_image(features[:num_images]), tiles)
